@@ -1,0 +1,78 @@
+"""What operators cost: the values between measuring and placing."""
+
+from dataclasses import dataclass
+from typing import Final, final
+
+from baechi.errors import InputError
+from baechi.values import check_count, check_name
+
+# Bytes of optimizer state per byte of a trained parameter. Sources: the state that each
+# torch.optim class keeps per parameter (exp_avg and exp_avg_sq for the Adams, momentum_buffer).
+OPTIMIZER_STATES: Final = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """The cost of one operator on one kind of device.
+
+    Attributes:
+        forward_ns: Time of its forward.
+        backward_ns: Time of its backward; 0 where it has none.
+        parameter_bytes: Parameters and buffers that it owns.
+        output_bytes: New storage that it gives out; views and in-place results are 0.
+        saved_bytes: Storage made inside that autograd keeps for its backward; saved inputs and
+            outputs are tensors of the graph and not counted here.
+        workspace_bytes: Scratch that is free again when it ends.
+    """
+
+    forward_ns: int
+    backward_ns: int = 0
+    parameter_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        for attribute in self.__slots__:
+            count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
+            object.__setattr__(self, attribute, count)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The cost of every operator of one traced model on one kind of device.
+
+    Attributes:
+        traced_digest: `Traced.digest` of the model that it is for.
+        kind: Device kind, as in `Device.kind`.
+        costs: One per traced op.
+        source: `"measured"` or `"computed"`.
+        environment: What the costs depend on: torch version, threads, processor.
+    """
+
+    traced_digest: str
+    kind: str
+    costs: tuple[OpCost, ...]
+    source: str = "measured"
+    environment: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.traced_digest, "traced_digest of a profile")
+        object.__setattr__(self, "costs", tuple(self.costs))
+        if self.source not in ("measured", "computed"):
+            raise InputError(f"source of a profile is {self.source!r}, not measured or computed.")
+
+
+def optimizer_state_factor(optimizer: str | None) -> int:
+    """Bytes of optimizer state per byte of trained parameter.
+
+    Raises:
+        InputError: The optimizer is unknown.
+    """
+    name = (optimizer or "none").lower()
+    if name not in OPTIMIZER_STATES:
+        known = ", ".join(sorted(OPTIMIZER_STATES))
+        raise InputError(f"optimizer {optimizer!r} is unknown; it must be one of {known}.")
+    return OPTIMIZER_STATES[name]

@@ -1,0 +1,162 @@
+"""Devices, links and clusters: what is *left* of a machine, as plain numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from baechi.errors import InputError
+from baechi.units import parse_bytes
+from baechi.values import check_count, check_name
+
+PORTS: Final = ("duplex", "shared", "none")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What is left on a device.
+
+    Attributes:
+        name: Unique in its cluster. For `apply`, a torch device (`"cuda:0"`, `"cpu:1"`), where a
+            suffix tells several logical devices of one torch device apart (`"cuda:0/a"`).
+        memory_bytes: Residual memory; a string such as `"10GiB"` is read at construction.
+        speed: Residual share of compute: an op takes `ceil(time_ns / speed)`.
+        kind: Hardware kind, to find per-kind times in `OpGraph.times`.
+        pool: Devices of one non-empty pool (streams of one GPU) share one memory.
+
+    Raises:
+        InputError: An empty name, memory that cannot be read or is negative, a speed that is not
+            positive and finite.
+    """
+
+    name: str
+    memory_bytes: int
+    speed: float = 1.0
+    kind: str = ""
+    pool: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "device name")
+        memory_bytes = parse_bytes(self.memory_bytes, what=f"memory of device {self.name!r}")
+        object.__setattr__(self, "memory_bytes", memory_bytes)
+        numeric = isinstance(self.speed, int | float) and not isinstance(self.speed, bool)
+        if not numeric or not math.isfinite(self.speed) or self.speed <= 0:
+            raise InputError(
+                f"speed of device {self.name!r} is {self.speed!r}; it must be a positive, finite "
+                "number (1.0 is a whole device). Leave out a device that has no compute left."
+            )
+        object.__setattr__(self, "speed", float(self.speed))
+        for attribute in ("kind", "pool"):
+            if not isinstance(getattr(self, attribute), str):
+                value = getattr(self, attribute)
+                raise InputError(f"{attribute} of device {self.name!r} is {value!r}, no string.")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A directed path between two devices.
+
+    Attributes:
+        latency_ns: Time of an empty transfer.
+        bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
+
+    Raises:
+        InputError: The latency is negative, or the rate is not finite and at least 1 byte/s.
+    """
+
+    latency_ns: int
+    bytes_per_s: int
+
+    def __post_init__(self) -> None:
+        latency_ns = check_count(self.latency_ns, "latency_ns of a link")
+        object.__setattr__(self, "latency_ns", latency_ns)
+        rate = self.bytes_per_s
+        numeric = isinstance(rate, float) or hasattr(rate, "__index__")
+        if not numeric or isinstance(rate, bool) or not math.isfinite(rate) or rate < 1:
+            raise InputError(
+                f"bytes_per_s of a link is {rate!r}; it must be a finite rate of at least 1. "
+                "Where there is no path, give None instead of a Link."
+            )
+        object.__setattr__(self, "bytes_per_s", check_count(int(rate), "bytes_per_s of a link"))
+
+    def transfer_ns(self, nbytes: int) -> int:
+        """The time to send `nbytes` over a free link."""
+        return self.latency_ns - (-nbytes * 10**9 // self.bytes_per_s)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Devices and the links between them.
+
+    Attributes:
+        devices: `device` means an index into them everywhere.
+        links: `links[src][dst]`; `None` is no path. The diagonal is not read.
+        ports: How transfers of one device contend: `"duplex"`, one send and one receive port
+            (the default); `"shared"`, one port for both; `"none"`, no contention.
+
+    Raises:
+        InputError: No devices, two of one name, a table of another shape, an unknown `ports`, or
+            devices of one pool with different memory.
+    """
+
+    devices: tuple[Device, ...]
+    links: tuple[tuple[Link | None, ...], ...]
+    ports: str = "duplex"
+
+    def __post_init__(self) -> None:
+        devices = tuple(self.devices)
+        links = tuple(tuple(row) for row in self.links)
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "links", links)
+        if not devices:
+            raise InputError("a cluster has no devices; give at least one.")
+        names = [device.name for device in devices]
+        for name in names:
+            if names.count(name) > 1:
+                raise InputError(
+                    f"two devices are named {name!r}; names must be unique. For two logical "
+                    f"devices on one torch device write {name + '/a'!r} and {name + '/b'!r}."
+                )
+        if len(links) != len(devices) or any(len(row) != len(devices) for row in links):
+            shape = [len(row) for row in links]
+            raise InputError(
+                f"links has rows of {shape} entries for {len(devices)} devices; "
+                "give one row per source with one entry per destination."
+            )
+        for row in links:
+            for link in row:
+                if link is not None and not isinstance(link, Link):
+                    raise InputError(f"a link is {link!r}; give a baechi.Link or None.")
+        if self.ports not in PORTS:
+            raise InputError(f"ports is {self.ports!r}; it must be one of {', '.join(PORTS)}.")
+        memory_of_pool: dict[str, Device] = {}
+        for device in devices:
+            if device.pool:
+                first = memory_of_pool.setdefault(device.pool, device)
+                if first.memory_bytes != device.memory_bytes:
+                    raise InputError(
+                        f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
+                        f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
+                        "give both the pool's memory."
+                    )
+
+    @staticmethod
+    def uniform(
+        n: int, memory: int | str, link: Link, *, kind: str = "", speed: float = 1.0
+    ) -> "Cluster":
+        """`n` equal devices named `device0`, `device1`, ..., each pair joined by `link`."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise InputError(f"a cluster of {n!r} devices; give at least one.")
+        memory_bytes = parse_bytes(memory, what="memory")
+        devices = [Device(f"device{i}", memory_bytes, speed, kind) for i in range(n)]
+        return Cluster.connected(devices, link)
+
+    @staticmethod
+    def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
+        """`devices`, each ordered pair joined by `link`."""
+        n = len(devices)
+        links = tuple(tuple(None if i == j else link for j in range(n)) for i in range(n))
+        return Cluster(tuple(devices), links, ports)

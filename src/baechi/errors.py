@@ -1,0 +1,69 @@
+"""What can go wrong, as a tree.
+
+    BaechiError
+    ├── InputError (ValueError)      a value at the border is wrong: a size, a name, a rate, a shape
+    │   └── FormatError              a file is no Baechi file, is damaged, or has another version
+    ├── TraceError                   no rung of the ladder could trace the model
+    ├── InfeasibleError              no placement fits; says what is missing
+    └── ExecutionError               a placed model could not run
+
+Every text says what is wrong with its values, the likely cause, and what to do.
+"""
+
+from typing import final
+
+
+class BaechiError(Exception):
+    """Base of every error that Baechi raises on purpose."""
+
+
+class InputError(BaechiError, ValueError):
+    """A value at the border is wrong: a size, a name, a rate, a shape."""
+
+
+@final
+class FormatError(InputError):
+    """A file is no Baechi file, is damaged, or was written by another version."""
+
+
+@final
+class TraceError(BaechiError):
+    """No rung of the ladder could trace the model; the text has the reason of each rung."""
+
+
+@final
+class ExecutionError(BaechiError):
+    """A placed model could not run."""
+
+
+@final
+class InfeasibleError(BaechiError):
+    """No placement fits.
+
+    Attributes:
+        subject: Name of the op or group that found no room.
+        needed_bytes: What it needs on one device.
+        left_bytes: Device name and free bytes, per device, at that moment.
+        extra_bytes: The smallest extra memory, on `extra_device`, with which a placement was found.
+        extra_device: Name of the device that should get it.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        subject: str,
+        needed_bytes: int,
+        left_bytes: tuple[tuple[str, int], ...],
+        extra_bytes: int,
+        extra_device: str,
+    ) -> None:
+        super().__init__(message, subject, needed_bytes, left_bytes, extra_bytes, extra_device)
+        self.subject = subject
+        self.needed_bytes = needed_bytes
+        self.left_bytes = left_bytes
+        self.extra_bytes = extra_bytes
+        self.extra_device = extra_device
+
+    def __str__(self) -> str:
+        """The message alone; the rest are attributes, which survive pickling too."""
+        return str(self.args[0])

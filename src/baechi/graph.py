@@ -1,0 +1,201 @@
+"""The operator graph: what a placement decides about.
+
+An `OpGraph` is a directed acyclic hypergraph. A vertex is an operator with its time and memory. A
+hyperedge is a tensor: one producer, any number of consumers, sent at most once to each device.
+Nothing here knows torch, so a scheduler can build, save and load graphs by itself.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+from baechi.errors import InputError
+from baechi.values import INT64_MAX, FrozenDict, check_count, check_name
+
+if TYPE_CHECKING:
+    import networkx
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator.
+
+    Attributes:
+        name: Unique in its graph.
+        time_ns: Its time alone on a device of speed 1.
+        persistent_bytes: Held for the whole step: parameters, gradients, optimizer state.
+        workspace_bytes: Held while it runs.
+        group: Ops of one group share a device; `None` is alone.
+    """
+
+    name: str
+    time_ns: int
+    persistent_bytes: int = 0
+    workspace_bytes: int = 0
+    group: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.name, "op name")
+        for attribute in ("time_ns", "persistent_bytes", "workspace_bytes"):
+            value = getattr(self, attribute)
+            if type(value) is not int or not 0 <= value <= INT64_MAX:
+                count = check_count(value, f"{attribute} of op {self.name!r}")
+                object.__setattr__(self, attribute, count)
+        if self.group is not None:
+            check_name(self.group, f"group of op {self.name!r}")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What an op produces and others consume; a hyperedge.
+
+    Attributes:
+        producer: Op index.
+        consumers: Op indices, ascending, without repetition (the constructor sorts them).
+        nbytes: Its size, in memory and on a link.
+        kept: Returned to the caller, so that it stays to the end of the step.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    nbytes: int
+    kept: bool = False
+
+    def __post_init__(self) -> None:
+        check_count(self.producer, "producer of a tensor")
+        what = f"of a tensor of op {self.producer}"
+        consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in self.consumers}))
+        object.__setattr__(self, "consumers", consumers)
+        object.__setattr__(self, "nbytes", check_count(self.nbytes, f"nbytes {what}"))
+        if not isinstance(self.kept, bool):
+            raise InputError(f"kept {what} is {self.kept!r}; it must be a bool.")
+
+
+@final
+@dataclass(frozen=True)
+class OpGraph:
+    """Operators and the tensors between them; index order is a topological order.
+
+    Attributes:
+        ops: The vertices. `op` means an index into them everywhere.
+        tensors: The hyperedges. `tensor` means an index into them everywhere.
+        times: Device kind to the time of every op on it, where it was learnt per kind.
+
+    Raises:
+        InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
+            is produced (a cycle, or no topological order), or a `times` row of another length.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...] = ()
+    times: Mapping[str, tuple[int, ...]] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", tuple(self.ops))
+        object.__setattr__(self, "tensors", tuple(self.tensors))
+        self._check_names()
+        self._check_tensors()
+        times = {}
+        for kind in sorted(self.times):
+            what = f"time of an op on device kind {kind!r}"
+            row = tuple(check_count(time_ns, what) for time_ns in self.times[kind])
+            if len(row) != len(self.ops):
+                raise InputError(
+                    f"times[{kind!r}] has {len(row)} entries for {len(self.ops)} ops; "
+                    "give one time per op."
+                )
+            times[check_name(kind, "device kind")] = row
+        object.__setattr__(self, "times", FrozenDict(times))
+
+    def _check_names(self) -> None:
+        seen = set()
+        for op in self.ops:
+            if op.name in seen:
+                raise InputError(f"two ops are named {op.name!r}; names must be unique.")
+            seen.add(op.name)
+
+    def _check_tensors(self) -> None:
+        n = len(self.ops)
+        for index, tensor in enumerate(self.tensors):
+            if tensor.producer >= n or (tensor.consumers and tensor.consumers[-1] >= n):
+                worst = max(tensor.producer, *tensor.consumers, tensor.producer)
+                raise InputError(f"tensor {index} names op {worst}, but there are {n} ops.")
+            if tensor.consumers and tensor.consumers[0] <= tensor.producer:
+                producer = self.ops[tensor.producer].name
+                consumer = self.ops[tensor.consumers[0]].name
+                raise InputError(
+                    f"tensor {index} goes from op {producer!r} (index {tensor.producer}) to op "
+                    f"{consumer!r} (index {tensor.consumers[0]}): the graph has a cycle, or its "
+                    "index order is not topological. Sort the ops so that producers come first."
+                )
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors)."""
+        rows = {
+            "ops": [[o.name, o.time_ns, o.persistent_bytes, o.workspace_bytes, o.group]
+                    for o in self.ops],
+            "tensors": [[t.producer, t.consumers, t.nbytes, t.kept] for t in self.tensors],
+            "times": dict(self.times),
+        }  # fmt: skip
+        text = json.dumps(rows, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def op_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the tensors that it consumes, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            for consumer in tensor.consumers:
+                rows[consumer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def op_outputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the tensors that it produces, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            rows[tensor.producer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The ops that consume nothing."""
+        return tuple(op for op, tensors in enumerate(self.op_inputs) if not tensors)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """The tensors that are kept."""
+        return tuple(index for index, tensor in enumerate(self.tensors) if tensor.kept)
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[int, ...]]:
+        """Each group's ops, in the order of their first op."""
+        rows: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.group is not None:
+                rows.setdefault(op.group, []).append(index)
+        return FrozenDict({group: tuple(members) for group, members in rows.items()})
+
+    def to_networkx(self) -> "networkx.DiGraph[int]":
+        """The graph as a `networkx.DiGraph`: ops are nodes, and an edge carries `nbytes`.
+
+        An edge's `nbytes` is the sum over the tensors between its two ops.
+        """
+        import networkx
+
+        digraph: networkx.DiGraph[int] = networkx.DiGraph()
+        for index, op in enumerate(self.ops):
+            attributes: dict[str, Any] = {name: getattr(op, name) for name in op.__slots__}
+            digraph.add_node(index, **attributes)
+        for tensor in self.tensors:
+            for consumer in tensor.consumers:
+                known = digraph.get_edge_data(tensor.producer, consumer, {"nbytes": 0})
+                nbytes = known["nbytes"] + tensor.nbytes
+                digraph.add_edge(tensor.producer, consumer, nbytes=nbytes)
+        return digraph

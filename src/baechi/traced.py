@@ -1,0 +1,129 @@
+"""A traced model as plain data: its operators, the tensors between them, and what autograd keeps.
+
+`tracing.trace` makes one; `Traced.graph` turns it and a `Profile` into the `OpGraph` that `solve`
+takes. Nothing here needs torch, so a trace is saved on one machine and planned with on another.
+"""
+
+import hashlib
+import json
+from dataclasses import astuple, dataclass, field
+from functools import cached_property
+from typing import Any, final
+
+from baechi.costs import Profile
+from baechi.graph import OpGraph
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TracedOp:
+    """One operator of a traced model: a node that computes, with its views and in-place nodes.
+
+    Attributes:
+        name: Unique: the owning submodule's path and the anchor node's name.
+        nodes: Names of its fx nodes, in program order.
+        key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
+        parameters: Qualified names of the parameters and buffers that it owns.
+        trained_bytes: Bytes of those that have gradients.
+        frozen_bytes: Bytes of the others.
+        saves: Tensors (indices) that autograd keeps for its backward.
+        saved_bytes: Bytes that autograd keeps besides those: storage made inside.
+        differentiable: Whether it has a backward.
+        random: Whether it draws random numbers.
+        group: Ops that cannot be apart carry the same one.
+        source: The model's own line.
+    """
+
+    name: str
+    nodes: tuple[str, ...]
+    key: str
+    parameters: tuple[str, ...] = ()
+    trained_bytes: int = 0
+    frozen_bytes: int = 0
+    saves: tuple[int, ...] = ()
+    saved_bytes: int = 0
+    differentiable: bool = False
+    random: bool = False
+    group: str | None = None
+    source: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TracedTensor:
+    """One storage that an op makes and others read, whichever views of it they read.
+
+    Attributes:
+        producer: Index of the op that makes it.
+        consumers: Indices of the ops that read it.
+        nbytes: Bytes of the storage.
+        kept: Whether the caller gets it.
+        differentiable: Whether a gradient of its size flows back.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    nbytes: int
+    kept: bool = False
+    differentiable: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One rung of the ladder that was tried: `reason` is empty for the rung that was taken."""
+
+    rung: str
+    reason: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class Traced:
+    """A traced model.
+
+    Attributes:
+        name: The model's class.
+        ops: The operators, in program order.
+        tensors: The tensors between them.
+        attempts: The rungs that were tried, in order; the last is the one taken.
+        training: Whether the model was in training mode.
+        module: What `profile` and `apply` need of torch; `None` after a load.
+    """
+
+    name: str
+    ops: tuple[TracedOp, ...]
+    tensors: tuple[TracedTensor, ...]
+    attempts: tuple[Attempt, ...]
+    training: bool
+    module: Any = field(default=None, compare=False, repr=False, metadata={"json": False})
+
+    @property
+    def rung(self) -> str:
+        """The rung of the ladder that was taken."""
+        return self.attempts[-1].rung
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256, in hexadecimal, of everything but the module."""
+        rows = [self.name, self.training, [astuple(op) for op in self.ops]]
+        rows.append([astuple(tensor) for tensor in self.tensors])
+        text = json.dumps(rows, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def graph(
+        self, profile: Profile, *, training: bool = True, optimizer: str | None = None
+    ) -> OpGraph:
+        """The operator graph of one step of this model.
+
+        Args:
+            profile: Costs of this traced model.
+            training: The mirrored graph of forward, loss and backward; else the forward alone.
+            optimizer: Whose state is persistent: a key of `costs.OPTIMIZER_STATES`.
+
+        Raises:
+            InputError: The profile is of another model, or the optimizer is unknown.
+        """
+        from baechi.training import operator_graph
+
+        return operator_graph(self, profile, training=training, optimizer=optimizer)

@@ -1,0 +1,70 @@
+"""Small immutable values, and the checks that every constructor shares."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, final
+
+from baechi.errors import InputError
+
+INT64_MAX = 2**63 - 1
+_K = TypeVar("_K")
+_V = TypeVar("_V")
+
+
+@final
+class FrozenDict(Mapping[_K, _V]):
+    """A mapping that cannot change; hashable when its values are; equal to any equal mapping."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[_K, _V] | None = None) -> None:
+        object.__setattr__(self, "_items", dict(items or {}))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{type(self).__name__} is immutable")
+
+    def __getitem__(self, key: _K) -> _V:
+        items: dict[_K, _V] = self._items  # type: ignore[attr-defined]
+        return items[key]
+
+    def __iter__(self) -> Iterator[_K]:
+        return iter(self._items)  # type: ignore[attr-defined]
+
+    def __len__(self) -> int:
+        return len(self._items)  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.items()))
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (FrozenDict, (dict(self),))
+
+
+def check_count(value: object, what: str) -> int:
+    """`value` as an int in [0, 2**63); numpy integers are taken too.
+
+    Raises:
+        InputError: It is no integer, negative, or does not fit 64 bits.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(
+            f"{what} is {value!r}, a {type(value).__name__}; it must be an integer "
+            "(nanoseconds or bytes)."
+        )
+    count = value.__index__()
+    if not 0 <= count <= INT64_MAX:
+        raise InputError(f"{what} is {count}; it must be between 0 and 2**63 - 1.")
+    return int(count)
+
+
+def check_name(value: object, what: str) -> str:
+    """`value` as a non-empty string.
+
+    Raises:
+        InputError: It is no string, or empty.
+    """
+    if not isinstance(value, str) or not value:
+        raise InputError(f"{what} is {value!r}; it must be a non-empty string.")
+    return value
