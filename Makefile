@@ -1,0 +1,82 @@
+# Each target makes the virtual environment by itself. A fresh machine needs Python 3.11 or later
+# with venv, and a C++17 compiler; `make demo` and `make test` do the rest.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ifeq ($(origin CXX),default)
+CXX    := c++
+endif
+# Installed only where the environment has no torch >= 2.11. For the smaller build without CUDA:
+#   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" test
+TORCH  ?= torch==2.13.0
+RESULT ?= benchmarks/results/latest.json
+
+BIN     := $(VENV)/bin
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Exits with 0 where there is a torch >= 2.11. The environment then uses the machine's own torch.
+HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
+# What the installed package is made of; a change of one reinstalls it.
+SOURCES := $(shell find src csrc -type f -not -name '*.pyc') pyproject.toml CMakeLists.txt README.md LICENSE
+CPP     := $(wildcard csrc/*.cc csrc/*.h)
+# The tests that reach the C++ core and need no torch.
+CORE_TESTS := $(wildcard tests/test_timeline.py tests/test_simulation.py tests/test_placers.py tests/test_solving.py)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-slow check bench sanitize clean
+
+help: ## Show this
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+	  awk -F '|' '{ printf "%-16s%s\n", $$1, $$2 }'
+
+demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and train them
+	$(BIN)/baechi demo
+
+test: $(VENV)/.installed ## Run the tests
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.installed ## Run the tests that are too slow for CI
+	$(BIN)/python -m pytest -m slow
+
+check: $(VENV)/.installed ## Lint, format, types; the build has C++ warnings as errors
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+bench: $(VENV)/.installed ## Run the benchmarks; the numbers go to benchmarks/results/
+	$(BIN)/python -m pytest benchmarks --benchmark-json=$(RESULT)
+
+# A second build of the package, with sanitizers, beside the first. Leaks are not looked for: the
+# interpreter itself keeps memory to its end.
+sanitize: $(VENV)/.installed ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
+	rm -rf build/sanitized
+	$(PIP) --no-deps --target build/sanitized . \
+	  -C build-dir=build/sanitize -C cmake.define.BAECHI_SANITIZE=ON
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
+	  PYTHONPATH=build/sanitized $(BIN)/python -m pytest $(CORE_TESTS)
+
+clean: ## Remove what make made, the virtual environment too
+	rm -rf $(VENV) build dist baechi-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Baechi needs Python 3.11 or later; '$(PYTHON)' is no such Python." \
+	    "Install one and name it: make PYTHON=python3.12"; exit 1; }
+	@command -v $(CXX) > /dev/null || { \
+	  echo "Baechi needs a C++17 compiler; '$(CXX)' is not there." \
+	    "Install one (Debian: apt install g++; macOS: xcode-select --install) or name it: make CXX=clang++"; \
+	  exit 1; }
+	@site=; $(PYTHON) -c '$(HAS_TORCH)' 2> /dev/null && site=--system-site-packages; \
+	  $(PYTHON) -m venv $$site $(VENV) || { \
+	  echo "'$(PYTHON) -m venv' failed; on Debian: apt install python3-venv."; exit 1; }
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.created
+	@$(BIN)/python -c '$(HAS_TORCH)' 2> /dev/null || $(PIP) $(TORCH)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
+	CXX="$(CXX)" $(PIP) ".[dev,viz]"
+	@touch $@

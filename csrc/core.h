@@ -1,0 +1,200 @@
+// The clock and the list schedulers, without Python.
+//
+// A Problem is an operator graph and a cluster as flat arrays: immutable, checked by its maker
+// (`baechi.problem`), which also proves that no sum of times or bytes here reaches 2^62. A Timeline
+// is the one account of time and memory: `commit` places one op, everything else only asks.
+// Times are ns, sizes are bytes, both int64_t; ops, tensors, devices, pools and groups are indices.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+namespace baechi {
+
+constexpr int64_t kForever = INT64_MAX;
+
+enum class Ports { kDuplex, kShared, kNone };
+
+// Rows of indices behind each other: row i is values[begin[i]] .. values[begin[i + 1] - 1].
+struct Rows {
+  std::vector<int64_t> begin;
+  std::vector<int32_t> values;
+
+  const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
+  const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
+  int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
+};
+
+// Lets a range-for walk one row.
+struct Row {
+  const int32_t *from, *to;
+  Row(const Rows& rows, int32_t row) : from(rows.first(row)), to(rows.last(row)) {}
+  const int32_t* begin() const { return from; }
+  const int32_t* end() const { return to; }
+};
+
+struct Problem {
+  int32_t ops = 0, tensors = 0, devices = 0, pools = 0, groups = 0;
+
+  std::vector<int64_t> workspace;         // per op
+  std::vector<int32_t> group;             // per op; an op without a group is alone in its own
+  std::vector<int64_t> group_persistent;  // per group, the sum of its ops
+  Rows inputs, outputs;                   // per op, tensors ascending
+  std::vector<int64_t> output_bytes;      // per op, the sum of its outputs
+
+  std::vector<int32_t> producer;  // per tensor
+  std::vector<int64_t> nbytes;    // per tensor
+  std::vector<uint8_t> kept;      // per tensor
+  Rows consumers;                 // per tensor, ops ascending
+
+  std::vector<int32_t> device_class;  // per device: devices of one class take the same times
+  std::vector<int64_t> durations;     // durations[device_class * ops + op]
+  std::vector<int32_t> pool;          // per device; a device without a pool is alone in its own
+  Rows pool_devices;                  // per pool, devices ascending
+  std::vector<int64_t> memory;        // per pool
+  std::vector<int64_t> latency;       // latency[src * devices + dst]
+  std::vector<int64_t> rate;          // bytes per second; 0 is no path
+  Ports ports = Ports::kDuplex;
+
+  // Derives inputs, outputs, output_bytes and pool_devices from the rest.
+  void finish();
+
+  int64_t duration(int32_t op, int32_t device) const {
+    return durations[static_cast<int64_t>(device_class[device]) * ops + op];
+  }
+  bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
+  int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
+  int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const;
+
+ private:
+  int64_t link(int32_t src, int32_t dst) const { return static_cast<int64_t>(src) * devices + dst; }
+};
+
+// The memory in use over time, as a treap of changes: O(log changes) to add and to ask.
+class Profile {
+ public:
+  void add(int64_t time, int64_t delta);
+  // The level after the last change.
+  int64_t total() const { return root_ < 0 ? 0 : nodes_[root_].sum; }
+  // The highest level in [from, to); where the interval is empty, INT64_MIN.
+  int64_t max_between(int64_t from, int64_t to) const;
+  // The highest level ever, at least 0: nothing is in use before the first change.
+  int64_t max_ever() const;
+
+ private:
+  struct Node {
+    int64_t time, delta, sum, max_prefix;  // max_prefix: over the non-empty prefixes of the subtree
+    uint64_t priority;
+    int32_t left, right;
+  };
+  int32_t insert(int32_t node, int64_t time, int64_t delta);
+  void update(int32_t node);
+  int64_t max_in(int32_t node, int64_t after, int64_t before, int64_t level) const;
+
+  std::vector<Node> nodes_;
+  int32_t root_ = -1;
+};
+
+struct Span {
+  int32_t op, device;
+  int64_t start, end;
+};
+
+struct Transfer {
+  int32_t tensor, src, dst;
+  int64_t start, end;
+};
+
+// Whether an op has room on a device, and if not, what could change that.
+enum class Fit {
+  kFits,
+  kNever,    // its group is on another device, or an input has no path
+  kFull,     // even the tensors that stay leave no room; some must be freed first
+  kCrowded,  // there is room at some times but not at those that it would need
+};
+
+class Timeline {
+ public:
+  // The problem must outlive the timeline.
+  explicit Timeline(const Problem& problem);
+
+  const Problem& problem() const { return problem_; }
+  bool committed(int32_t op) const { return device_[op] >= 0; }
+  // The first input of `op` whose producer is not committed, or -1.
+  int32_t waits_for(int32_t op) const;
+  int32_t device(int32_t op) const { return device_[op]; }
+  int64_t device_free(int32_t device) const { return device_free_[device]; }
+  int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
+  int64_t remaining(int32_t tensor) const { return remaining_[tensor]; }
+
+  // When all inputs of `op` can be on `device`, nothing when one has no path. All producers of
+  // `op` are committed; so for everything below.
+  std::optional<int64_t> arrival(int32_t op, int32_t device) const;
+  std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
+  Fit fit(int32_t op, int32_t device) const;
+
+  // Reserves the persistent bytes of the op's group on `device`; its ops may go only there.
+  void reserve(int32_t op, int32_t device);
+  // Places `op`, which is not committed and has a path; does not ask whether it fits.
+  const Span& commit(int32_t op, int32_t device);
+
+  const std::vector<Span>& spans() const { return spans_; }
+  const std::vector<Transfer>& transfers() const { return transfers_; }
+  // The pools in which the last commit let a tensor go, with repetitions.
+  const std::vector<int32_t>& released() const { return released_; }
+  int64_t makespan() const { return makespan_; }
+  // Per pool: the peak in [0, makespan), exact once every op is committed.
+  std::vector<int64_t> peaks() const;
+  // Per pool: what the tensors that stay and the persistent bytes leave, possibly negative.
+  std::vector<int64_t> left() const;
+  // What `op` adds to a device's memory while it runs there with none of its inputs present.
+  int64_t need(int32_t op) const;
+
+ private:
+  // A tensor in the memory of a pool. `holder` is the device that made or received it.
+  struct Presence {
+    int32_t pool, holder;
+    int64_t available, last_use;
+    int32_t next;
+  };
+  struct Planned {
+    int32_t tensor;
+    int64_t start, end;
+  };
+
+  int32_t find(int32_t tensor, int32_t pool) const;
+  void hold(int32_t tensor, int32_t device, int64_t available);
+  void release(int32_t tensor);
+
+  const Problem& problem_;
+  std::vector<int32_t> device_;        // per op, -1 until committed
+  std::vector<int64_t> end_;           // per op
+  std::vector<int32_t> group_device_;  // per group, -1 until reserved
+  std::vector<int64_t> remaining_;     // per tensor, consumers that are not committed
+  std::vector<int32_t> presence_of_;   // per tensor, head of a list in presences_
+  std::vector<Presence> presences_;
+  std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
+  std::vector<int64_t> persistent_;                              // per pool
+  std::vector<Profile> profiles_;                                // per pool, all but persistent
+  std::vector<Span> spans_;
+  std::vector<Transfer> transfers_;
+  std::vector<int32_t> released_;
+  int64_t makespan_ = 0;
+  // Scratch of arrival, fit and commit: the missing inputs of the op that was asked for last.
+  mutable std::vector<Planned> planned_;
+  mutable std::vector<std::pair<int64_t, int64_t>> changes_;
+};
+
+// Commits ops to `timeline`, each time the pair with the smallest (earliest start, op, device)
+// among the ready ops and the devices with a path and room that the rule allows, until no pair is
+// left; true when every op is committed. `favorites[op]` is the op's favorite child or -1; with
+// an empty vector the rule is ETF's and allows every pair, otherwise SCT's (`placers/sct.py`).
+bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
+
+// Per op, the longest path of `best` durations up to its start, and from its end.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
+    const Problem& problem, const std::vector<int64_t>& best);
+
+}  // namespace baechi

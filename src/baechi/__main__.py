@@ -1,0 +1,470 @@
+"""The command line: the words of the API, reading and writing its files.
+
+Everything that needs torch, plotly or the core is imported by the command that needs it, so that
+`baechi --help` comes at once.
+"""
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from baechi import __version__
+from baechi.devices import Cluster, Link
+from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule
+from baechi.serialization import dump, load
+from baechi.traced import Traced
+from baechi.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    from baechi.costs import Profile
+
+
+class _Group(TyperGroup):
+    """Turns what Baechi raises on purpose into one message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; exit 2 on an error, 3 where nothing fits, 130 on Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except InfeasibleError as error:
+            _say(f"does not fit: {error}", error=True)
+            raise typer.Exit(3) from error
+        except BaechiError as error:
+            _say(f"error: {error}", error=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            _say("interrupted", error=True)
+            raise typer.Exit(130) from error
+
+
+app = typer.Typer(
+    cls=_Group,
+    name="baechi",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="`file.py:function` or `package.module:function`; the function returns "
+        "`(model, args)` or `(model, args, kwargs)`.",
+    ),
+]
+GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
+ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
+PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
+OutOption = Annotated[Path | None, typer.Option("-o", "--out", help="Write the result here.")]
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+    ] = False,
+) -> None:
+    """Splits a PyTorch model over devices: traces it, costs it, places it, predicts the step.
+
+    The way of the files:
+
+        baechi profile model.py:gpt2 -o gpt2.profile.json --graph gpt2.graph.json
+        baechi probe cuda:0 cuda:1 -o cluster.json
+        baechi solve gpt2.graph.json cluster.json -o gpt2.placement.json
+        baechi report gpt2.graph.json cluster.json gpt2.placement.json -o plan.html
+
+    `solve`, `simulate` and `report` need no torch and no device. `baechi demo` shows all of it.
+    """
+    if version:
+        _say(f"baechi {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def trace(model: ModelArgument, out: OutOption = None) -> None:
+    """Find the operators of a model and the tensors between them.
+
+    Says which way of tracing worked, and why the better ones did not. The file holds the operators
+    but not the model, so it can be read where there is no torch.
+
+    Example: write `model.py` with
+
+        def gpt2():
+            config = transformers.GPT2Config()
+            ids = torch.randint(0, config.vocab_size, (2, 64))
+            return transformers.GPT2LMHeadModel(config), (ids,), {"labels": ids}
+
+    and type
+
+        baechi trace model.py:gpt2 -o gpt2.trace.json
+    """
+    _describe(_trace(model), out)
+
+
+@app.command()
+def profile(
+    model: ModelArgument,
+    *,
+    device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads per operator; torch's own if absent.")
+    ] = None,
+    out: OutOption = None,
+    graph: Annotated[Path | None, typer.Option(help="Write the operator graph here.")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Write the traced model here.")
+    ] = None,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
+    ] = False,
+    optimizer: Annotated[
+        str,
+        typer.Option(help="Whose state a training step holds: none, sgd, momentum, adam, adamw."),
+    ] = "adamw",
+) -> None:
+    """Measure what every operator of a model costs, alone, on one device.
+
+    With `--graph` also writes the operator graph of one step, which is all that `solve` needs.
+    The model need not fit the device: operators are measured one by one.
+
+    Example:
+
+        baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json \
+          --graph gpt2.graph.json
+    """
+    import baechi
+
+    traced = _trace(model)
+    _describe(traced, trace_file)
+    measured: Profile = baechi.profile(traced, device=device, threads=threads)
+    forward_ns = sum(cost.forward_ns for cost in measured.costs)
+    backward_ns = sum(cost.backward_ns for cost in measured.costs)
+    _say(
+        f"measured on {device} ({measured.environment}): forward {format_ns(forward_ns)}, "
+        f"backward {format_ns(backward_ns)}, one op after the other"
+    )
+    _write(measured, out)
+    if graph is not None:
+        training_optimizer = None if inference else optimizer
+        _write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
+
+
+@app.command()
+def estimate() -> None:
+    """Compute what every operator costs, without the device (comes in a later version).
+
+    Until then `baechi profile` measures it.
+    """
+    raise InputError(
+        "computed costs come in a later version. `baechi profile MODEL --device cuda:0` measures "
+        "them on a device that is here."
+    )
+
+
+@app.command()
+def solve(
+    graph: GraphArgument,
+    cluster: Annotated[
+        Path | None, typer.Argument(metavar="CLUSTER", help="A cluster file.")
+    ] = None,
+    *,
+    placer: Annotated[
+        str, typer.Option(help="auto, m-topo, m-etf, m-sct, single, ...: auto is the best of them.")
+    ] = "auto",
+    out: OutOption = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Their memory.")] = "16GiB",
+    latency_us: Annotated[float, typer.Option(min=0, help="Their links' latency.")] = 10.0,
+    gbytes_per_s: Annotated[float, typer.Option(min=1e-9, help="Their links' rate.")] = 12.0,
+    save_cluster: Annotated[
+        Path | None, typer.Option(help="Write the cluster here, for simulate and report.")
+    ] = None,
+) -> None:
+    """Decide which device runs which operator, and in what order.
+
+    Prints the predicted step and every device's memory. If no placement fits, says what is
+    missing and leaves with code 3. The cluster comes from `baechi probe`, from your scheduler, or
+    from `--devices`.
+
+    Example:
+
+        baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
+    """
+    import baechi
+    from baechi.reporting import text_report
+
+    if (cluster is None) == (devices is None):
+        raise InputError("give a cluster file or --devices, and not both.")
+    if cluster is not None:
+        target = load(cluster, Cluster)
+    else:
+        link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
+        target = Cluster.uniform(devices or 1, memory, link)
+    operators = load(graph, OpGraph)
+    placement = baechi.solve(operators, target, placer=placer)
+    schedule = baechi.simulate(operators, target, placement)
+    _print(text_report(operators, target, placement, schedule))
+    _write(placement, out)
+    _write(target, save_cluster)
+
+
+@app.command()
+def simulate(
+    graph: GraphArgument,
+    cluster: ClusterArgument,
+    placement: PlacementArgument,
+    out: OutOption = None,
+) -> None:
+    """Predict when everything happens: one step of a placement on a cluster.
+
+    The schedule has the start and end of every operator and transfer, and the peak of every
+    device's memory.
+
+    Example:
+
+        baechi simulate gpt2.graph.json cluster.json gpt2.placement.json -o \
+          gpt2.schedule.json
+    """
+    import baechi
+
+    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    schedule = baechi.simulate(operators, target, load(placement, Placement))
+    gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
+    _say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
+    for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
+        limit = format_bytes(device.memory_bytes)
+        _say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
+    _write(schedule, out)
+
+
+@app.command()
+def report(
+    graph: GraphArgument,
+    cluster: ClusterArgument,
+    placement: PlacementArgument,
+    *,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", help="Write a page for the browser here.")
+    ] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev here.")
+    ] = None,
+    schedule: Annotated[
+        Path | None, typer.Option(help="A schedule file; simulated if absent.")
+    ] = None,
+    traced: Annotated[
+        Path | None, typer.Option(help="A trace file, for the model's name and lines of code.")
+    ] = None,
+) -> None:
+    """Show a placement: as text, as a page that opens without a network, as a trace.
+
+    Without `-o` and `--trace` it prints text.
+
+    Example:
+
+        baechi report gpt2.graph.json cluster.json gpt2.placement.json -o plan.html \
+          --trace plan.trace.json
+    """
+    import baechi
+    from baechi.reporting import text_report, write_html, write_trace
+
+    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    decided = load(placement, Placement)
+    if schedule is not None:
+        times = load(schedule, Schedule)
+    else:
+        times = baechi.simulate(operators, target, decided)
+    known = load(traced, Traced) if traced is not None else None
+    if out is None and trace_file is None:
+        _print(text_report(operators, target, decided, times, traced=known))
+    if out is not None:
+        write_html(out, operators, target, decided, times, traced=known)
+        _say(f"wrote {out}; open it in a browser")
+    if trace_file is not None:
+        write_trace(trace_file, operators, target, decided, times, traced=known)
+        _say(f"wrote {trace_file}; open it at ui.perfetto.dev")
+
+
+@app.command()
+def probe(
+    devices: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DEVICE[=MEMORY]", help="All visible devices if absent."),
+    ] = None,
+    out: OutOption = None,
+) -> None:
+    """Find what is left on devices: free memory, and how fast tensors move between them.
+
+    A memory after `=` is a limit that you set. `cpu:0` and `cpu:1` are two logical devices on the
+    CPU, to try a placement without a GPU.
+
+    Example:
+
+        baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
+    """
+    import baechi
+
+    cluster: Cluster = baechi.probe(_targets(devices or []))
+    for device in cluster.devices:
+        _say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
+    for src, row in enumerate(cluster.links):
+        for dst, link in enumerate(row):
+            if link is not None and src != dst:
+                names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
+                rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
+                _say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+    _write(cluster, out)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("baechi-demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, in seconds.")] = False,
+) -> None:
+    """Split two real models that fit no single device, train them, compare with the prediction.
+
+    A GPT-2 and an Inception-v3 with random weights, on logical CPU devices. Takes up to three
+    minutes and some 6 GB of memory. Needs torch, transformers and plotly.
+
+    Example:
+
+        baechi demo --out baechi-demo
+    """
+    from baechi.demo import run
+
+    run(out, quick=quick)
+
+
+def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model, args and kwargs that the function named `name` returns.
+
+    Args:
+        name: `path/to/file.py:function` or `package.module:function`.
+
+    Raises:
+        InputError: There is no such file, module or function, or it returns something else.
+    """
+    where, colon, attribute = name.rpartition(":")
+    if not colon or not where or not attribute:
+        raise InputError(
+            f"model {name!r} cannot be read; write file.py:function or package.module:function."
+        )
+    found: Any = _import_file(Path(where)) if where.endswith(".py") else _import_name(where)
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            public = [n for n in vars(found) if not n.startswith("_") and callable(vars(found)[n])]
+            raise InputError(f"{where} has no {attribute!r}; it has {', '.join(public) or 'none'}.")
+        found = getattr(found, part)
+    return _checked(name, found)
+
+
+def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    shape = "it must return (model, args) or (model, args, kwargs), with args a tuple"
+    if not isinstance(function, Callable):  # type: ignore[arg-type]
+        raise InputError(f"{name} is a {type(function).__name__}, not a function; {shape}.")
+    returned = function()
+    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
+        raise InputError(f"{name} returned a {type(returned).__name__}; {shape}.")
+    model, args, kwargs = (*returned, {})[:3]
+    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+        kinds = f"{type(args).__name__} args and {type(kwargs).__name__} kwargs"
+        raise InputError(f"{name} returned {kinds}; {shape} and kwargs a dict.")
+    return model, args, kwargs
+
+
+def _import_file(path: Path) -> Any:
+    if not path.is_file():
+        raise InputError(f"there is no file {str(path)!r}.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{str(path)!r} cannot be imported.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # where classes look for their module
+    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import_name(name: str) -> Any:
+    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name + ".").startswith(error.name + "."):
+            raise  # the module is there, and what it imports is not
+        raise InputError(f"there is no module {error.name!r}; is {name!r} a file.py?") from error
+
+
+def _trace(model: str) -> Traced:
+    import baechi
+
+    module, args, kwargs = load_model(model)
+    traced: Traced = baechi.trace(module, args, kwargs)
+    return traced
+
+
+def _describe(traced: Traced, out: Path | None) -> None:
+    _say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
+    for attempt in traced.attempts[:-1]:
+        _say(f"  {attempt.rung} did not work: {attempt.reason}")
+    nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
+    _say(f"  parameters and buffers: {format_bytes(nbytes)}")
+    _write(traced, out)
+
+
+def _targets(devices: list[str]) -> Any:
+    """What `probe` takes: names, names with a limit, or `None` for all."""
+    if not any("=" in device for device in devices):
+        return devices or None
+    limits = {}
+    for device in devices:
+        name, equals, memory = device.partition("=")
+        if not equals:
+            raise InputError(f"device {device!r} has no limit; write {device}=1GiB as the others.")
+        if name in limits:
+            raise InputError(f"device {name!r} is named twice.")
+        limits[name] = memory
+    return limits
+
+
+def _write(value: object, out: Path | None) -> None:
+    if out is not None:
+        dump(value, out)
+        _say(f"wrote {out}")
+
+
+def _say(text: str, *, error: bool = False) -> None:
+    """One line, not wrapped, not read as markup; red on stderr for an error."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=error, soft_wrap=True, highlight=False)
+    console.print(Text(text, style="red" if error else ""))
+
+
+def _print(renderable: Any) -> None:
+    from rich.console import Console
+
+    Console().print(renderable)
+
+
+def main() -> None:
+    """The entry point `baechi`."""
+    app(prog_name="baechi")
+
+
+if __name__ == "__main__":
+    main()

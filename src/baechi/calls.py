@@ -1,0 +1,225 @@
+"""How a model is called and what it returns, as flat lists of tensors and a structure beside them.
+
+The rest of Baechi sees only flat tensors. Keyword arguments, nested containers, dataclasses and
+`transformers.ModelOutput` are taken apart here, on the way in, and put together here, on the way
+out, so that every rung of the tracing ladder traces the same flat function.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from baechi.errors import InputError
+
+
+@final
+@dataclass(frozen=True)
+class _DataclassNode:
+    """A dataclass instance that pytree does not know, taken apart."""
+
+    kind: type
+    names: tuple[str, ...]
+
+
+@final
+class _Slot:
+    """Where a tensor was in a structure."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+@final
+@dataclass(frozen=True)
+class Structure:
+    """A nested value without its tensors; `fill` puts tensors back.
+
+    Attributes:
+        leaves: Tensor slots and constants, in pytree order.
+        spec: How pytree puts them together.
+    """
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @property
+    def n_tensors(self) -> int:
+        """How many tensors `fill` takes."""
+        return sum(isinstance(leaf, _Slot) for leaf in self.leaves)
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The leaves that are no tensors, with None in the tensors' places."""
+        return tuple(None if isinstance(leaf, _Slot) else leaf for leaf in self.leaves)
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """The nested value with `tensors` in its slots."""
+        filled = [tensors[x.index] if isinstance(x, _Slot) else x for x in self.leaves]
+        return _rebuild(pytree.tree_unflatten(filled, self.spec))
+
+
+def flatten(value: Any, is_tensor: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
+    """The tensors of a nested value, in order, and the structure around them."""
+    leaves, spec = pytree.tree_flatten(_take_apart(value))
+    tensors: list[Any] = []
+    slots: list[Any] = []
+    for leaf in leaves:
+        if is_tensor(leaf):
+            slots.append(_Slot(len(tensors)))
+            tensors.append(leaf)
+        else:
+            slots.append(leaf)
+    return tensors, Structure(tuple(slots), spec)
+
+
+def _take_apart(value: Any) -> Any:
+    """`value` with every dataclass that pytree does not know replaced by a tuple it knows."""
+    if _is_plain_dataclass(value):
+        names = tuple(f.name for f in dataclasses.fields(value) if f.init)
+        parts = [_take_apart(getattr(value, name)) for name in names]
+        return (_DataclassNode(type(value), names), *parts)
+    if type(value) in (list, tuple):
+        return type(value)(_take_apart(item) for item in value)
+    if type(value) is dict:
+        return {key: _take_apart(item) for key, item in value.items()}
+    return value
+
+
+def _rebuild(value: Any) -> Any:
+    """The inverse of `_take_apart`."""
+    if type(value) is tuple and value and isinstance(value[0], _DataclassNode):
+        node = value[0]
+        return node.kind(**dict(zip(node.names, map(_rebuild, value[1:]), strict=True)))
+    if type(value) in (list, tuple):
+        return type(value)(_rebuild(item) for item in value)
+    if type(value) is dict:
+        return {key: _rebuild(item) for key, item in value.items()}
+    return value
+
+
+def _is_plain_dataclass(value: Any) -> bool:
+    known = type(value) in pytree.SUPPORTED_NODES
+    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not known
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """One call of a model, canonical: `f(1, b=2)` and `f(a=1, b=2)` are the same call.
+
+    Attributes:
+        tensors: The tensors among the arguments, in order.
+        structure: The arguments `(args, kwargs)` without them.
+        names: A readable name per tensor.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: Structure
+    names: tuple[str, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys can run the same traced program: shapes, dtypes, gradients and constants."""
+        shapes = tuple(
+            (tuple(t.shape), t.dtype, t.requires_grad and torch.is_grad_enabled())
+            for t in self.tensors
+        )
+        constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
+        return (str(self.structure.spec), constants, shapes)
+
+
+def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+    """The call `model(*args, **kwargs)` in canonical form.
+
+    Raises:
+        InputError: The arguments do not fit the signature of `model.forward`.
+    """
+    if not isinstance(args, tuple | list):
+        raise InputError(
+            f"the example arguments are a {type(args).__name__}; give a tuple of positional "
+            "arguments, such as `(x,)`, and a dict of keyword arguments."
+        )
+    signature = inspect.signature(model.forward)
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise InputError(
+            f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
+            "Give what one real call of the model gets."
+        ) from None
+    positional, named = _canonical_arguments(signature, bound)
+    tensors, structure = flatten((positional, named), lambda x: isinstance(x, torch.Tensor))
+    paths, _ = pytree.tree_flatten_with_path(_take_apart((positional, named)))
+    names = tuple(_readable(path) for path, leaf in paths if isinstance(leaf, torch.Tensor))
+    return Call(tuple(tensors), structure, names)
+
+
+def _canonical_arguments(
+    signature: inspect.Signature, bound: inspect.BoundArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As many arguments by name as the signature allows, in the signature's order."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    has_rest = any(
+        kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(name)
+        for name, kind in kinds.items()
+    )
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = kinds[name]
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            positional.extend(value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update({key: value[key] for key in sorted(value)})
+        elif kind is inspect.Parameter.POSITIONAL_ONLY or (
+            has_rest and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ):
+            positional.append(value)
+        else:
+            named[name] = value
+    return tuple(positional), named
+
+
+def _readable(path: tuple[Any, ...]) -> str:
+    """`input_ids` for `(1, 'input_ids')`, `args.0` for `(0, 0)`."""
+    keys = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
+    return ".".join(keys[1:] if keys[0] == "1" else ["args", *keys[1:]])
+
+
+def flat_model(model: nn.Module, call: Call) -> tuple[nn.Module, list[Structure]]:
+    """The model as a module from flat tensors to flat tensors, for every rung to trace.
+
+    Returns:
+        The module, whose `forward` has one argument per tensor of the call and whose only
+        submodule is `model`; and a list that gets the structure around its outputs, at each run.
+    """
+    returned: list[Structure] = []
+    structure = call.structure
+
+    def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        args, kwargs = structure.fill(tensors)
+        outputs, around = flatten(model(*args, **kwargs), _is_traceable)
+        returned.append(around)
+        return tuple(outputs)
+
+    # fx reads the arguments from the code object of the class's forward: varargs would be one.
+    names = [f"x{i}" for i in range(len(call.tensors))]
+    scope: dict[str, Any] = {"run": run}
+    arguments, values = ", ".join(["self", *names]), "".join(f"{name}, " for name in names)
+    exec(f"def forward({arguments}): return run(self.model, ({values}))", scope)
+    module = type("FlatModel", (nn.Module,), {"forward": scope["forward"]})()
+    module.training = model.training
+    module.model = model
+    return module, returned
+
+
+def _is_traceable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | torch.fx.Proxy)

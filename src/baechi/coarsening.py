@@ -1,0 +1,254 @@
+"""Coarsening: fuse what no good placement separates, and expand a placement back.
+
+A *part* is a set of ops that become one op of the coarse graph. Every op begins as its own part; a
+round proposes pairs of neighboring parts, joins them all, and undoes those that lie on a cycle of
+the quotient (`_round`); rounds end when nothing changes. Joining two parts joins their groups too.
+With G(u) the group of a part u, the rules of `_proposals` are:
+
+- chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
+  G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
+  feed their own backward ops.
+- mates: v is in G(u) and is u's only successor. They share a device, and nobody else waits for u.
+- idle: u takes no time and has no persistent bytes: it joins its only neighbor on the side where
+  more bytes would flow.
+- cheap: v's only neighbor on one side is u, and v takes no longer than the fastest link needs for
+  what flows between them. What a part has taken in this way runs there one after the other although
+  it might run side by side, so it may take in no more than that time in all: this bounds what is
+  lost where many small branches meet.
+
+A group stays below a part of the largest memory (`_LARGEST`), so that no lump is larger than a
+device, and enough lumps are left to fill the devices evenly.
+
+Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion. Where we
+leave the paper: fusing never makes a cycle, a lump has a limit, and branches survive.
+Complexity: O(ops + tensors) a round, and O(log ops) rounds on what has been seen.
+"""
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final, final
+
+from baechi.devices import Cluster
+from baechi.errors import InputError
+from baechi.graph import Op, OpGraph, Tensor
+from baechi.placement import Placement
+from baechi.problem import Problem
+
+# A group may take this share of the largest memory: first-fit wastes at most about that much of a
+# device, and a graph that fills its devices still has several lumps for each.
+_LARGEST: Final = 1 / 8
+# Each round at least halves a chain of pairs, so few are ever needed; this ends any other case.
+_ROUNDS: Final = 32
+
+
+@final
+@dataclass(frozen=True)
+class Coarse:
+    """A coarse graph and the fine one that it stands for.
+
+    Attributes:
+        fine: The graph before.
+        members: For every op of the coarse graph its fine ops, in topological order.
+    """
+
+    fine: OpGraph
+    members: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The coarse graph.
+
+        A coarse op takes the sum of its members' times and persistent bytes. Its workspace is the
+        peak, while its members run in order, of their workspaces and of the tensors that never
+        leave it; all other tensors are the coarse graph's. It is named after its first member.
+        """
+        part_of = _part_of(self.members, len(self.fine.ops))
+        groups = _joined_groups(self.fine, self.members)
+        ops = tuple(
+            Op(
+                self.fine.ops[row[0]].name,
+                sum(self.fine.ops[op].time_ns for op in row),
+                sum(self.fine.ops[op].persistent_bytes for op in row),
+                _peak(self.fine, row, part_of),
+                groups[part],
+            )
+            for part, row in enumerate(self.members)
+        )
+        tensors = tuple(
+            Tensor(
+                part_of[tensor.producer],
+                tuple({part_of[c] for c in tensor.consumers} - {part_of[tensor.producer]}),
+                tensor.nbytes,
+                tensor.kept,
+            )
+            for tensor in self.fine.tensors
+            if not _is_internal(tensor, part_of)
+        )
+        times = {
+            kind: tuple(sum(row[op] for op in members) for members in self.members)
+            for kind, row in self.fine.times.items()
+        }
+        return OpGraph(ops, tensors, times)
+
+    def expand(self, placement: Placement) -> Placement:
+        """The same placement of the fine graph; members launch one after the other.
+
+        Raises:
+            InputError: The placement is for another graph.
+        """
+        if placement.graph_digest != self.graph.digest:
+            raise InputError(
+                f"the placement is for graph {placement.graph_digest[:12]}..., not for this coarse "
+                f"graph {self.graph.digest[:12]}...; expand it with what it was coarsened with."
+            )
+        devices = [0] * len(self.fine.ops)
+        for part, row in enumerate(self.members):
+            for op in row:
+                devices[op] = placement.devices[part]
+        order = tuple(op for part in placement.order for op in self.members[part])
+        return Placement(
+            self.fine.digest, tuple(devices), order, placement.placer, placement.stats
+        )
+
+
+def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
+    """The graph with its chains, idle ops and cheap ops fused.
+
+    Args:
+        graph: The fine graph.
+        cluster: Whose links say what is cheap, and whose memory says what is too large; `None`
+            fuses chains, mates and idle ops without limit.
+    """
+    names: dict[str, int] = {}
+    parts = _Parts(
+        members=[(op,) for op in range(len(graph.ops))],
+        group=[
+            op if row.group is None else names.setdefault(row.group, op)
+            for op, row in enumerate(graph.ops)
+        ],
+        absorbed=[0] * len(graph.ops),
+    )
+    costs = _costs(graph, cluster)
+    for _ in range(_ROUNDS):
+        joined = _round(graph, parts, costs)
+        if len(joined.members) == len(parts.members):
+            break
+        parts = joined
+    return Coarse(graph, tuple(parts.members))
+
+
+@final
+@dataclass(frozen=True)
+class _Parts:
+    """The parts between two rounds, in topological order.
+
+    Attributes:
+        members: Ops of every part, ascending.
+        group: Group of every part; any number that no other group has.
+        absorbed: Time that every part has taken in as cheap.
+    """
+
+    members: list[tuple[int, ...]]
+    group: list[int]
+    absorbed: list[int]
+
+
+@final
+@dataclass(frozen=True)
+class _Costs:
+    """What the rules ask about ops and links.
+
+    Attributes:
+        times: The longest time of every op on any device.
+        idle: Whether an op has no time and no persistent bytes.
+        link: The smallest latency and the smallest ns per byte; `None` where nothing is sent.
+        limit: The most bytes of a group that fusing makes; `None` is no limit.
+    """
+
+    times: list[int]
+    idle: list[bool]
+    link: tuple[int, float] | None
+    limit: int | None
+
+    def send_ns(self, nbytes: int) -> float:
+        """The least time to send so much; 0 where nothing is sent."""
+        return 0.0 if self.link is None else self.link[0] + nbytes * self.link[1]
+
+
+def _costs(graph: OpGraph, cluster: Cluster | None) -> _Costs:
+    rows = [[op.time_ns for op in graph.ops], *graph.times.values()]
+    idle = [
+        not any(row[op] for row in rows) and not graph.ops[op].persistent_bytes
+        for op in range(len(graph.ops))
+    ]
+    if cluster is None:
+        return _Costs(rows[0], idle, None, None)
+    problem = Problem(graph, cluster)
+    links = [
+        link
+        for src, row in enumerate(cluster.links)
+        for dst, link in enumerate(row)
+        if link is not None and problem.device_pool[src] != problem.device_pool[dst]
+    ]
+    cheapest = (
+        (min(link.latency_ns for link in links), 1e9 / max(link.bytes_per_s for link in links))
+        if links
+        else None
+    )
+    limit = int(max(problem.pool_memory) * _LARGEST)
+    return _Costs(problem.durations.max(axis=0).tolist(), idle, cheapest, limit)
+
+
+# For every part its neighbors on one side, and the bytes that flow between.
+_Neighbors = list[dict[int, int]]
+
+
+def _neighbors(graph: OpGraph, parts: _Parts) -> tuple[_Neighbors, _Neighbors]:
+    """Predecessors and successors."""
+    part_of = _part_of(parts.members, len(graph.ops))
+    before: _Neighbors = [{} for _ in parts.members]
+    after: _Neighbors = [{} for _ in parts.members]
+    for tensor in graph.tensors:
+        u = part_of[tensor.producer]
+        for v in {part_of[consumer] for consumer in tensor.consumers} - {u}:
+            nbytes = after[u].get(v, 0) + tensor.nbytes
+            after[u][v] = before[v][u] = nbytes
+    return before, after
+
+
+def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
+    """The parts after one round of joining neighbors; as many as before if no rule applies."""
+    before, after = _neighbors(graph, parts)
+    n = len(parts.members)
+    union, groups = _Union(n), _Union(len(graph.ops))
+    load = _group_loads(graph, parts)
+    absorbed = list(parts.absorbed)
+    times = [sum(costs.times[op] for op in row) for row in parts.members]
+
+    def join(u: int, v: int) -> None:
+        a, b = groups.find(parts.group[u]), groups.find(parts.group[v])
+        if a != b:
+            if costs.limit is not None and load[a] + load[b] > costs.limit:
+                return
+            load[groups.join(a, b)] = load[a] + load[b]
+        total = absorbed[union.find(u)] + absorbed[union.find(v)]
+        absorbed[union.join(u, v)] = total
+
+    for u in range(n):
+        v = _chained(u, before, after, parts.group)
+        if v is None and all(costs.idle[op] for op in parts.members[u]):
+            v = _idle_target(before[u], after[u])
+        if v is not None:
+            join(u, v)
+            continue
+        for side in (before[u], after[u]):
+            if len(side) == 1 and union.find(u) == u and parts.absorbed[u] <= times[u]:
+                ((v, nbytes),) = side.items()
+                root = union.find(v)
+                if root != u and absorbed[root] + times[u] <= costs.send_ns(nbytes):
+                    join(u, v)
+                    if union.find(u) == union.find(v):
+                        absorbed[union.find(v)] += times[u]
+                        break
+    return _joined(parts, union, groups, absorbed, after)

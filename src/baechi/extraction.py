@@ -1,0 +1,86 @@
+"""A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import fx
+
+
+@final
+@dataclass(frozen=True)
+class Extract:
+    """Some nodes of a graph as a function.
+
+    Attributes:
+        function: Takes the values of `inputs`, in order, and returns those of `outputs`, a tuple.
+        inputs: Nodes outside whose values it needs; get_attr nodes are among them.
+        outputs: Nodes inside whose values it gives.
+    """
+
+    function: Callable[..., tuple[Any, ...]]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+
+def extract(
+    module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    *,
+    device: torch.device | None = None,
+) -> Extract:
+    """The function that runs `nodes`, in the given order, as straight-line generated code.
+
+    Args:
+        module: The graph module that owns the nodes.
+        nodes: Nodes in program order, without placeholders; get_attr nodes become inputs.
+        outputs: Which of them (or of the inputs) to return.
+        device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
+    """
+    inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
+    inputs: dict[fx.Node, None] = {}
+    for node in nodes:
+        if node in inside:
+            inputs.update((a, None) for a in node.all_input_nodes if a not in inside)
+    inputs.update((node, None) for node in outputs if node not in inside)
+    graph = fx.Graph()
+    copy_of: dict[fx.Node, fx.Node] = {}
+    for node in inputs:
+        copy_of[node] = graph.placeholder(node.name)
+    for node in nodes:
+        if node in inside:
+            copy_of[node] = graph.node_copy(node, lambda old: copy_of[old])
+            if device is not None:
+                _allocate_on(copy_of[node], device)
+    graph.output(tuple(copy_of[node] for node in outputs))
+    leaves = {
+        str(node.target): module.get_submodule(str(node.target))
+        for node in inside
+        if node.op == "call_module"
+    }
+    root = torch.nn.Module()
+    _attach(root, leaves)
+    function = fx.GraphModule(root, graph).forward
+    return Extract(function, tuple(inputs), tuple(outputs))
+
+
+def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:
+    """Make every leaf reachable from `root` by its qualified name."""
+    for target, leaf in leaves.items():
+        *path, last = target.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, last, leaf)
+
+
+def _allocate_on(node: fx.Node, device: torch.device) -> None:
+    def move(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    node.args = fx.node.map_aggregate(node.args, move)  # type: ignore[assignment]
+    node.kwargs = fx.node.map_aggregate(node.kwargs, move)  # type: ignore[assignment]

@@ -1,0 +1,61 @@
+"""What a placer is, and what all of them share."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from baechi import _core
+from baechi.placement import Placement
+from baechi.problem import Problem
+from baechi.simulation import fits_memory, replay
+from baechi.values import FrozenDict
+
+
+class Placer(ABC):
+    """A rule that places a graph on a cluster; a frozen value whose fields are its parameters.
+
+    Attributes:
+        name: As in `Placement.placer` and `solve(..., placer=name)`.
+        fixed: Whether the rule itself is the answer (one device, an expert's): then `solve` neither
+            coarsens the graph before it nor looks for another placement where it does not fit.
+    """
+
+    __slots__ = ()
+    name: ClassVar[str]
+    fixed: ClassVar[bool] = False
+
+    @abstractmethod
+    def place(self, problem: Problem) -> Placement | None:
+        """A valid placement of the problem's graph, or `None` where the rule meets a dead end.
+
+        A pure function: equal problems give equal placements.
+        """
+
+
+def placement_of(
+    problem: Problem,
+    timeline: _core.Timeline,
+    placer: str,
+    stats: Mapping[str, int | float | str] | None = None,
+) -> Placement:
+    """The placement that a complete timeline holds."""
+    devices = [0] * len(problem.graph.ops)
+    order = []
+    for op, device, _, _ in timeline.spans():
+        devices[op] = device
+        order.append(op)
+    known = FrozenDict({"makespan_ns": timeline.makespan(), **(stats or {})})
+    return Placement(problem.graph.digest, tuple(devices), tuple(order), placer, known)
+
+
+def verified(
+    problem: Problem, devices: Sequence[int], order: Sequence[int], placer: str
+) -> Placement | None:
+    """The placement with these devices and this order, or `None` where it does not fit.
+
+    Raises:
+        InputError: It needs a path that does not exist.
+    """
+    placement = Placement(problem.graph.digest, tuple(devices), tuple(order), placer)
+    timeline = replay(problem, placement)
+    return placement_of(problem, timeline, placer) if fits_memory(problem, timeline) else None

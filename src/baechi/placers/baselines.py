@@ -1,0 +1,102 @@
+"""Placers that decide without looking at costs: what the others are compared with.
+
+None of them searches: where its placement does not fit, `solve` says so.
+"""
+
+import random
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from baechi.errors import InputError
+from baechi.placement import Placement
+from baechi.placers.base import Placer, verified
+from baechi.problem import Problem
+from baechi.values import check_count
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SingleDevice(Placer):
+    """All ops on one device, in index order.
+
+    Attributes:
+        device: Its index; `None` is the one with the shortest step of those that fit.
+    """
+
+    name: ClassVar[str] = "single"
+    fixed: ClassVar[bool] = True
+    device: int | None = None
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says."""
+        n = len(problem.cluster.devices)
+        if self.device is not None and not 0 <= self.device < n:
+            raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
+        ops = range(len(problem.graph.ops))
+        devices = range(n) if self.device is None else (self.device,)
+        found = [verified(problem, [device] * len(ops), ops, self.name) for device in devices]
+        fitting = [placement for placement in found if placement is not None]
+        return min(fitting, key=lambda placement: placement.stats["makespan_ns"], default=None)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RoundRobin(Placer):
+    """Group by group, in the order of their first op, to the next device; index order."""
+
+    name: ClassVar[str] = "round-robin"
+    fixed: ClassVar[bool] = True
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says."""
+        n = len(problem.cluster.devices)
+        devices = [group % n for group in problem.op_group]
+        return verified(problem, devices, range(len(devices)), self.name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RandomPlacer(Placer):
+    """Every group on a device drawn uniformly; index order.
+
+    Attributes:
+        seed: Equal seeds give equal placements.
+    """
+
+    name: ClassVar[str] = "random"
+    fixed: ClassVar[bool] = True
+    seed: int = 0
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says."""
+        draw = random.Random(self.seed)
+        n = len(problem.cluster.devices)
+        of_group = [draw.randrange(n) for _ in problem.group_ops]
+        devices = [of_group[group] for group in problem.op_group]
+        return verified(problem, devices, range(len(devices)), self.name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Pinned(Placer):
+    """Every op where somebody wants it: an expert's placement; index order.
+
+    Attributes:
+        devices: Device index of every op.
+    """
+
+    name: ClassVar[str] = "pinned"
+    fixed: ClassVar[bool] = True
+    devices: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        devices = tuple(check_count(device, "device of a pinned op") for device in self.devices)
+        object.__setattr__(self, "devices", devices)
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says.
+
+        Raises:
+            InputError: The pins are for another graph or cluster, or part a group.
+        """
+        return verified(problem, self.devices, range(len(self.devices)), self.name)

@@ -1,0 +1,85 @@
+"""m-ETF: earliest task first, under memory.
+
+Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-ETF", after Hwang, Chow, Anger and Lee (1989).
+Repeatedly commit the pair of a ready op and a device with the smallest (earliest start, op index,
+device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
+`csrc/list_schedule.cc`).
+
+Where we leave the paper: the earliest start is the exact clock's, with ports and copies; a pair
+without room comes back when memory is freed; and a dead end is met again with the largest group
+that found no device pinned in advance to the one with the most memory that is not promised, at
+most `retries` times.
+Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.placement import Placement
+from baechi.placers.base import Placer, placement_of
+from baechi.problem import Problem
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class METF(Placer):
+    """Earliest task first.
+
+    Attributes:
+        retries: How often a dead end is met with one more group pinned.
+    """
+
+    name: ClassVar[str] = "m-etf"
+    retries: int = 16
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the module says."""
+        timeline, pins = schedule_list(problem, np.empty(0, np.int32), self.retries)
+        if timeline is None:
+            return None
+        return placement_of(problem, timeline, self.name, {"pinned groups": pins} if pins else {})
+
+
+def schedule_list(
+    problem: Problem, favorites: NDArray[np.int32], retries: int
+) -> tuple[_core.Timeline | None, int]:
+    """The complete timeline of the list scheduler, or `None`; and how many groups were pinned.
+
+    Args:
+        problem: Graph and cluster.
+        favorites: Favorite child of every op, or -1; empty for ETF's rule.
+        retries: How many groups to pin at most.
+    """
+    pins: dict[int, int] = {}
+    while True:
+        timeline = problem.timeline()
+        for group, device in pins.items():
+            timeline.reserve(problem.group_ops[group][0], device)
+        if timeline.list_schedule(favorites):
+            return timeline, len(pins)
+        pin = _next_pin(problem, timeline, pins) if len(pins) < retries else None
+        if pin is None:
+            return None, len(pins)
+        pins[pin[0]] = pin[1]
+
+
+def _next_pin(
+    problem: Problem, timeline: _core.Timeline, pins: dict[int, int]
+) -> tuple[int, int] | None:
+    """The largest group that has no device, and where there is most room for it."""
+    homeless = [
+        group for group, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0
+    ]
+    if not homeless:
+        return None
+    group = max(homeless, key=lambda group: (problem.group_persistent[group], -group))
+    room = list(problem.pool_memory)
+    for pinned, device in pins.items():
+        room[problem.device_pool[device]] -= problem.group_persistent[pinned]
+    device = max(range(len(problem.device_pool)), key=lambda d: (room[problem.device_pool[d]], -d))
+    fits = problem.group_persistent[group] <= room[problem.device_pool[device]]
+    return (group, device) if fits and problem.group_persistent[group] else None

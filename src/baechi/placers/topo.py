@@ -1,0 +1,69 @@
+"""m-TOPO: fill the devices one after the other, in topological order, up to a balanced cap.
+
+Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-TOPO": Cap = sum(d) / n + max(d), where d is
+the memory of an op and n the number of devices. Complexity: O(ops * log ops + tensors).
+
+Where we leave the paper: d is a whole group's, since its ops cannot be apart; a device also closes
+when the exact account says that an op does not fit there, so that the cap never breaks the real
+limit; on unequal devices the mean is shared out in proportion to their memory.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+from baechi.placement import Placement
+from baechi.placers.base import Placer, placement_of
+from baechi.problem import Problem
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MTopo(Placer):
+    """Fills devices in index order, with ops in index order.
+
+    Attributes:
+        capped: Whether a device closes at the balanced cap; else only when it is full.
+    """
+
+    name: ClassVar[str] = "m-topo"
+    capped: bool = True
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says; a device that closed stays closed."""
+        loads = group_bytes(problem)
+        caps = self._caps(problem, loads)
+        timeline = problem.timeline()
+        device, filled = 0, 0
+        for op, group in enumerate(problem.op_group):
+            target = timeline.group_device(op)
+            if target < 0:
+                while (
+                    device < len(caps)
+                    and (self.capped and filled and filled + loads[group] > caps[device])
+                ) or (device < len(caps) and not timeline.fits(op, device)):
+                    device, filled = device + 1, 0
+                if device == len(caps):
+                    return None
+                target = device
+                filled += loads[group]
+            elif not timeline.fits(op, target):
+                return None
+            timeline.commit(op, target)
+        return placement_of(problem, timeline, self.name)
+
+    def _caps(self, problem: Problem, loads: tuple[int, ...]) -> list[int]:
+        memory = [device.memory_bytes for device in problem.cluster.devices]
+        total = max(1, sum(memory))
+        return [-(-sum(loads) * m // total) + max(loads, default=0) for m in memory]
+
+
+def group_bytes(problem: Problem) -> tuple[int, ...]:
+    """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
+    graph = problem.graph
+    outputs = [sum(graph.tensors[t].nbytes for t in row) for row in graph.op_outputs]
+    return tuple(
+        persistent
+        + sum(outputs[op] for op in ops)
+        + max(graph.ops[op].workspace_bytes for op in ops)
+        for persistent, ops in zip(problem.group_persistent, problem.group_ops, strict=True)
+    )

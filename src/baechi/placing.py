@@ -1,0 +1,192 @@
+"""The one call: trace, profile, solve and apply, when the shapes are known."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from baechi.calls import Call, canonical_call
+from baechi.costs import Profile, optimizer_state_factor
+from baechi.devices import Cluster
+from baechi.errors import ExecutionError, InputError
+from baechi.probing import probe
+from baechi.profiling import profile, torch_device
+from baechi.runtime.module import PlacedModule, Specialization, apply
+from baechi.solving import solve
+from baechi.tracing import trace
+
+MAX_SHAPES: Final = 8
+
+
+def place(
+    model: nn.Module,
+    devices: Any = None,
+    *,
+    example_args: Sequence[Any] | None = None,
+    example_kwargs: Mapping[str, Any] | None = None,
+    placer: Any = "auto",
+    training: bool = True,
+    optimizer: str | None = None,
+    costs: str | Profile = "measure",
+    verify: bool = False,
+    progress: bool = True,
+    threads_per_device: int | None = None,
+    max_shapes: int = MAX_SHAPES,
+) -> PlacedModule:
+    """The model, split over devices; call it and train it as before.
+
+    Without example arguments it specializes on the first call, and again on each call of a new
+    shape, dtype, constant or mode, up to `max_shapes` times, with a word on each.
+
+    Args:
+        model: Any module; it is not copied, and its parameters stay the same objects.
+        devices: What `probe` takes: names, torch devices, `baechi.Device` values, a mapping from
+            names to capacities, a `Cluster`, or None for all that are visible.
+        example_args: Positional arguments of one call, to specialize now.
+        example_kwargs: Keyword arguments of that call.
+        placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
+        training: Plan for forward and backward; else for inference, and run without gradients.
+        optimizer: Whose state must fit too: a key of `costs.OPTIMIZER_STATES`.
+        costs: `"measure"`, or a `Profile` of this model at this shape.
+        verify: Compare the first call of each shape with the unsplit model's, outputs and
+            gradients; needs memory for a copy of the model on its present device.
+        progress: Say what is going on.
+        threads_per_device: torch threads of every logical CPU device; by default an equal share.
+        max_shapes: How many shapes of call to specialize for.
+
+    Raises:
+        InputError: A device, capacity, placer, optimizer or argument is wrong.
+        TraceError: The model cannot be traced.
+        InfeasibleError: It does not fit; says what is missing.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+    if isinstance(model, PlacedModule):
+        raise InputError("the model is placed already; call model.unplace() first.")
+    if costs != "measure" and not isinstance(costs, Profile):
+        raise InputError(f'costs is {costs!r}; it must be "measure" or a baechi.Profile.')
+    optimizer_state_factor(optimizer)
+    cluster = probe(devices)
+    maker = _Maker(
+        cluster, placer, training, optimizer, costs, verify, progress, threads_per_device
+    )
+    placed = PlacedModule(model, {}, maker, max_shapes)
+    if example_args is not None or example_kwargs is not None:
+        call = canonical_call(model, example_args or (), dict(example_kwargs or {}))
+        placed._special(model, call)
+    return placed
+
+
+@final
+@dataclass(frozen=True)
+class _Maker:
+    """Makes a specialization for a call: the steps of `place`, in their order."""
+
+    cluster: Cluster
+    placer: Any
+    training: bool
+    optimizer: str | None
+    costs: str | Profile
+    verify: bool
+    progress: bool
+    threads: int | None
+
+    def __call__(self, model: nn.Module, call: Call) -> Specialization:
+        say = _say if self.progress else _hush
+        shapes = ", ".join(
+            f"{n} {list(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)
+        )
+        say(f"tracing {type(model).__name__} for {shapes}")
+        args, kwargs = call.structure.fill(call.tensors)
+        traced = trace(model, args, kwargs)
+        costs = self.costs
+        if not isinstance(costs, Profile):
+            place = torch_device(self.cluster.devices[0].name)
+            costs = profile(traced, place, threads=self._threads(), progress=self.progress)
+        graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
+        say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
+        placement = solve(graph, self.cluster, placer=self.placer)
+        reference = copy.deepcopy(model) if self.verify else None
+        placed = apply(
+            traced,
+            placement,
+            graph=graph,
+            cluster=self.cluster,
+            threads_per_device=self.threads,
+        )
+        special = placed._current
+        if reference is not None:
+            _verify(reference, model, special, call)
+        return special
+
+    def _threads(self) -> int | None:
+        """The threads that an operator will have: its device's share."""
+        if self.threads is not None:
+            return self.threads
+        cpus = sum(torch_device(d.name).type == "cpu" for d in self.cluster.devices)
+        return max(torch.get_num_threads() // cpus, 1) if cpus else None
+
+
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    Console(stderr=True, highlight=False).print(f"baechi: {text}", style="dim")
+
+
+def _hush(text: str) -> None:
+    """Say nothing."""
+
+
+def _verify(
+    reference: nn.Module, model: nn.Module, special: Specialization, call: Call
+) -> None:
+    """Run one step both ways and compare; the model's buffers and gradients stay as they were.
+
+    Raises:
+        ExecutionError: An output, a gradient or a buffer differs.
+    """
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    state = torch.get_rng_state()
+    expected = reference(*call.structure.fill(call.tensors)[0], **call.structure.fill(call.tensors)[1])
+    torch.set_rng_state(state)
+    actual = special.executable(call)
+    torch.set_rng_state(state)
+    rows = list(zip(_floats(expected), _floats(actual), strict=True))
+    if special.executable.training:
+        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        twins = dict(reference.named_parameters())
+        ours = [a for _, a in rows if a.requires_grad]
+        theirs = [e for e, _ in rows if e.requires_grad]
+        if ours and trained:
+            grads = torch.autograd.grad(_total(ours), list(trained.values()), allow_unused=True)
+            wanted = torch.autograd.grad(
+                _total(theirs), [twins[n] for n in trained], allow_unused=True
+            )
+            rows += [(w, g) for w, g in zip(wanted, grads, strict=True) if w is not None]
+    rows += list(zip(dict(reference.named_buffers()).values(), model.buffers(), strict=True))
+    try:
+        for i, (one, other) in enumerate(rows):
+            torch.testing.assert_close(
+                other.to(one.device), one, msg=lambda text, i=i: f"value {i}: {text}"
+            )
+    except AssertionError as error:
+        raise ExecutionError(
+            f"the placed {type(model).__name__} differs from the unsplit one: {error}"
+        ) from None
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])
+
+
+def _floats(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A scalar that every element of every tensor has a say in."""
+    return torch.stack([(t.double() ** 2).mean().cpu() for t in tensors]).sum()

@@ -1,0 +1,221 @@
+"""The numbers that every report says, computed once from the values of a plan."""
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import final
+
+from baechi.devices import Cluster
+from baechi.errors import InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.traced import Traced
+from baechi.training import BACKWARD
+from baechi.units import format_bytes, format_ns
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a placed model really did, to set beside the prediction; `None` is not measured.
+
+    Attributes:
+        step_ns: Time of one step.
+        peak_bytes: Peak memory of every logical device.
+        moved_bytes: Bytes sent between devices in one step.
+    """
+
+    step_ns: int | None = None
+    peak_bytes: tuple[int, ...] | None = None
+    moved_bytes: int | None = None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """What one device does in one step.
+
+    Attributes:
+        name: Its name in the cluster.
+        ops: How many ops run there.
+        busy_ns: Time in which it computes.
+        busy_share: That time as a share of the step.
+        persistent_bytes: Held for the whole step.
+        peak_bytes: Its peak; its pool's, where it is in one.
+        memory_bytes: Its limit.
+        received_bytes: Bytes that arrive.
+        sent_bytes: Bytes that leave.
+    """
+
+    name: str
+    ops: int
+    busy_ns: int
+    busy_share: float
+    persistent_bytes: int
+    peak_bytes: int
+    memory_bytes: int
+    received_bytes: int
+    sent_bytes: int
+
+    @property
+    def peak_share(self) -> float:
+        """The peak as a share of the limit."""
+        return self.peak_bytes / self.memory_bytes if self.memory_bytes else 0.0
+
+
+@final
+@dataclass(frozen=True)
+class Plan:
+    """The values of one report, checked to belong together.
+
+    Raises:
+        InputError: The placement is of another graph or names a device that the cluster has not,
+            the schedule is of another placement, or the measurement of another cluster.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    placement: Placement
+    schedule: Schedule
+    traced: Traced | None = None
+    measured: Measured | None = None
+
+    def __post_init__(self) -> None:
+        ops, devices = len(self.graph.ops), len(self.cluster.devices)
+        if self.placement.graph_digest != self.graph.digest:
+            raise InputError(
+                f"the placement is of graph {self.placement.graph_digest[:12]}..., but this graph "
+                f"is {self.graph.digest[:12]}...; solve this graph, or give the placement's own."
+            )
+        if max(self.placement.devices, default=0) >= devices:
+            raise InputError(
+                f"the placement uses device {max(self.placement.devices)}, but the cluster has "
+                f"{devices} devices, counted from 0; give the cluster that it was solved for."
+            )
+        placed = sorted((span.op, span.device) for span in self.schedule.spans)
+        if (
+            placed != list(enumerate(self.placement.devices))
+            or len(self.schedule.peak_bytes) != devices
+            or any(not self._is_real(transfer) for transfer in self.schedule.transfers)
+        ):
+            raise InputError(
+                f"the schedule is not of this placement of {ops} ops on {devices} devices; "
+                "simulate the placement again."
+            )
+        peaks = None if self.measured is None else self.measured.peak_bytes
+        if peaks is not None and len(peaks) != devices:
+            raise InputError(f"peaks of {len(peaks)} devices were measured; there are {devices}.")
+
+    def _is_real(self, transfer: Transfer) -> bool:
+        devices = range(len(self.cluster.devices))
+        known = 0 <= transfer.tensor < len(self.graph.tensors)
+        return known and transfer.src in devices and transfer.dst in devices
+
+    @cached_property
+    def span_of(self) -> tuple[Span, ...]:
+        """The span of every op."""
+        return tuple(sorted(self.schedule.spans, key=lambda span: span.op))
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """The model's own line of every op, where a trace knows it; `""` elsewhere."""
+        known = {} if self.traced is None else {op.name: op.source for op in self.traced.ops}
+        return tuple(known.get(op.name.removeprefix(BACKWARD), "") for op in self.graph.ops)
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that all transfers send."""
+        return sum(self.graph.tensors[t.tensor].nbytes for t in self.schedule.transfers)
+
+    @cached_property
+    def devices(self) -> tuple[DeviceFacts, ...]:
+        """The facts of every device, in the order of the cluster."""
+        return device_facts(self.graph, self.cluster, self.schedule)
+
+
+def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[DeviceFacts, ...]:
+    """What every device does in one step, in the order of the cluster."""
+    ops: Counter[int] = Counter()
+    busy: Counter[int] = Counter()
+    persistent: Counter[int] = Counter()
+    received: Counter[int] = Counter()
+    sent: Counter[int] = Counter()
+    for span in schedule.spans:
+        ops[span.device] += 1
+        busy[span.device] += span.end_ns - span.start_ns
+        persistent[span.device] += graph.ops[span.op].persistent_bytes
+    for transfer in schedule.transfers:
+        nbytes = graph.tensors[transfer.tensor].nbytes
+        received[transfer.dst] += nbytes
+        sent[transfer.src] += nbytes
+    makespan_ns = schedule.makespan_ns
+    return tuple(
+        DeviceFacts(
+            name=device.name,
+            ops=ops[index],
+            busy_ns=busy[index],
+            busy_share=busy[index] / makespan_ns if makespan_ns else 0.0,
+            persistent_bytes=persistent[index],
+            peak_bytes=schedule.peak_bytes[index],
+            memory_bytes=device.memory_bytes,
+            received_bytes=received[index],
+            sent_bytes=sent[index],
+        )
+        for index, device in enumerate(cluster.devices)
+    )
+
+
+def summary(plan: Plan) -> tuple[str, ...]:
+    """The plan in a few sentences: its time, its fullest device, what it moves."""
+    schedule = plan.schedule
+    used = len(set(plan.placement.devices))
+    of = f"{used} of {len(plan.devices)} devices" if len(plan.devices) > 1 else "one device"
+    time = f"One step takes {format_ns(schedule.makespan_ns)} on {of}"
+    if schedule.lower_bound_ns:
+        bound = format_ns(schedule.lower_bound_ns)
+        time += f"; no placement can take less than {bound}, so the gap is {schedule.gap:.1%}"
+    fullest = max(plan.devices, key=lambda device: (device.peak_share, device.peak_bytes))
+    memory = (
+        f"The fullest device is {fullest.name}: {format_bytes(fullest.peak_bytes)} of "
+        f"{format_bytes(fullest.memory_bytes)} ({fullest.peak_share:.0%})"
+    )
+    if fullest.peak_bytes > fullest.memory_bytes:
+        missing = format_bytes(fullest.peak_bytes - fullest.memory_bytes)
+        memory += f", which is {missing} too much: this placement does not fit"
+    transfers = len(schedule.transfers)
+    moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfers"
+    return (f"{time}.", f"{memory}.", f"{moves}.")
+
+
+def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
+    """What the placer said, as name and text."""
+    return tuple((name, _stat(name, value)) for name, value in plan.placement.stats.items())
+
+
+def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
+    """Rows of what, predicted, measured and measured / predicted; empty if nothing was measured."""
+    measured = plan.measured or Measured()
+    rows: list[tuple[str, str, str, str]] = []
+    if measured.step_ns is not None:
+        predicted = plan.schedule.makespan_ns
+        texts = (format_ns(predicted), format_ns(measured.step_ns))
+        rows.append(("step", *texts, _ratio(measured.step_ns, predicted)))
+    sizes = list(zip(plan.devices, measured.peak_bytes or (), strict=False))
+    pairs = [(f"peak memory of {facts.name}", facts.peak_bytes, peak) for facts, peak in sizes]
+    if measured.moved_bytes is not None:
+        pairs.append(("bytes moved", plan.moved_bytes, measured.moved_bytes))
+    for what, predicted, real in pairs:
+        rows.append((what, format_bytes(predicted), format_bytes(real), _ratio(real, predicted)))
+    return tuple(rows)
+
+
+def _ratio(measured: int, predicted: int) -> str:
+    return f"{measured / predicted:.2f}" if predicted else "-"
+
+
+def _stat(name: str, value: float | str) -> str:
+    if isinstance(value, int) and name.endswith("_ns"):
+        return format_ns(value)
+    if isinstance(value, int) and name.endswith("_bytes"):
+        return format_bytes(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,310 @@
+"""The pictures of a plan, with plotly: the graph by device, and the step over time."""
+
+from html import escape
+from typing import Any, Final
+
+from baechi.errors import InputError
+from baechi.placement import Transfer
+from baechi.reporting.facts import Plan
+from baechi.reporting.layout import lay_out, sections
+from baechi.reporting.occupancy import memory_profile
+from baechi.training import BACKWARD
+from baechi.units import format_bytes, format_ns
+
+# Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers; without black
+# and yellow, which vanish on a dark and on a light page.
+COLORS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A8A")
+_SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+_GRID: Final = "rgba(128,128,128,0.22)"
+_LINE: Final = "rgba(128,128,128,0.45)"
+
+
+def color(device: int) -> str:
+    """The color of a device in every picture and table."""
+    return COLORS[device % len(COLORS)]
+
+
+def require_plotly() -> Any:
+    """The module `plotly.graph_objects`.
+
+    Raises:
+        InputError: plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects
+    except ImportError as error:
+        raise InputError(
+            "the HTML report needs plotly, which is not installed: pip install 'baechi[viz]'. "
+            "The text report and the Perfetto trace need nothing."
+        ) from error
+    return plotly.graph_objects
+
+
+def graph_figure(plan: Plan) -> Any:
+    """Every op as a point, colored by device; the edges between devices stand out."""
+    go = require_plotly()
+    graph, devices = plan.graph, plan.placement.devices
+    layout = lay_out(graph, devices, len(plan.cluster.devices))
+    x, y = layout.columns, layout.rows
+    columns = max(x, default=0) + 1
+    figure = go.Figure()
+    _draw_edges(figure, plan, x, y)
+    largest_px = min(20.0, max(7.0, 1500 / columns))
+    longest_ns = max((op.time_ns for op in graph.ops), default=0) or 1
+    for device, target in enumerate(plan.cluster.devices):
+        ops = [op for op, home in enumerate(devices) if home == device]
+        sizes = [4 + (largest_px - 4) * (graph.ops[op].time_ns / longest_ns) ** 0.5 for op in ops]
+        figure.add_scatter(
+            x=[x[op] for op in ops],
+            y=[y[op] for op in ops],
+            mode="markers",
+            name=escape(target.name),
+            marker={
+                "color": color(device),
+                "opacity": 1,
+                "size": [round(size, 1) for size in sizes],
+                "symbol": _SYMBOLS[device // len(COLORS) % len(_SYMBOLS)],
+                "line": {"width": 0.5, "color": _LINE},
+            },
+            hovertext=[_op_text(plan, op) for op in ops],
+            hoverinfo="text",
+        )
+    bands = [(device, band) for device, band in enumerate(layout.bands) if band is not None]
+    for device, (first, last) in bands:
+        figure.add_hrect(
+            first - 0.9, last + 0.9, fillcolor=color(device), opacity=0.08, line_width=0
+        )
+    marks = sections(graph, layout.columns)
+    height = max(y, default=0) + 1
+    _style(figure, min(1100, 190 + max(14, min(26, 520 // height)) * height))
+    figure.update_xaxes(
+        tickvals=[column for column, _ in marks],
+        ticktext=[escape(name) for _, name in marks],
+        range=[-0.015 * columns - 0.5, 1.015 * columns - 0.5],
+        tickangle=45,
+        showgrid=bool(marks),
+        gridcolor=_GRID,
+    )
+    figure.update_yaxes(
+        tickvals=[(first + last) / 2 for _, (first, last) in bands],
+        ticktext=[escape(plan.cluster.devices[device].name) for device, _ in bands],
+        range=[height - 0.1, -0.9],
+        showgrid=False,
+    )
+    return figure
+
+
+def time_figure(plan: Plan) -> Any:
+    """What every device computes and receives, and below it what its memory holds."""
+    require_plotly()
+    from plotly.subplots import make_subplots
+
+    count = len(plan.cluster.devices)
+    lanes_px = 46 * count + 30
+    memory_px = 300
+    figure = make_subplots(
+        rows=2,
+        cols=1,
+        shared_xaxes=True,
+        vertical_spacing=24 / (lanes_px + memory_px),
+        row_heights=[lanes_px, memory_px],
+    )
+    _draw_timeline(figure, plan)
+    _draw_memory(figure, plan)
+    _style(figure, lanes_px + memory_px + 170)
+    figure.update_layout(barmode="overlay", bargap=0.12)
+    end_ms = plan.schedule.makespan_ns / 1e6 or 1e-6
+    figure.update_xaxes(range=[-0.01 * end_ms, 1.01 * end_ms], gridcolor=_GRID, showgrid=True)
+    figure.update_xaxes(title_text="milliseconds from the start of the step", row=2)
+    figure.update_yaxes(autorange="reversed", showgrid=False, row=1)
+    return figure
+
+
+def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...]) -> None:
+    """Edges inside a device as one faint trace, those between devices strong, one per source."""
+    graph, devices = plan.graph, plan.placement.devices
+    backward = [op.name.startswith(BACKWARD) for op in graph.ops]
+    faint_x: list[float | None] = []
+    faint_y: list[float | None] = []
+
+    def faint_line(a: int, b: int) -> None:
+        # What backward keeps of forward goes straight down; it would hide all the rest.
+        if devices[a] == devices[b] and backward[a] == backward[b]:
+            faint_x.extend((x[a], x[b], None))
+            faint_y.extend((y[a], y[b], None))
+
+    drawn: dict[int, tuple[list[float | None], list[float | None]]] = {}
+    middle_x: list[float] = []
+    middle_y: list[float] = []
+    texts = []
+    for tensor in graph.tensors:
+        for consumer in tensor.consumers:
+            faint_line(tensor.producer, consumer)
+    for transfer in plan.schedule.transfers:
+        tensor = graph.tensors[transfer.tensor]
+        there = [op for op in tensor.consumers if devices[op] == transfer.dst]
+        if there:  # it is sent once, to the first; the others read that copy
+            a, b = tensor.producer, there[0]
+            xs, ys = drawn.setdefault(transfer.src, ([], []))
+            xs += [x[a], x[b], None]
+            ys += [y[a], y[b], None]
+            middle_x.append((x[a] + x[b]) / 2)
+            middle_y.append((y[a] + y[b]) / 2)
+            texts.append(_transfer_text(plan, transfer))
+            for other in there[1:]:
+                faint_line(b, other)
+    faint = {"color": _LINE, "width": 0.7}
+    figure.add_scatter(
+        x=faint_x, y=faint_y, mode="lines", line=faint, hoverinfo="skip", showlegend=False
+    )
+    for src, (xs, ys) in sorted(drawn.items()):
+        name = f"sent by {escape(plan.cluster.devices[src].name)}"
+        strong = {"color": color(src), "width": 1.6, "dash": "dot"}
+        figure.add_scatter(x=xs, y=ys, mode="lines", line=strong, hoverinfo="skip", name=name)
+    figure.add_scatter(
+        x=middle_x,
+        y=middle_y,
+        mode="markers",
+        marker={"size": 9, "opacity": 0},
+        hovertext=texts,
+        hoverinfo="text",
+        showlegend=False,
+    )
+
+
+def _draw_timeline(figure: Any, plan: Plan) -> None:
+    schedule = plan.schedule
+    outline = 0.6 if len(schedule.spans) <= 400 else 0  # an outline would hide thin bars
+    for device, target in enumerate(plan.cluster.devices):
+        name = escape(target.name)
+        spans = [span for span in schedule.spans if span.device == device]
+        backward = [plan.graph.ops[span.op].name.startswith(BACKWARD) for span in spans]
+        figure.add_bar(
+            orientation="h",
+            name=name,
+            y=[name] * len(spans),
+            base=[span.start_ns / 1e6 for span in spans],
+            x=[(span.end_ns - span.start_ns) / 1e6 for span in spans],
+            marker={
+                "color": color(device),
+                "opacity": [0.6 if back else 1.0 for back in backward],
+                "line": {"width": outline, "color": "rgba(255,255,255,0.7)"},
+            },
+            hovertext=[_op_text(plan, span.op) for span in spans],
+            hoverinfo="text",
+            legendgroup=name,
+            showlegend=False,
+            row=1,
+            col=1,
+        )
+        arriving = [transfer for transfer in schedule.transfers if transfer.dst == device]
+        figure.add_bar(
+            orientation="h",
+            name=f"to {name}",
+            y=[f"to {name}"] * max(1, len(arriving)),  # a lane for each device, even an empty one
+            base=[transfer.start_ns / 1e6 for transfer in arriving] or [0],
+            x=[(transfer.end_ns - transfer.start_ns) / 1e6 for transfer in arriving] or [0],
+            width=0.45,
+            marker={"color": [color(t.src) for t in arriving] or _LINE, "opacity": 0.85},
+            hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
+            hoverinfo="text" if arriving else "skip",
+            legendgroup=name,
+            showlegend=False,
+            row=1,
+            col=1,
+        )
+
+
+def _draw_memory(figure: Any, plan: Plan) -> None:
+    profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
+    unit, scale = _unit(max(device.memory_bytes for device in plan.cluster.devices))
+    for device, (target, steps) in enumerate(zip(plan.cluster.devices, profiles, strict=True)):
+        name = escape(target.name)
+        figure.add_scatter(
+            x=[time_ns / 1e6 for time_ns, _ in steps],
+            y=[nbytes / scale for _, nbytes in steps],
+            mode="lines",
+            line={"shape": "hv", "color": color(device), "width": 1.8},
+            name=name,
+            legendgroup=name,
+            hovertext=[f"{name}: {format_bytes(nbytes)}" for _, nbytes in steps],
+            hoverinfo="text",
+            row=2,
+            col=1,
+        )
+    _draw_limits(figure, plan, scale)
+    figure.update_yaxes(title_text=f"{unit} in memory", rangemode="tozero", gridcolor=_GRID, row=2)
+
+
+def _draw_limits(figure: Any, plan: Plan, scale: int) -> None:
+    """A dashed line per device, or one gray line where all limits are equal."""
+    limits = [device.memory_bytes for device in plan.cluster.devices]
+    one = len(set(limits)) == 1
+    for device, limit in enumerate(limits[:1] if one else limits):
+        name = escape(plan.cluster.devices[device].name)
+        label = "limit of every device" if one else f"limit of {name}"
+        figure.add_scatter(
+            x=[0, plan.schedule.makespan_ns / 1e6],
+            y=[limit / scale] * 2,
+            mode="lines",
+            line={"color": COLORS[-1] if one else color(device), "width": 1.4, "dash": "dash"},
+            name=label,
+            hovertext=f"{label}: {format_bytes(limit)}",
+            hoverinfo="text",
+            row=2,
+            col=1,
+        )
+
+
+def _unit(nbytes: int) -> tuple[str, int]:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if nbytes >= 1024**power:
+            return unit, 1024**power
+    return "bytes", 1
+
+
+def _op_text(plan: Plan, op: int) -> str:
+    """What hovering over an op shows."""
+    entry, span = plan.graph.ops[op], plan.span_of[op]
+    given = sum(plan.graph.tensors[tensor].nbytes for tensor in plan.graph.op_outputs[op])
+    lines = [
+        f"<b>{escape(entry.name)}</b> on {escape(plan.cluster.devices[span.device].name)}",
+        f"{format_ns(span.end_ns - span.start_ns)}, from {format_ns(span.start_ns)}",
+        f"gives {format_bytes(given)}, holds {format_bytes(entry.persistent_bytes)} all the time, "
+        f"workspace {format_bytes(entry.workspace_bytes)}",
+    ]
+    if plan.sources[op]:
+        lines.append(f"<i>{escape(plan.sources[op])}</i>")
+    return "<br>".join(lines)
+
+
+def _transfer_text(plan: Plan, transfer: Transfer) -> str:
+    """What hovering over a transfer shows."""
+    tensor = plan.graph.tensors[transfer.tensor]
+    src, dst = (escape(plan.cluster.devices[d].name) for d in (transfer.src, transfer.dst))
+    return (
+        f"<b>{src} → {dst}</b><br>{escape(plan.graph.ops[tensor.producer].name)}<br>"
+        f"{format_bytes(tensor.nbytes)} in {format_ns(transfer.end_ns - transfer.start_ns)}, "
+        f"from {format_ns(transfer.start_ns)}"
+    )
+
+
+def _style(figure: Any, height: int) -> None:
+    """What all pictures share: no background, so that they stand on a light and a dark page."""
+    figure.update_layout(
+        template="none",
+        height=height,
+        paper_bgcolor="rgba(0,0,0,0)",
+        plot_bgcolor="rgba(0,0,0,0)",
+        margin={"l": 10, "r": 10, "t": 60, "b": 10},
+        font={"family": "system-ui, sans-serif", "size": 12, "color": "#808080"},
+        legend={
+            **{"orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"},
+            **{"itemsizing": "constant", "bgcolor": "rgba(0,0,0,0)"},
+        },
+        modebar={"bgcolor": "rgba(0,0,0,0)", "color": "#8A8A8A", "activecolor": "#0072B2"},
+        hovermode="closest",
+        dragmode="zoom",
+    )
+    figure.update_xaxes(zeroline=False, automargin=True)
+    figure.update_yaxes(zeroline=False, automargin=True)

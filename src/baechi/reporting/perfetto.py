@@ -1,0 +1,163 @@
+"""The schedule as a Chrome trace: open it at ui.perfetto.dev, or in chrome://tracing.
+
+A process per device; in it a thread that computes, one that sends, one that receives (more of each
+where transfers overlap, because slices of one thread must nest), and a counter of memory. A flow
+arrow goes from the producer over both ends of the transfer to the first consumer there.
+Times are microseconds, as the format has them.
+"""
+
+import heapq
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from baechi.devices import Cluster
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule, Transfer
+from baechi.reporting.facts import Plan
+from baechi.reporting.occupancy import memory_profile
+from baechi.serialization import write_whole
+from baechi.traced import Traced
+
+Event = dict[str, Any]
+_COMPUTE = 1
+_SEND = 100
+_RECEIVE = 200
+
+
+def write_trace(
+    path: str | os.PathLike[str],
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    *,
+    traced: Traced | None = None,
+) -> None:
+    """Writes the schedule as a Chrome trace, whole or not at all.
+
+    Raises:
+        InputError: The values do not belong together, or the path cannot be written.
+    """
+    events = trace_events(graph, cluster, placement, schedule, traced=traced)
+    rows = ",\n".join(json.dumps(event) for event in events)
+    write_whole(path, f'{{"displayTimeUnit": "ns", "traceEvents": [\n{rows}\n]}}\n')
+
+
+def trace_events(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    *,
+    traced: Traced | None = None,
+) -> list[Event]:
+    """The events of the trace, in the order in which the file has them."""
+    plan = Plan(graph, cluster, placement, schedule, traced)
+    sends = _lanes(schedule.transfers, [t.src for t in schedule.transfers])
+    receives = _lanes(schedule.transfers, [t.dst for t in schedule.transfers])
+    return [
+        *_names(plan, sends, receives),
+        *_ops(plan),
+        *_transfers(plan, sends, receives),
+        *_counters(plan),
+    ]
+
+
+def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
+    lanes: list[dict[int, str]] = [{_COMPUTE: "compute"} for _ in plan.cluster.devices]
+    for transfer, send, receive in zip(plan.schedule.transfers, sends, receives, strict=True):
+        lanes[transfer.src][_SEND + send] = "send" if send == 0 else f"send {send + 1}"
+        lanes[transfer.dst][_RECEIVE + receive] = (
+            "receive" if receive == 0 else f"receive {receive + 1}"
+        )
+    for device, threads in enumerate(lanes):
+        name = plan.cluster.devices[device].name
+        yield _metadata("process_name", device, 0, name=name)
+        yield _metadata("process_sort_index", device, 0, sort_index=device)
+        for thread in sorted(threads):
+            yield _metadata("thread_name", device, thread, name=threads[thread])
+            yield _metadata("thread_sort_index", device, thread, sort_index=thread)
+
+
+def _ops(plan: Plan) -> Iterator[Event]:
+    for span in plan.schedule.spans:
+        op = plan.graph.ops[span.op]
+        details = {"op": span.op, "persistent_bytes": op.persistent_bytes}
+        details["workspace_bytes"] = op.workspace_bytes
+        source = {"source": plan.sources[span.op]} if plan.sources[span.op] else {}
+        yield {
+            **_slice(op.name, "compute", span.device, _COMPUTE, (span.start_ns, span.end_ns)),
+            "args": {**details, **source},
+        }
+
+
+def _transfers(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
+    for index, transfer in enumerate(plan.schedule.transfers):
+        tensor = plan.graph.tensors[transfer.tensor]
+        name = plan.graph.ops[tensor.producer].name
+        src, dst = (plan.cluster.devices[d].name for d in (transfer.src, transfer.dst))
+        details = {"tensor": transfer.tensor, "nbytes": tensor.nbytes, "src": src, "dst": dst}
+        ends = (transfer.start_ns, transfer.end_ns)
+        send, receive = _SEND + sends[index], _RECEIVE + receives[index]
+        yield {**_slice(name, "send", transfer.src, send, ends), "args": details}
+        yield {**_slice(name, "receive", transfer.dst, receive, ends), "args": details}
+
+        producer = plan.span_of[tensor.producer]
+        stops = [(producer.start_ns, producer.device, _COMPUTE)]
+        stops += [(ends[0], transfer.src, send), (ends[0], transfer.dst, receive)]
+        there = [
+            plan.span_of[c] for c in tensor.consumers if plan.span_of[c].device == transfer.dst
+        ]
+        if there:
+            first = min(there, key=lambda span: (span.start_ns, span.op))
+            stops.append((first.start_ns, first.device, _COMPUTE))
+        for stop, (time_ns, device, thread) in enumerate(stops):
+            phase = "s" if stop == 0 else "f" if stop == len(stops) - 1 else "t"
+            yield {
+                **_at(phase, name, device, thread, time_ns),
+                "cat": "transfer",
+                "id": index + 1,
+                **({} if phase == "s" else {"bp": "e"}),
+            }
+
+
+def _counters(plan: Plan) -> Iterator[Event]:
+    profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
+    for device, steps in enumerate(profiles):
+        for time_ns, nbytes in steps:
+            yield {**_at("C", "memory", device, 0, time_ns), "args": {"bytes": nbytes}}
+
+
+def _slice(name: str, kind: str, device: int, thread: int, ends: tuple[int, int]) -> Event:
+    event = _at("X", name, device, thread, ends[0])
+    return {**event, "cat": kind, "dur": (ends[1] - ends[0]) / 1000}
+
+
+def _at(phase: str, name: str, device: int, thread: int, time_ns: int) -> Event:
+    return {"ph": phase, "name": name, "pid": device + 1, "tid": thread, "ts": time_ns / 1000}
+
+
+def _metadata(what: str, device: int, thread: int, **details: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": device + 1, "tid": thread, "args": details}
+
+
+def _lanes(transfers: Sequence[Transfer], homes: Sequence[int]) -> list[int]:
+    """For each transfer the lowest lane of its home in which no other is on its way."""
+    lanes = [0] * len(transfers)
+    running: dict[int, list[tuple[int, int]]] = {}  # home -> (end, lane) of what is on its way
+    free: dict[int, list[int]] = {}
+    used: dict[int, int] = {}
+    by_start = sorted(range(len(transfers)), key=lambda i: (transfers[i].start_ns, i))
+    for index in by_start:
+        transfer, home = transfers[index], homes[index]
+        busy, spare = running.setdefault(home, []), free.setdefault(home, [])
+        while busy and busy[0][0] <= transfer.start_ns:
+            heapq.heappush(spare, heapq.heappop(busy)[1])
+        if not spare:
+            spare.append(used.get(home, 0))
+            used[home] = used.get(home, 0) + 1
+        lanes[index] = heapq.heappop(spare)
+        heapq.heappush(busy, (transfer.end_ns, lanes[index]))
+    return lanes

@@ -1,0 +1,88 @@
+"""The report as text, for a terminal."""
+
+from typing import TYPE_CHECKING
+
+from baechi.devices import Cluster
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule
+from baechi.reporting.facts import Measured, Plan, comparison, stats, summary
+from baechi.traced import Traced
+from baechi.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+
+def text_report(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    *,
+    traced: Traced | None = None,
+    measured: Measured | None = None,
+) -> "Group":
+    """The report as a rich renderable: `rich.print(text_report(...))`.
+
+    Args:
+        graph: What was placed.
+        cluster: On what.
+        placement: Where every op runs.
+        schedule: `simulate(graph, cluster, placement)`.
+        traced: Tells how the model was traced, if it was.
+        measured: Is set beside the prediction, if there is one.
+
+    Raises:
+        InputError: The values do not belong together.
+    """
+    from rich.console import Group
+    from rich.text import Text
+
+    plan = Plan(graph, cluster, placement, schedule, traced, measured)
+    parts: list[Text | Table] = [Text(line) for line in summary(plan)]
+    parts.append(_devices(plan))
+    if stats(plan):
+        rows = [[name, text] for name, text in stats(plan)]
+        parts.append(_table(f"What the placer {placement.placer} says", ["", ">"], rows))
+    if comparison(plan):
+        header = ["", ">predicted", ">measured", ">ratio"]
+        rows = [list(row) for row in comparison(plan)]
+        parts.append(_table("Predicted beside measured", header, rows))
+    if traced is not None:
+        rows = [[a.rung, a.reason or "taken"] for a in traced.attempts]
+        parts.append(_table(f"How {traced.name} was traced", ["rung", "what happened"], rows))
+    return Group(*parts)
+
+
+def _devices(plan: Plan) -> "Table":
+    header = ["device", ">ops", ">busy", ">peak memory", ">limit", ">full", ">received", ">sent"]
+    rows = [
+        [
+            facts.name,
+            str(facts.ops),
+            f"{facts.busy_share:.0%}",
+            format_bytes(facts.peak_bytes),
+            format_bytes(facts.memory_bytes),
+            f"{facts.peak_share:.0%}",
+            format_bytes(facts.received_bytes),
+            format_bytes(facts.sent_bytes),
+        ]
+        for facts in plan.devices
+    ]
+    return _table("Devices", header, rows)
+
+
+def _table(title: str, header: list[str], rows: list[list[str]]) -> "Table":
+    """A table; a column whose title begins with > is flush right."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_header = any(column.strip(">") for column in header)
+    for column in header:
+        table.add_column(column.removeprefix(">"), justify="right" if column[:1] == ">" else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))  # names are not markup
+    return table

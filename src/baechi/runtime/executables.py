@@ -1,0 +1,338 @@
+"""A traced model bound to a placement and to torch devices: what one call runs.
+
+To autograd the whole step is one node, whose inputs are the caller's tensors and every parameter;
+so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from baechi.calls import Call
+from baechi.errors import InputError
+from baechi.extraction import extract
+from baechi.lowering import TracedModule
+from baechi.metering import Meter
+from baechi.placement import Placement
+from baechi.runtime.executors import make_executor
+from baechi.runtime.segments import backward_order, cut
+from baechi.runtime.steps import CALLER, Code, Published, Step, add_up
+from baechi.traced import Traced
+from baechi.training import backward_ops
+
+
+@final
+class Executable:
+    """A traced model on its devices.
+
+    Attributes:
+        segments: What runs, in launch order.
+
+    Args:
+        traced: The model, with its module.
+        placement: Of its training graph, or of its inference graph.
+        places: The torch device of every logical device.
+        training: Whether the placement has the backward too.
+        threads: torch threads per CPU worker.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        placement: Placement,
+        places: Sequence[torch.device],
+        training: bool,
+        threads: int | None,
+    ) -> None:
+        self._module: TracedModule = traced.module
+        self._places = places
+        self.training = training
+        n = len(traced.ops)
+        forward = [op for op in placement.order if op < n]
+        self.segments = cut(traced, placement.devices, forward)
+        backward = backward_order(self.segments, self._backward_launch(traced, placement))
+        self._executor = make_executor(self.segments, backward, places, threads)
+        self._spread_parameters()
+        self._codes = [self._code(segment) for segment in self.segments]
+        parameters = [p for code in self._codes for p in code.parameters]
+        self._parameters = list(dict.fromkeys(parameters))
+        self._parameter_home = {
+            p: code.segment.device for code in reversed(self._codes) for p in code.parameters
+        }
+        graph = self._module.graph_module.graph
+        self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+        output = next(node for node in graph.nodes if node.op == "output")
+        (self._returned,) = output.args
+        self._kept = frozenset(output.all_input_nodes)
+        self._readers: dict[fx.Node, int] = {}
+        for code in self._codes:
+            for node in code.extract.inputs:
+                self._readers[node] = self._readers.get(node, 0) + 1
+        owned = {node for code in self._codes for node in code.state}
+        self._travelling = [
+            node
+            for node in graph.nodes
+            if node.op == "get_attr"
+            and node not in owned
+            and (node in self._readers or node in self._kept)
+        ]
+
+    def _backward_launch(self, traced: Traced, placement: Placement) -> list[int]:
+        """For every segment where in the placement's order its backward begins."""
+        n = len(traced.ops)
+        if not self.training:
+            return [-segment.index for segment in self.segments]
+        place = {op: i for i, op in enumerate(placement.order)}
+        twin = {op: n + 1 + i for i, op in enumerate(backward_ops(traced.ops, traced.tensors))}
+        last = len(placement.order)
+        return [
+            min((place[twin[op]] for op in segment.ops if op in twin), default=last)
+            for segment in self.segments
+        ]
+
+    def _spread_parameters(self) -> None:
+        """Move every parameter and buffer to the device of the operators that use it."""
+        done: set[int] = set()
+        for segment in self.segments:
+            place = self._places[segment.device]
+            for tensor in self._state_tensors(segment.nodes):
+                if id(tensor) not in done and tensor.device != place:
+                    tensor.data = tensor.data.to(place)
+                done.add(id(tensor))
+
+    def _state_tensors(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+        inside = set(nodes)
+        tensors = []
+        for node in nodes:
+            for argument in [node, *node.all_input_nodes]:
+                # A buffer that travels lives where its own segment is.
+                if argument.op == "get_attr" and (argument in inside or argument in self._owned):
+                    tensors += _tensors(self._attribute(argument))
+            if node.op == "call_module":
+                leaf = self._module.graph_module.get_submodule(str(node.target))
+                tensors += [*leaf.parameters(), *leaf.buffers()]
+        return tensors
+
+    @property
+    def _owned(self) -> set[fx.Node]:
+        """get_attr nodes that are no operators of their own: their readers own them."""
+        running = {node for segment in self.segments for node in segment.nodes}
+        nodes = self._module.graph_module.graph.nodes
+        return {node for node in nodes if node.op == "get_attr" and node not in running}
+
+    def _attribute(self, node: fx.Node) -> Any:
+        value: Any = self._module.graph_module
+        for part in str(node.target).split("."):
+            value = getattr(value, part)
+        return value
+
+    def _code(self, segment: Any) -> Code:
+        place = self._places[segment.device]
+        device = place if place.type == "cuda" else None
+        running = [node for node in segment.nodes if node.op not in ("get_attr", "placeholder")]
+        outputs = [node for node in segment.outputs if node.op not in ("get_attr", "placeholder")]
+        part = extract(self._module.graph_module, running, outputs, device=device)
+        inside = {node for node in segment.nodes if node.op == "get_attr"}
+        state = {
+            node: self._attribute(node)
+            for node in part.inputs
+            if node.op == "get_attr" and (node in self._owned or node in inside)
+        }
+        parameters = [
+            value for value in state.values() if isinstance(value, torch.nn.Parameter)
+        ]
+        for node in running:
+            if node.op == "call_module":
+                leaf = self._module.graph_module.get_submodule(str(node.target))
+                parameters += list(leaf.parameters())
+        unique = tuple(dict.fromkeys(parameters))
+        return Code(segment, part, state, unique)
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._executor.close()
+
+    def __call__(self, call: Call, meter: Meter | None = None) -> Any:
+        """The model's own return value for a call of the traced shape."""
+        differentiate = self.training and torch.is_grad_enabled()
+        if not differentiate:
+            with torch.no_grad():
+                step = self._step(call, False, meter)
+                self._executor.forward(step, meter)
+                values = [self._result(step, node) for node in self._returned]
+            leaves, spec = pytree.tree_flatten(values)
+            results = [
+                self._executor.give(leaf) if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
+            return self._finish(call, pytree.tree_unflatten(results, spec))
+        step = self._step(call, True, meter)
+        trained = [p for p in self._parameters if p.requires_grad]
+        inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
+        plan = _Plan(self, step, meter, call, trained, inputs)
+        seed = torch.empty(0, requires_grad=True)
+        results = list(_StepFunction.apply(plan, seed, *inputs, *trained))
+        assert plan.spec is not None
+        return self._finish(call, pytree.tree_unflatten(plan.merge(results), plan.spec))
+
+    def _step(self, call: Call, differentiate: bool, meter: Meter | None) -> Step:
+        values = {}
+        for node, tensor in zip(self._placeholders, call.tensors, strict=True):
+            flag = differentiate and tensor.requires_grad
+            values[node] = Published(tensor, CALLER, (flag,))
+        for node in self._travelling:
+            value = self._attribute(node)
+            flags = (differentiate and getattr(value, "requires_grad", False),)
+            values[node] = Published(value, CALLER, flags)
+        kept = self._kept
+        return Step(
+            self._codes, values, self._readers, kept, differentiate, self._executor, meter
+        )
+
+    def _result(self, step: Step, node: Any) -> Any:
+        return step.values[node].value if isinstance(node, fx.Node) else node
+
+    def _finish(self, call: Call, values: Sequence[Any]) -> Any:
+        """The caller's structure; what was an input or a parameter is that very object."""
+        given = dict(zip(self._placeholders, call.tensors, strict=True))
+        final_values = []
+        for node, value in zip(self._returned, values, strict=True):
+            own = given.get(node)
+            if own is None and isinstance(node, fx.Node) and node.op == "get_attr":
+                own = self._attribute(node)
+            final_values.append(value if own is None else own)
+        return self._module.returned.fill(final_values)
+
+    def run_forward(self, step: Step, meter: Meter | None) -> list[Any]:
+        """Run all segments; the returned values, cut off from their graphs."""
+        self._executor.forward(step, meter)
+        return [self._result(step, node) for node in self._returned]
+
+    def run_backward(
+        self,
+        plan: "_Plan",
+        gradients: Sequence[torch.Tensor | None],
+        keep: bool,
+    ) -> list[torch.Tensor | None]:
+        """Gradients of the plan's inputs and parameters, given those of its outputs."""
+        step = plan.step
+        for (node, leaf), gradient in zip(plan.differentiable, gradients, strict=True):
+            if gradient is not None:
+                step.seed_gradient(node, leaf, gradient)
+        self._executor.backward(step, keep, plan.meter)
+        given = dict(zip(self._placeholders, plan.call.tensors, strict=True))
+        by_input = {id(t): step.input_gradient(n) for n, t in given.items() if t.requires_grad}
+        result = [_to(by_input[id(tensor)], tensor.device) for tensor in plan.inputs]
+        rows = step.parameter_gradients
+        for parameter in plan.trained:
+            found = sorted(rows.pop(parameter, []), key=lambda row: -row[0])
+            result.append(add_up([gradient for _, gradient in found]))
+        return [None if g is None else self._executor.give(g) for g in result]
+
+
+def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    return None if tensor is None else tensor.to(device)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@final
+class _Plan:
+    """One differentiable call, between its forward and its backward."""
+
+    def __init__(
+        self,
+        executable: Executable,
+        step: Step,
+        meter: Meter | None,
+        call: Call,
+        trained: list[torch.nn.Parameter],
+        inputs: list[torch.Tensor],
+    ) -> None:
+        self.executable = executable
+        self.step = step
+        self.meter = meter
+        self.call = call
+        self.trained = trained
+        self.inputs = inputs
+        self.spec: pytree.TreeSpec | None = None
+        self.differentiable: list[tuple[fx.Node, int]] = []
+        self._leaves: list[Any] = []
+        self._slots: list[int] = []
+
+    def take_apart(self, nodes: Sequence[Any], values: list[Any]) -> list[torch.Tensor]:
+        """The tensors among the results that have gradients, each once."""
+        self._leaves, self.spec = pytree.tree_flatten(values)
+        slot_of: dict[tuple[fx.Node, int], int] = {}
+        outputs: list[torch.Tensor] = []
+        self._slots = [-1] * len(self._leaves)
+        position = 0
+        for node, value in zip(nodes, values, strict=True):
+            count = 0
+            for leaf in pytree.tree_leaves(value):
+                if isinstance(leaf, torch.Tensor):
+                    published = self.step.values[node]
+                    if published.device != CALLER and published.differentiable[count]:
+                        slot = slot_of.setdefault((node, count), len(outputs))
+                        if slot == len(outputs):
+                            outputs.append(leaf)
+                            self.differentiable.append((node, count))
+                        self._slots[position] = slot
+                    count += 1
+                position += 1
+        return outputs
+
+    def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
+        """All leaves of the results, with autograd's own tensors where there are gradients."""
+        merged = [
+            leaf if slot < 0 else outputs[slot]
+            for leaf, slot in zip(self._leaves, self._slots, strict=True)
+        ]
+        self._leaves = []  # the caller alone decides how long results live
+        return merged
+
+
+class _StepFunction(torch.autograd.Function):
+    """A whole step as one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        with torch.enable_grad():
+            values = plan.executable.run_forward(plan.step, plan.meter)
+        outputs = plan.take_apart(plan.executable._returned, values)
+        plan.step.values.clear()
+        give = plan.executable._executor.give
+        return tuple(give(tensor.detach()) for tensor in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        keep = _graph_is_kept()
+        result = ctx.plan.executable.run_backward(ctx.plan, gradients, keep)
+        return (None, None, *result)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def check_places(n_devices: int, places: Sequence[torch.device]) -> None:
+    """Refuse a list of torch devices that is too short for the placement.
+
+    Raises:
+        InputError: There are fewer torch devices than logical ones.
+    """
+    if len(places) < n_devices:
+        raise InputError(
+            f"the placement uses {n_devices} logical devices, but {len(places)} torch devices "
+            "were given; name one for each, the same one several times if they share it."
+        )

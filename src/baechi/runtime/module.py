@@ -1,0 +1,356 @@
+"""The placed module: the user's model, with another way of running it."""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, final
+
+import torch
+from torch import nn
+
+from baechi.calls import Call, canonical_call
+from baechi.devices import Cluster
+from baechi.errors import ExecutionError, InputError
+from baechi.graph import OpGraph
+from baechi.metering import Meter
+from baechi.placement import Placement, Schedule
+from baechi.profiling import torch_device
+from baechi.runtime.executables import Executable, check_places
+from baechi.simulation import simulate
+from baechi.traced import Traced
+from baechi.training import backward_ops
+
+
+@final
+@dataclass(frozen=True)
+class Specialization:
+    """A placed model for one shape of call.
+
+    Attributes:
+        traced: What was traced.
+        placement: Where it went.
+        graph: What was placed, where known.
+        cluster: On what, where known.
+        executable: What runs.
+    """
+
+    traced: Traced
+    placement: Placement
+    graph: OpGraph | None
+    cluster: Cluster | None
+    executable: Executable
+
+
+Specialize = Callable[[nn.Module, Call], Specialization]
+
+
+def apply(
+    traced: Traced,
+    placement: Placement,
+    devices: Sequence[str | torch.device] | None = None,
+    *,
+    graph: OpGraph | None = None,
+    cluster: Cluster | None = None,
+    threads_per_device: int | None = None,
+) -> "PlacedModule":
+    """The traced model as an executable that runs the placement.
+
+    Args:
+        traced: From `trace`, in this process.
+        placement: Of `traced.graph(...)`, for training or for inference.
+        devices: The torch device of every logical device; several may be the same. By default
+            the names of the cluster's devices.
+        graph: The graph that was placed: the placement is checked against it, and `schedule` and
+            `report` need it.
+        cluster: What it was placed on.
+        threads_per_device: torch threads of every logical CPU device; by default an equal share.
+
+    Raises:
+        InputError: The placement is of another model, parts a group, is in no topological order,
+            or names more devices than there are; or a torch device is not there.
+    """
+    if traced.module is None:
+        raise InputError(
+            f"this trace of {traced.name} was loaded from a file and has no model to run; "
+            "trace the model again in this process."
+        )
+    training = _check_placement(traced, placement, graph)
+    if devices is None:
+        if cluster is None:
+            raise InputError("no torch devices: give devices=[...] or the cluster.")
+        devices = [device.name for device in cluster.devices]
+    places = [torch_device(name) for name in devices]
+    check_places(max(placement.devices, default=0) + 1, places)
+    executable = Executable(traced, placement, places, training, threads_per_device)
+    special = Specialization(traced, placement, graph, cluster, executable)
+    call: Call = traced.module.call
+    return PlacedModule(traced.module.model, {_key(traced.module.model, call): special}, None, 1)
+
+
+def _check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
+    """Whether the placement has the backward too.
+
+    Raises:
+        InputError: It is of another graph, parts a group, or is in no topological order.
+    """
+    n = len(traced.ops)
+    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)): True}
+    if len(placement.devices) not in sizes:
+        raise InputError(
+            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
+            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
+            "Solve the graph of this trace."
+        )
+    if graph is not None and graph.digest != placement.graph_digest:
+        raise InputError(
+            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
+            f"the one given (digest {graph.digest[:12]}...). Solve the graph of this trace."
+        )
+    place = {op: i for i, op in enumerate(placement.order)}
+    for tensor in traced.tensors:
+        for consumer in tensor.consumers:
+            if place[consumer] < place[tensor.producer]:
+                raise InputError(
+                    f"the placement's order runs {traced.ops[consumer].name!r} before "
+                    f"{traced.ops[tensor.producer].name!r}, whose result it reads; "
+                    "it is of another graph."
+                )
+    device_of: dict[str, int] = {}
+    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
+        if op.group is not None and device_of.setdefault(op.group, device) != device:
+            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
+    return sizes[len(placement.devices)]
+
+
+def _key(model: nn.Module, call: Call) -> tuple[Any, ...]:
+    return (call.key, tuple(module.training for module in model.modules()))
+
+
+@final
+class PlacedModule(nn.Module):
+    """A model split over devices; called, trained and saved like the model itself.
+
+    It shares the model's parameters, buffers and submodules, so `parameters()`, `state_dict()` and
+    every optimizer see the model's own names. Each shape of call has a specialization, made on its
+    first call where `place` made this module.
+
+    Attributes of the model that it does not have itself, such as `config`, are the model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        specializations: Mapping[Any, Specialization],
+        specialize: Specialize | None,
+        limit: int,
+    ) -> None:
+        super().__init__()
+        # The model itself is no submodule: names must stay the model's own.
+        object.__setattr__(self, "_model", model)
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._specializations = dict(specializations)
+        self._specialize = specialize
+        self._limit = limit
+        self._latest: Specialization | None = next(iter(self._specializations.values()), None)
+        self._meter: Meter | None = None
+        homes = [(weakref.ref(t), t.device) for t in [*model.parameters(), *model.buffers()]]
+        self._homes = homes
+        self._closed = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_model" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["_model"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, computed on its devices.
+
+        Raises:
+            InputError: The arguments do not fit the model, or have another shape than the one
+                traced, where no new trace can be made.
+            ExecutionError: An operator failed, or the module was unplaced.
+        """
+        if self._closed:
+            raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
+        model: nn.Module = self.__dict__["_model"]
+        call = canonical_call(model, args, kwargs)
+        special = self._special(model, call)
+        return special.executable(call, self._meter)
+
+    def _special(self, model: nn.Module, call: Call) -> Specialization:
+        key = _key(model, call)
+        special = self._specializations.get(key)
+        if special is None:
+            special = self._specializations[key] = self._make(model, call)
+        self._latest = special
+        return special
+
+    def _make(self, model: nn.Module, call: Call) -> Specialization:
+        shapes = ", ".join(
+            f"{name} {list(tensor.shape)}"
+            for name, tensor in zip(call.names, call.tensors, strict=True)
+        )
+        mode = "training" if model.training else "evaluation"
+        if self._specialize is None:
+            raise InputError(
+                f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
+                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
+                "gradients or mode. Trace and apply that call, or use `baechi.place`, which "
+                "traces each new shape."
+            )
+        if len(self._specializations) >= self._limit:
+            raise InputError(
+                f"this placed {type(model).__name__} has been traced for {self._limit} shapes of "
+                f"call, its limit; this call has {shapes} in {mode} mode. Pad inputs to few "
+                "shapes, or give `place(..., max_shapes=...)` a higher limit."
+            )
+        return self._specialize(model, call)
+
+    @property
+    def _current(self) -> Specialization:
+        if self._latest is None:
+            raise ExecutionError(
+                "this module is not specialized yet: call it once, or give `place` example_args."
+            )
+        return self._latest
+
+    @property
+    def traced(self) -> Traced:
+        """What was traced, for the latest shape of call."""
+        return self._current.traced
+
+    @property
+    def placement(self) -> Placement:
+        """Where every operator is, for the latest shape of call."""
+        return self._current.placement
+
+    @property
+    def graph(self) -> OpGraph:
+        """What was placed."""
+        return self._known(self._current.graph, "graph")
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it was placed on."""
+        return self._known(self._current.cluster, "cluster")
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the step was predicted to do."""
+        return simulate(self.graph, self.cluster, self.placement)
+
+    def _known(self, value: Any, what: str) -> Any:
+        if value is None:
+            raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+        return value
+
+    def report(self, path: Any = None, *, trace: Any = None) -> str:
+        """The placement for people.
+
+        Args:
+            path: Where to write a page that a browser opens without a network.
+            trace: Where to write a trace that Perfetto opens.
+
+        Returns:
+            The report as text.
+        """
+        from baechi.reporting import text_report, write_html, write_trace
+
+        parts = (self.graph, self.cluster, self.placement, self.schedule)
+        if path is not None:
+            write_html(path, *parts, traced=self.traced)
+        if trace is not None:
+            write_trace(trace, *parts)
+        return str(text_report(*parts, traced=self.traced))
+
+    @contextmanager
+    def metered(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Meter]:
+        """Count memory and moved bytes per logical device inside the block; slows it down.
+
+        Args:
+            optimizer: Whose state to count on its parameters' devices.
+        """
+        meter = Meter(self._resident_bytes(optimizer))
+        meter.know([*self.parameters(), *self.buffers()])
+        meter.know([p.grad for p in self.parameters() if p.grad is not None])
+        self._meter = meter
+        try:
+            yield meter
+        finally:
+            self._meter = None
+
+    def _resident_bytes(self, optimizer: torch.optim.Optimizer | None) -> list[int]:
+        """Parameters, buffers, their gradients and optimizer state, per logical device."""
+        special = self._current
+        n = max(special.placement.devices, default=0) + 1
+        n = len(special.cluster.devices) if special.cluster is not None else n
+        resident = [0] * n
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        seen: set[int] = set()
+        for op, device in zip(special.traced.ops, special.placement.devices, strict=False):
+            for name in op.parameters:
+                tensor = tensors.get(name)
+                if tensor is None or tensor.untyped_storage()._cdata in seen:
+                    continue
+                seen.add(tensor.untyped_storage()._cdata)
+                resident[device] += tensor.untyped_storage().nbytes()
+                if tensor.grad is not None:
+                    resident[device] += tensor.grad.untyped_storage().nbytes()
+                if optimizer is not None:
+                    state = optimizer.state.get(tensor, {}).values()
+                    resident[device] += sum(
+                        x.untyped_storage().nbytes() for x in state if isinstance(x, torch.Tensor)
+                    )
+        return resident
+
+    def unplace(self) -> nn.Module:
+        """The model itself, back on the devices it came from; this module runs no more."""
+        for special in self._specializations.values():
+            special.executable.close()
+        self._closed = True
+        for reference, device in self._homes:
+            tensor = reference()
+            if tensor is not None and tensor.device != device and device.type != "meta":
+                tensor.data = tensor.data.to(device)
+        model: nn.Module = self.__dict__["_model"]
+        return model
+
+    def train(self, mode: bool = True) -> "PlacedModule":
+        """Set the model's mode; the next call in a new mode is traced anew."""
+        self.training = mode
+        self.__dict__["_model"].train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state, under its own names."""
+        return self.__dict__["_model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's own state, in place."""
+        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ExecutionError(
+            "a placed module stays on the devices that its placement names, so it cannot be moved "
+            "or cast: .to(), .cuda(), .cpu(), .half() and their like would undo the placement. "
+            "Call model = placed.unplace(), change the model, and place it again."
+        )
+
+    def __repr__(self) -> str:
+        model = type(self.__dict__["_model"]).__name__
+        shapes = len(self._specializations)
+        return f"PlacedModule({model}, {shapes} specialization{'s' if shapes != 1 else ''})"
+
+    def __reduce__(self) -> NoReturn:
+        raise ExecutionError(
+            "a placed module has workers and streams and cannot be pickled or copied. Save "
+            "placed.state_dict(), and place the model again where you load it."
+        )

@@ -1,0 +1,323 @@
+"""One step of a placed model: values between segments, forward and backward.
+
+    forward of a segment      enter -> generated code -> publish
+    backward of a segment     gradients of what it published -> autograd.grad -> gradients of
+                              what entered, and of its parameters
+
+Each segment is an autograd graph of its own. What enters it is cut off from the producer's graph
+by `_Enter`, and only gradient edges are remembered, so no activation lives longer than autograd
+itself needs it. A step belongs to one call; nothing in it is shared between calls.
+"""
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, final
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from baechi.errors import ExecutionError
+from baechi.extraction import Extract
+from baechi.metering import Meter
+from baechi.runtime.segments import Segment
+
+
+CALLER: Final = -1  # where the caller's own values are
+
+
+class Carrier(Protocol):
+    """Brings values from the device that made them to the device that reads them."""
+
+    def bring(self, tensor: torch.Tensor, src: int, dst: int) -> torch.Tensor:
+        """The tensor on device `dst`; ready before what runs there next."""
+
+
+@final
+@dataclass(frozen=True)
+class Code:
+    """A segment that can run.
+
+    Attributes:
+        segment: What it is.
+        extract: Its generated function.
+        state: The parameters, buffers and submodules among the function's inputs.
+        parameters: Those that may have gradients.
+    """
+
+    segment: Segment
+    extract: Extract
+    state: Mapping[fx.Node, Any]
+    parameters: tuple[torch.nn.Parameter, ...]
+
+
+@final
+@dataclass
+class _Tape:
+    """What a segment's backward needs.
+
+    Attributes:
+        entered: (node, leaf, source, edge) of every value that entered with a gradient.
+        published: (node, leaf, edge) of every value that left with one.
+    """
+
+    entered: list[tuple[fx.Node, int, int, GradientEdge]] = field(default_factory=list)
+    published: list[tuple[fx.Node, int, GradientEdge]] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class Published:
+    """A value between segments: cut off from its graph, with the leaves that need gradients."""
+
+    value: Any
+    device: int
+    differentiable: tuple[bool, ...]
+
+
+class _Enter(torch.autograd.Function):
+    """The identity, as the beginning of a segment's graph.
+
+    A leaf would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    Backward stops at its edges and never runs it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seed: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor.detach() for tensor in tensors)
+
+
+@final
+class Step:
+    """One call of a placed model.
+
+    Args:
+        codes: Every segment, in launch order.
+        values: The caller's inputs and the travelling state, by node.
+        readers: For every node how many segments read it; the last reader frees it.
+        kept: Nodes that the caller gets.
+        differentiate: Whether to record what backward needs.
+        carrier: Moves tensors between devices.
+        meter: Counts memory, if asked to.
+    """
+
+    def __init__(
+        self,
+        codes: Sequence[Code],
+        values: Mapping[fx.Node, Published],
+        readers: Mapping[fx.Node, int],
+        kept: frozenset[fx.Node],
+        differentiate: bool,
+        carrier: Carrier,
+        meter: Meter | None,
+    ) -> None:
+        self.codes = codes
+        self.values = dict(values)
+        self.differentiate = differentiate
+        self._left = dict(readers)
+        self._kept = kept
+        self._carrier = carrier
+        self._meter = meter
+        self._lock = threading.Lock()
+        self._tapes: dict[int, _Tape] = {}
+        self._here: dict[int, dict[fx.Node, Any]] = {}  # device -> what it got of others
+        # (node, leaf) -> (reading segment, gradient), one entry per reader
+        self._gradients: dict[tuple[fx.Node, int], list[tuple[int, torch.Tensor]]] = {}
+        self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
+
+    def forward(self, index: int) -> None:
+        """Run a segment; its sources have run."""
+        code = self.codes[index]
+        segment = code.segment
+        tape = _Tape()
+        arguments = self._enter(code, tape)
+        try:
+            results = code.extract.function(*arguments)
+        except Exception as error:
+            raise _located(error, segment) from error
+        del arguments
+        for node, value in zip(code.extract.outputs, results, strict=True):
+            self.values[node] = self._publish(node, value, segment.device, tape)
+        if tape.published:
+            self._tapes[index] = tape
+        self._forget_inputs(code)
+
+    def _enter(self, code: Code, tape: _Tape) -> list[Any]:
+        """The arguments of a segment's function, on its device and with graphs of their own."""
+        arguments: list[Any] = []
+        differentiable: list[tuple[int, int, fx.Node]] = []  # argument, leaf, node
+        sources = dict(code.segment.sources)
+        for node in code.extract.inputs:
+            if node in code.state:
+                arguments.append(code.state[node])
+                continue
+            published = self.values[node]
+            value = self._bring(node, published, code.segment.device)
+            if self.differentiate and any(published.differentiable):
+                for leaf, needed in enumerate(published.differentiable):
+                    if needed:
+                        differentiable.append((len(arguments), leaf, node))
+            arguments.append(value)
+        if differentiable:
+            self._start_graph(arguments, differentiable, sources, tape, code.segment.device)
+        return arguments
+
+    def _start_graph(
+        self,
+        arguments: list[Any],
+        places: list[tuple[int, int, fx.Node]],
+        sources: Mapping[fx.Node, int],
+        tape: _Tape,
+        device: int,
+    ) -> None:
+        flat = {argument: pytree.tree_flatten(arguments[argument]) for argument, _, _ in places}
+        tensors = [
+            [x for x in flat[argument][0] if isinstance(x, torch.Tensor)][leaf]
+            for argument, leaf, _ in places
+        ]
+        seed = torch.empty(0, requires_grad=True)
+        entered = _Enter.apply(seed, *tensors)
+        for (argument, leaf, node), tensor in zip(places, entered, strict=True):
+            leaves = flat[argument][0]
+            slots = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
+            leaves[slots[leaf]] = tensor
+            tape.entered.append((node, leaf, sources.get(node, -1), get_gradient_edge(tensor)))
+            if self._meter is not None and self.values[node].device not in (device, CALLER):
+                self._meter.borrow(device, (node.name, leaf, id(self)), tensor)
+        for argument, (leaves, spec) in flat.items():
+            arguments[argument] = pytree.tree_unflatten(leaves, spec)
+
+    def _bring(self, node: fx.Node, published: Published, device: int) -> Any:
+        """The value on `device`, sent at most once."""
+        src = published.device
+        if src == device:
+            return published.value
+        here = self._here.setdefault(device, {})
+        if node not in here:
+            leaves, spec = pytree.tree_flatten(published.value)
+            count = 0
+            for i, tensor in enumerate(leaves):
+                if isinstance(tensor, torch.Tensor):
+                    leaves[i] = self._carrier.bring(tensor, src, device)
+                    if self._meter is not None and src != CALLER:
+                        leaves[i] = leaves[i].detach()
+                        self._meter.borrow(device, (node.name, count, id(self)), leaves[i])
+                    count += 1
+            here[node] = pytree.tree_unflatten(leaves, spec)
+        return here[node]
+
+    def _publish(self, node: fx.Node, value: Any, device: int, tape: _Tape) -> Published:
+        if not self.differentiate:
+            return Published(value, device, ())
+        flags = []
+        leaves, spec = pytree.tree_flatten(value)
+        for i, tensor in enumerate(leaves):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if tensor.requires_grad:
+                tape.published.append((node, len(flags), get_gradient_edge(tensor)))
+            flags.append(tensor.requires_grad)
+            leaves[i] = tensor.detach()
+        return Published(pytree.tree_unflatten(leaves, spec), device, tuple(flags))
+
+    def _forget_inputs(self, code: Code) -> None:
+        """Let go of values that no later segment reads."""
+        device = code.segment.device
+        with self._lock:
+            for node in code.extract.inputs:
+                if node in code.state:
+                    continue
+                self._left[node] -= 1
+                if self._left[node] == 0:
+                    for here in list(self._here.values()):
+                        here.pop(node, None)
+                    if node not in self._kept:
+                        published = self.values[node]
+                        self.values[node] = Published(None, device, published.differentiable)
+
+    def seed_gradient(self, node: fx.Node, leaf: int, gradient: torch.Tensor) -> None:
+        """Give the gradient that the caller has for a value."""
+        self._gradients.setdefault((node, leaf), []).append((len(self.codes), gradient))
+
+    def backward(self, index: int, keep: bool) -> None:
+        """Run a segment's backward; the backwards of all its readers have run.
+
+        Args:
+            index: The segment.
+            keep: Keep the graph, for another backward.
+        """
+        tape = self._tapes.get(index)
+        if tape is None:
+            return
+        code = self.codes[index]
+        outputs, seeds = [], []
+        for node, leaf, edge in tape.published:
+            gradient = self._collect(node, leaf, code.segment.device)
+            if gradient is not None:
+                outputs.append(edge)
+                seeds.append(gradient)
+        if not keep:
+            del self._tapes[index]
+        parameters = [p for p in code.parameters if p.requires_grad]
+        inputs = [*(edge for _, _, _, edge in tape.entered), *parameters]
+        if not outputs or not inputs:
+            return
+        try:
+            gradients = torch.autograd.grad(
+                outputs, inputs, seeds, retain_graph=keep, allow_unused=True
+            )
+        except Exception as error:
+            raise _located(error, code.segment) from error
+        del seeds
+        n = len(tape.entered)
+        for (node, leaf, _, _), gradient in zip(tape.entered, gradients[:n], strict=True):
+            if gradient is not None:
+                with self._lock:
+                    self._gradients.setdefault((node, leaf), []).append((index, gradient))
+        for parameter, gradient in zip(parameters, gradients[n:], strict=True):
+            if gradient is not None:
+                with self._lock:
+                    rows = self.parameter_gradients.setdefault(parameter, [])
+                    rows.append((index, gradient))
+
+    def _collect(self, node: fx.Node, leaf: int, device: int) -> torch.Tensor | None:
+        """The sum of a value's gradients, brought to the device that made it."""
+        with self._lock:
+            rows = self._gradients.pop((node, leaf), [])
+        brought = []
+        for source, gradient in sorted(rows, key=lambda row: -row[0]):
+            src = self.codes[source].segment.device if source < len(self.codes) else device
+            tensor = self._carrier.bring(gradient, src, device) if src != device else gradient
+            if self._meter is not None and src != device:
+                tensor = tensor.detach()
+                self._meter.borrow(device, (node.name, leaf, source, id(self)), tensor)
+            brought.append(tensor)
+        return add_up(brought)
+
+    def input_gradient(self, node: fx.Node) -> torch.Tensor | None:
+        """The gradient of a value that the caller gave, after all backwards."""
+        rows = self._gradients.pop((node, 0), [])
+        return add_up([gradient for _, gradient in sorted(rows, key=lambda row: -row[0])])
+
+
+def add_up(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Their sum, in the given order, on the first one's device; None if there are none."""
+    if not gradients:
+        return None
+    total = gradients[0]
+    for gradient in gradients[1:]:
+        total = total + gradient.to(total.device)
+    return total
+
+
+def _located(error: Exception, segment: Segment) -> Exception:
+    """The error with the operators that were running, for people."""
+    names = ", ".join(dict.fromkeys(node.name for node in segment.nodes[:3]))
+    more = f" and {len(segment.nodes) - 3} more" if len(segment.nodes) > 3 else ""
+    text = (
+        f"segment {segment.index} on logical device {segment.device} failed while running "
+        f"{names}{more}: {type(error).__name__}: {error}"
+    )
+    return ExecutionError(text)

@@ -1,0 +1,434 @@
+"""Every value as a JSON file that another process, machine or language reads.
+
+A file is one object::
+
+    {"format": "baechi", "type": "Cluster", "version": 1, "digest": "9f86...", "value": {...}}
+
+`value` has the fields of the dataclass of that name, in its order. A field that equals its default
+may be absent, and `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks, ASCII)
+may be too, so that a graph can be written by hand or by a scheduler in another language; where a
+digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
+all.
+
+One codec serves all types: `_codec` reads a type hint and builds the pair of functions that write
+and read it. A new dataclass needs a name in `_KINDS` and nothing else.
+"""
+
+import hashlib
+import json
+import math
+import os
+import secrets
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import overload as typing_overload
+
+from baechi.costs import OpCost, Profile
+from baechi.devices import Cluster, Device, Link
+from baechi.errors import FormatError, InputError
+from baechi.graph import Op, OpGraph, Tensor
+from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.traced import Traced
+from baechi.values import INT64_MAX, FrozenDict
+
+VERSION: Final = 1
+_KINDS = (
+    *(Op, Tensor, OpGraph, Device, Link, Cluster),
+    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced),
+)
+TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
+_ENVELOPE: Final = ("format", "type", "version", "digest", "value")
+_WIDTH: Final = 100  # a line of a file, as a line of code
+_T = TypeVar("_T")
+
+
+def dump(value: object, path: str | os.PathLike[str]) -> None:
+    """Writes `value` to a JSON file, whole or not at all.
+
+    Raises:
+        InputError: The value is of no type in `TYPES`, holds what JSON cannot (an infinite float),
+            or the path cannot be written.
+    """
+    write_whole(path, dumps(value))
+
+
+def dumps(value: object) -> str:
+    """The text that `dump` writes; equal values give equal texts."""
+    kind: type = type(value)
+    if TYPES.get(kind.__name__) is not kind:
+        raise InputError(f"type {kind.__name__} cannot be saved; give one of {', '.join(TYPES)}.")
+    try:
+        raw = _codec(kind).write(value)
+    except _Refusal as refusal:
+        raise InputError(f"cannot save this {kind.__name__}: {refusal.text()}") from refusal
+    envelope = {"format": "baechi", "type": kind.__name__, "version": VERSION}
+    return _layout({**envelope, "digest": _digest(raw), "value": raw}) + "\n"
+
+
+@typing_overload
+def load(path: str | os.PathLike[str]) -> Any: ...
+@typing_overload
+def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
+def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
+    """The value in a file that `dump` or a person wrote.
+
+    Args:
+        path: The file.
+        expect: The type that it must hold; any of `TYPES` if absent.
+
+    Raises:
+        FormatError: It is no such file, is damaged, has another version, or a field is wrong; the
+            text names the path and the field.
+        InputError: The file cannot be read.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"cannot read {os.fspath(path)}: there is no such file.") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{os.fspath(path)}: byte {error.start} is not UTF-8, so this is no JSON file."
+        ) from error
+    except OSError as error:
+        raise InputError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
+    return _parse(text, expect, os.fspath(path))
+
+
+@typing_overload
+def loads(text: str, *, source: str = ...) -> Any: ...
+@typing_overload
+def loads(text: str, expect: type[_T], *, source: str = ...) -> _T: ...
+def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any:
+    """The value in `text`; `source` names it in errors. Raises `FormatError` as `load` does."""
+    return _parse(text, expect, source)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes `text` to `path`, so that no reader ever sees half of it.
+
+    Raises:
+        InputError: The path cannot be written; what was there is still there.
+    """
+    target = Path(path).resolve()
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        if target.exists() and not target.is_file():  # a pipe or /dev/stdout must not be replaced
+            target.write_text(text, encoding="utf-8")
+            return
+        try:
+            with temporary.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror}.") from error
+
+
+def _parse(text: str, expect: type | None, source: str) -> Any:
+    try:
+        raw = _load_json(text)
+        kind, value = _open_envelope(raw, expect)
+        try:
+            return _codec(kind).read(value)
+        except _Refusal as refusal:
+            raise FormatError(refusal.text()) from refusal
+    except RecursionError as error:
+        raise FormatError(f"{source}: nested too deeply for a Baechi file.") from error
+    except FormatError as error:
+        raise FormatError(f"{source}: {error}") from error.__cause__
+
+
+def _load_json(text: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FormatError(f"the key {twice!r} occurs twice in one object.")
+        return found
+
+    def constant(name: str) -> None:
+        raise FormatError(f"it holds {name}, which is no JSON number.")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            raise FormatError(f"the JSON ends too early ({where}); the file is cut off.") from error
+        raise FormatError(f"this is not JSON: {error.msg} at {where}.") from error
+    except FormatError:
+        raise
+    except ValueError as error:  # a number with more digits than Python reads
+        raise FormatError(f"this is not JSON that can be read: {error}.") from error
+
+
+def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
+    """The type and the raw value of a parsed file, after all checks but those of the value."""
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise FormatError('this is no Baechi file: it is no JSON object with "format": "baechi".')
+    if raw["format"] != "baechi":
+        raise FormatError(f"this is no Baechi file: its format is {raw['format']!r}, not 'baechi'.")
+    version = raw.get("version")
+    if type(version) is not int:
+        raise FormatError(f"version is {version!r}; it must be an integer.")
+    if version != VERSION:
+        raise FormatError(
+            f"written by version {version}, this Baechi reads {VERSION}. "
+            "Write the file again with this Baechi, or install the one that wrote it."
+        )
+    for name in raw:
+        if name not in _ENVELOPE:
+            raise FormatError(f"unknown field {name!r}; a file has {', '.join(_ENVELOPE)}.")
+    kind = TYPES.get(raw["type"]) if isinstance(raw.get("type"), str) else None
+    if kind is None:
+        known = ", ".join(TYPES)
+        raise FormatError(f"type is {raw.get('type')!r}; it must be one of {known}.")
+    if expect is not None and kind is not expect:
+        raise FormatError(f"this file holds type {kind.__name__}, but {expect.__name__} is wanted.")
+    if "value" not in raw:
+        raise FormatError("the field 'value' is missing.")
+    if "digest" in raw and raw["digest"] != _digest(raw["value"]):
+        raise FormatError(
+            "the digest does not match the value: the file was damaged, or edited by hand. "
+            "If the edit is meant, delete the digest field."
+        )
+    return kind, raw["value"]
+
+
+def _digest(raw: Any) -> str:
+    text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
+    """`raw` as JSON: what fits on a line stands on one, and lists of scalars fill their lines."""
+    line = json.dumps(raw)
+    if not isinstance(raw, dict | list) or not raw or indent + prefix + len(line) < _WIDTH:
+        return line
+    inner = " " * (indent + 1)
+    if isinstance(raw, dict):
+        rows = []
+        for name, value in raw.items():
+            key = json.dumps(name) + ": "
+            rows.append(inner + key + _layout(value, indent + 1, len(key) + 1))
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    if any(isinstance(value, dict | list) for value in raw):
+        rows = [inner + _layout(value, indent + 1, 1) for value in raw]
+        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+    rows, row = [], inner
+    for cell in map(json.dumps, raw):
+        if len(row) > len(inner) and len(row) + len(cell) + 2 > _WIDTH:
+            rows.append(row.rstrip())
+            row = inner
+        row += cell + ", "
+    rows.append(row.removesuffix(", "))
+    return "[\n" + "\n".join(rows) + "\n" + " " * indent + "]"
+
+
+class _Refusal(Exception):  # noqa: N818 (never leaves this module)
+    """A wrong value, and where it is; the path is filled from the inside out."""
+
+    def __init__(self, reason: str, *, sentence: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sentence = sentence  # the reason stands alone, as those of the constructors do
+        self.path: list[str] = []
+
+    def text(self) -> str:
+        where = "".join(reversed(self.path)).removeprefix(".")
+        if not where:
+            return self.reason if self.sentence else f"value {self.reason}"
+        return f"{where}: {self.reason}" if self.sentence else f"{where} {self.reason}"
+
+
+class _Codec(NamedTuple):
+    """How one type hint is written and read; both refuse what the hint does not allow."""
+
+    name: str
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+@cache
+def _codec(hint: Any) -> _Codec:
+    """The codec of a type hint, built once.
+
+    Raises:
+        TypeError: No codec is known for the hint: an error of the dataclass, not of a file.
+    """
+    if hint in _SCALARS:
+        return _scalar(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
+        return _sequence(_codec(arguments[0]))
+    if origin in (types.UnionType, Union):
+        return _union(arguments)
+    if origin is Mapping and arguments[0] is str:
+        return _mapping(_codec(arguments[1]))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _record(hint)
+    raise TypeError(f"no JSON form is known for {hint!r}")
+
+
+_SCALARS: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _scalar(kind: Any) -> _Codec:
+    name = _SCALARS[kind]
+
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            if kind is float and type(value) is int:
+                return float(value)
+            raise _Refusal(f"is {_show(value)}; it must be {name}.")
+        if kind is int and not -INT64_MAX <= value <= INT64_MAX:
+            raise _Refusal(f"is {_show(value)}; it does not fit 64 bits.")
+        if kind is float and not math.isfinite(value):
+            raise _Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
+        return value
+
+    return _Codec(name, check, check)
+
+
+def _union(members: tuple[Any, ...]) -> _Codec:
+    """One of several scalars, or `None` and one other type."""
+    others = [_codec(member) for member in members if member is not type(None)]
+    optional = len(others) < len(members)
+    name = " or ".join([*(codec.name for codec in others), *(["null"] if optional else [])])
+    if len(others) == 1:
+        (inner,) = others
+        write, read = inner.write, inner.read
+    else:
+        by_kind = {member: _codec(member) for member in members if member in _SCALARS}
+        if len(by_kind) != len(others):
+            raise TypeError(f"no JSON form is known for a union of {name}")
+
+        def read(value: Any) -> Any:
+            if type(value) not in by_kind:
+                raise _Refusal(f"is {_show(value)}; it must be {name}.")
+            return by_kind[type(value)].read(value)
+
+        write = read
+
+    def none_or(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return (lambda value: None if value is None else step(value)) if optional else step
+
+    return _Codec(name, none_or(write), none_or(read))
+
+
+def _sequence(inner: _Codec) -> _Codec:
+    def each(step: Callable[[Any], Any], values: Any) -> list[Any]:
+        done: list[Any] = []
+        try:
+            for value in values:
+                done.append(step(value))  # noqa: PERF401 (len(done) says where it failed)
+        except _Refusal as refusal:
+            refusal.path.append(f"[{len(done)}]")
+            raise
+        return done
+
+    def write(values: Any) -> list[Any]:
+        if not isinstance(values, tuple):
+            raise _Refusal(f"is {_show(values)}; it must be a tuple.")
+        return each(inner.write, values)
+
+    def read(raw: Any) -> tuple[Any, ...]:
+        if not isinstance(raw, list):
+            raise _Refusal(f"is {_show(raw)}; it must be a list.")
+        return tuple(each(inner.read, raw))
+
+    return _Codec("a list", write, read)
+
+
+def _mapping(inner: _Codec) -> _Codec:
+    def each(step: Callable[[Any], Any], items: Mapping[str, Any]) -> dict[str, Any]:
+        done = {}
+        for key, value in items.items():
+            try:
+                done[key] = step(value)
+            except _Refusal as refusal:
+                refusal.path.append(f"[{key!r}]")
+                raise
+        return done
+
+    def write(items: Any) -> dict[str, Any]:
+        if not isinstance(items, Mapping) or not all(isinstance(key, str) for key in items):
+            raise _Refusal(f"is {_show(items)}; it must be a mapping of strings.")
+        return each(inner.write, {key: items[key] for key in sorted(items)})
+
+    def read(raw: Any) -> Mapping[str, Any]:
+        if not isinstance(raw, dict):
+            raise _Refusal(f"is {_show(raw)}; it must be an object.")
+        return FrozenDict(each(inner.read, raw))
+
+    return _Codec("an object", write, read)
+
+
+def _record(kind: type) -> _Codec:
+    """The codec of a dataclass: its fields in order, those that equal their default left out."""
+    hints = get_type_hints(kind)
+    saved = [field for field in fields(kind) if field.metadata.get("json", True)]
+    codecs = {field.name: _codec(hints[field.name]) for field in saved}
+    defaults = {field.name: _default(field) for field in saved}
+
+    def write(value: Any) -> dict[str, Any]:
+        if type(value) is not kind:
+            raise _Refusal(f"is {_show(value)}; it must be of type {kind.__name__}.")
+        raw = {}
+        for name, codec in codecs.items():
+            entry = getattr(value, name)
+            if defaults[name] is MISSING or entry != defaults[name]:
+                try:
+                    raw[name] = codec.write(entry)
+                except _Refusal as refusal:
+                    refusal.path.append(f".{name}")
+                    raise
+        return raw
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            raise _Refusal(f"is {_show(raw)}; it must be an object of type {kind.__name__}.")
+        found = {}
+        for name, entry in raw.items():
+            codec = codecs.get(name)
+            try:
+                if codec is None:
+                    known = ", ".join(codecs)
+                    raise _Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
+                found[name] = codec.read(entry)
+            except _Refusal as refusal:
+                refusal.path.append(f".{name}")
+                raise
+        for name, default in defaults.items():
+            if default is MISSING and name not in found:
+                missing = _Refusal(f"is missing; every {kind.__name__} has it.")
+                missing.path.append(f".{name}")
+                raise missing
+        try:
+            return kind(**found)
+        except InputError as error:
+            raise _Refusal(str(error), sentence=True) from error
+
+    return _Codec(kind.__name__, write, read)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _show(value: Any) -> str:
+    """A wrong value for an error text, short, with its kind."""
+    kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
+    name = kinds.get(type(value), f"a {type(value).__name__}")
+    if value is None or isinstance(value, bool | dict | list):
+        return {True: "true", False: "false"}[value] if isinstance(value, bool) else name
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'}, {name}"

@@ -1,0 +1,221 @@
+"""The one clock: what a placement takes, in time and in memory.
+
+`Timeline` is the account, and `simulate` a fold of its `commit` over a placement's order, so what a
+placer predicted and what the simulator says are the same number. The rules:
+
+- A device runs one op at a time, in commit order. An op starts when its device is free, its
+  producers have ended and its inputs have arrived.
+- An input that is not in the device's memory is sent from its producer's device once the producer
+  has ended and the send port there and the receive port here are free, and holds both until it
+  arrives. An op's missing inputs are sent in the order (producer's end, tensor index), when the op
+  is committed. Devices of one pool hand tensors over for the link's latency, without a transfer.
+- Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced there
+  (from their producer's start to the end of their last consumer there and of their last transfer
+  out), copies received (from their transfer's start to the end of their last consumer there), and
+  the workspace of running ops. Tensors that are kept, or that nobody consumes, stay to the end of
+  the step. Intervals are half-open, [start, end).
+
+The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/oracle.py`.
+"""
+
+from typing import final
+
+import numpy as np
+
+from baechi import _core
+from baechi.bounds import lower_bound_ns
+from baechi.devices import Cluster
+from baechi.errors import InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.problem import Problem
+
+
+@final
+class Timeline:
+    """The account of time and memory of one step that is being placed op by op.
+
+    Ask with `earliest_start` and `fits`, decide with `commit`. All three want an op whose producers
+    are committed and that is not committed itself.
+
+    Raises:
+        InputError: An index is out of range, or an op comes out of turn.
+    """
+
+    __slots__ = ("_core", "_problem")
+
+    def __init__(self, graph: OpGraph, cluster: Cluster) -> None:
+        self._problem = Problem(graph, cluster)
+        self._core = self._problem.timeline()
+
+    def earliest_start(self, op: int, device: int) -> int | None:
+        """When the op would start there; `None` where an input has no path."""
+        self._check(op, device)
+        return self._core.earliest_start(op, device)
+
+    def fits(self, op: int, device: int) -> bool:
+        """Whether the device's memory would suffice at every time if the op were committed there.
+
+        Tensors with consumers that are not committed count as if they stayed, and the first op of
+        a group reserves the persistent bytes of the whole group; so what fits at every commit
+        fits in the end. False where the op's group is on another device, or where there is no path.
+        """
+        self._check(op, device)
+        return self._core.fits(op, device)
+
+    def commit(self, op: int, device: int) -> Span:
+        """Places the op, whether it fits or not.
+
+        Raises:
+            InputError: Also where its group is on another device, or an input has no path.
+        """
+        self._check(op, device)
+        group_device = self._core.group_device(op)
+        if group_device not in (-1, device):
+            names = [self._problem.cluster.devices[d].name for d in (device, group_device)]
+            raise InputError(
+                f"op {self._name(op)} cannot go to {names[0]!r}: its group "
+                f"{self._problem.graph.ops[op].group!r} is on {names[1]!r}."
+            )
+        if self._core.earliest_start(op, device) is None:
+            raise InputError(_no_path(self._problem, op, device))
+        return Span(op, device, *self._core.commit(op, device))
+
+    def schedule(self) -> Schedule:
+        """The whole step.
+
+        Raises:
+            InputError: Some ops are not committed.
+        """
+        left = [op for op in range(len(self._problem.graph.ops)) if not self._core.committed(op)]
+        if left:
+            raise InputError(
+                f"{len(left)} ops are not committed, the first is {self._name(left[0])}; "
+                "commit every op before asking for the schedule."
+            )
+        return schedule_of(self._problem, self._core)
+
+    def _name(self, op: int) -> str:
+        return repr(self._problem.graph.ops[op].name)
+
+    def _check(self, op: int, device: int) -> None:
+        for value, size, what in (
+            (op, len(self._problem.graph.ops), "op"),
+            (device, len(self._problem.cluster.devices), "device"),
+        ):
+            if not 0 <= value < size:
+                raise InputError(f"{what} {value} does not exist; there are {size} {what}s.")
+        if self._core.committed(op):
+            raise InputError(f"op {self._name(op)} is already committed.")
+        tensor = self._core.waits_for(op)
+        if tensor >= 0:
+            producer = self._problem.graph.tensors[tensor].producer
+            raise InputError(
+                f"op {self._name(op)} consumes a tensor of op {self._name(producer)}, which is "
+                "not committed; commit producers first."
+            )
+
+
+def simulate(graph: OpGraph, cluster: Cluster, placement: Placement) -> Schedule:
+    """The schedule of a placement, exactly as a placer predicts it.
+
+    It may need more memory than there is: `peak_bytes` shows it and `overflows` names it.
+    Complexity: O(n log n) in ops and tensors.
+
+    Raises:
+        InputError: The placement is for another graph, names a device that does not exist, has an
+            order that is not topological, parts a group, or needs a path that does not exist.
+    """
+    problem = Problem(graph, cluster)
+    if placement.graph_digest != graph.digest:
+        raise InputError(
+            f"the placement is for graph {placement.graph_digest[:12]}..., but this is "
+            f"{graph.digest[:12]}...; solve again, or load the graph that it was made for."
+        )
+    return schedule_of(problem, replay(problem, placement))
+
+
+def overflows(schedule: Schedule, cluster: Cluster) -> tuple[tuple[str, int], ...]:
+    """Name and missing bytes of every device whose memory the schedule exceeds."""
+    return tuple(
+        (device.name, peak - device.memory_bytes)
+        for device, peak in zip(cluster.devices, schedule.peak_bytes, strict=True)
+        if peak > device.memory_bytes
+    )
+
+
+def replay(problem: Problem, placement: Placement) -> _core.Timeline:
+    """A timeline with the placement's ops committed in its order.
+
+    Raises:
+        InputError: As `simulate`.
+    """
+    devices = np.array(placement.devices, np.int64)
+    order = np.array(placement.order, np.int64)
+    _check_placement(problem, devices, order)
+    timeline = problem.timeline()
+    stuck = timeline.fold(devices.astype(np.int32), order.astype(np.int32))
+    if stuck >= 0:
+        raise InputError(_no_path(problem, stuck, placement.devices[stuck]))
+    return timeline
+
+
+def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
+    """The schedule of a timeline in which every op is committed."""
+    peaks = timeline.peaks()
+    return Schedule(
+        spans=tuple(Span(*row) for row in timeline.spans()),
+        transfers=tuple(Transfer(*row) for row in timeline.transfers()),
+        peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
+        lower_bound_ns=lower_bound_ns(problem),
+    )
+
+
+def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:
+    """Whether no pool's peak passes its memory."""
+    return all(p <= m for p, m in zip(timeline.peaks(), problem.pool_memory, strict=True))
+
+
+def _check_placement(
+    problem: Problem, devices: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+    order: "np.ndarray[tuple[int], np.dtype[np.int64]]",
+) -> None:  # fmt: skip
+    graph, cluster = problem.graph, problem.cluster
+    if len(devices) != len(graph.ops):
+        raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")
+    n = len(cluster.devices)
+    if len(devices) and devices.max() >= n:
+        op = int(devices.argmax())
+        raise InputError(
+            f"op {graph.ops[op].name!r} is placed on device {devices[op]}, but the cluster has {n} "
+            "devices; simulate on the cluster that it was solved for."
+        )
+    rank = np.empty(len(order), np.int64)
+    rank[order] = np.arange(len(order))
+    for tensor in graph.tensors:
+        for consumer in tensor.consumers:
+            if rank[consumer] < rank[tensor.producer]:
+                names = graph.ops[consumer].name, graph.ops[tensor.producer].name
+                raise InputError(
+                    f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
+                    "consumes; an order must be topological."
+                )
+    for group, members in graph.groups.items():
+        for op in members:
+            if devices[op] != devices[members[0]]:
+                first, other = (cluster.devices[devices[o]].name for o in (members[0], op))
+                raise InputError(
+                    f"group {group!r} is parted: op {graph.ops[members[0]].name!r} is on "
+                    f"{first!r} and op {graph.ops[op].name!r} on {other!r}."
+                )
+
+
+def _no_path(problem: Problem, op: int, device: int) -> str:
+    graph, cluster = problem.graph, problem.cluster
+    producers = {graph.tensors[t].producer for t in graph.op_inputs[op]}
+    names = ", ".join(repr(graph.ops[producer].name) for producer in sorted(producers))
+    return (
+        f"op {graph.ops[op].name!r} cannot run on {cluster.devices[device].name!r}: there is no "
+        f"link from the device of one of its producers ({names}). Add the link or place them "
+        "together."
+    )

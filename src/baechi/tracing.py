@@ -1,0 +1,193 @@
+"""From a model to a `Traced`: the ladder of tracers.
+
+    torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
+    torch.export, strict         through the byte code; sees some Python that non-strict does not
+    torch.fx.symbolic_trace      torch.nn modules as leaves
+    module granularity           submodules that cannot be traced are opaque leaves
+
+Each rung traces the same flat function (`calls.flat_model`). The rung taken, and why those above
+failed, with the model's own line, are kept in `Traced.attempts`.
+"""
+
+import linecache
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import fx, nn
+
+from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.errors import InputError, TraceError
+from baechi.lowering import TracedModule, lower
+from baechi.propagation import propagate, quiet
+from baechi.traced import Attempt, Traced
+
+
+@final
+@dataclass(frozen=True)
+class _Capture:
+    """What a rung yields: a flat graph, and the structure around its outputs."""
+
+    module: fx.GraphModule
+    returned: Structure
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Traced:
+    """The operators of `model` on example arguments, in its current mode (train or eval).
+
+    A model on the `meta` device traces too, without its weights. The model is not changed.
+
+    Args:
+        model: Any module.
+        args: Positional example arguments of one call.
+        kwargs: Keyword example arguments.
+
+    Raises:
+        InputError: The arguments do not fit the model's signature.
+        TraceError: No rung could trace it; says why each failed and at which line of the model.
+    """
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+    call = canonical_call(model, args, dict(kwargs or {}))
+    attempts: list[Attempt] = []
+    for rung, capture in _LADDER.items():
+        try:
+            with quiet():
+                captured = capture(model, call)
+                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+        except (InputError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a tracer raises is a reason to try the next
+            attempts.append(Attempt(rung, _reason(error, model)))
+    reasons = "\n".join(f"  {a.rung}: {a.reason}" for a in attempts)
+    raise TraceError(
+        f"{type(model).__name__} cannot be traced:\n{reasons}\n"
+        "Check that the example arguments run through the model. Control flow that looks at "
+        "tensor values must be inside a submodule, which then stays whole; the outermost forward "
+        "must be free of it."
+    )
+
+
+def _finish(
+    model: nn.Module, call: Call, captured: _Capture, attempts: tuple[Attempt, ...]
+) -> Traced:
+    facts = propagate(captured.module, call.tensors)
+    ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
+    name = type(model).__name__
+    return Traced(name, ops, tensors, attempts, model.training, TracedModule(*module))
+
+
+def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
+    def capture(model: nn.Module, call: Call) -> _Capture:
+        flat, returned = flat_model(model, call)
+        program = torch.export.export(flat, call.tensors, strict=strict)
+        module = program.module()
+        for node in list(module.graph.nodes):
+            # Shape guards: `placing` compares shapes before it runs a program.
+            if node.op == "call_module" and node.target == "_guards_fn":
+                module.graph.erase_node(node)
+        if not returned:
+            _run_fake(flat, call)
+        return _Capture(module, returned[-1])
+
+    return capture
+
+
+def _run_fake(flat: nn.Module, call: Call) -> None:
+    """Run the flat model on fake tensors, for the structure that it returns."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state = {**dict(flat.named_parameters()), **dict(flat.named_buffers())}
+        fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+        inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
+        torch.func.functional_call(flat, fakes, inputs)
+
+
+@final
+class _ModuleTracer(fx.Tracer):
+    """fx's tracer, with buffers as nodes and with chosen submodules as opaque leaves."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, opaque: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._opaque = opaque
+        self.path: list[str] = []
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._opaque or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        self.path.append(self.path_of_module(m))
+        result = super().call_module(m, forward, args, kwargs)
+        self.path.pop()  # not in a `finally`: after an error the path says where it was
+        return result
+
+
+def _symbolic(model: nn.Module, call: Call) -> _Capture:
+    flat, returned = flat_model(model, call)
+    return _Capture(_symbolic_module(flat, _ModuleTracer()), returned[-1])
+
+
+def _opaque(model: nn.Module, call: Call) -> _Capture:
+    """Trace with ever more submodules opaque, the innermost that fails each time."""
+    flat, returned = flat_model(model, call)
+    opaque: frozenset[str] = frozenset()
+    while True:
+        tracer = _ModuleTracer(opaque)
+        try:
+            module = _symbolic_module(flat, tracer)
+            propagate(module, call.tensors)
+            return _Capture(module, returned[-1])
+        except Exception:
+            inner = tracer.path[-1] if tracer.path else "model"
+            if inner == "model":
+                raise
+            opaque |= {inner}
+
+
+def _symbolic_module(flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
+    return fx.GraphModule(flat, tracer.trace(flat))
+
+
+_LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {
+    "torch.export (non-strict)": _export(strict=False),
+    "torch.export (strict)": _export(strict=True),
+    "torch.fx.symbolic_trace": _symbolic,
+    "module granularity, opaque leaves": _opaque,
+}
+
+
+def _reason(error: Exception, model: nn.Module) -> str:
+    """The error in a line or two, with the innermost line that is the model's own."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    reason = f"{type(error).__name__}: {first.strip()[:300]}"
+    own = _own_frame(error, model)
+    return f"{reason} (at {own})" if own else reason
+
+
+def _own_frame(error: Exception, model: nn.Module) -> str:
+    """The innermost frame of the error that is in a file of one of the model's classes."""
+    modules = {type(part).__module__ for part in model.modules()}
+    own = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_globals.get("__name__", "")
+        if name in modules and not name.startswith("torch."):
+            file = frame.f_code.co_filename
+            text = linecache.getline(file, line).strip()
+            own = f"{Path(file).name}:{line} in {frame.f_code.co_name}: {text}"
+    return own

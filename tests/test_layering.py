@@ -1,0 +1,135 @@
+"""The layers hold: a file imports only from lower layers, and `import baechi` loads no torch.
+
+Inside a layer only the imports in `ALLOWED` may be. A new file gets a row in `LAYERS`.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "baechi"
+
+LAYERS = {
+    0: "errors units values graph devices placement costs",
+    1: "serialization traced training coarsening problem bounds _core",
+    2: "simulation solving placers.*",
+    3: "reporting.* scheduling.* runtime.program runtime.checking",
+    4: "tracing calls propagation lowering extraction metering profiling probing estimation",
+    5: "runtime.*",
+    6: "placing demo __main__",
+}
+
+# Why a file may import from its own layer: file -> the files that it may import.
+ALLOWED = {
+    # Data is built on the errors, the units and the checks of data.
+    "units": {"errors"},
+    "values": {"errors"},
+    "graph": {"errors", "values"},
+    "devices": {"errors", "units", "values"},
+    "placement": {"errors", "values"},
+    "costs": {"errors", "values"},
+}
+
+# The package itself names every public thing, but only resolves it lazily.
+LAZY = {"__init__"}
+
+
+def layer_of(module: str) -> int:
+    """The layer of a module such as `placers.etf`; an exact name goes before a pattern."""
+    patterns = {pattern: layer for layer, row in LAYERS.items() for pattern in row.split()}
+    package = module.rpartition(".")[0]
+    for pattern in (module, f"{module}.*", f"{package}.*"):
+        if pattern in patterns:
+            return patterns[pattern]
+    raise LookupError(f"{module} is in no layer; give it a place in LAYERS")
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules of Baechi that a file imports, inside functions and for types alone too."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno} imports relatively"
+            assert node.module is not None
+            for alias in node.names:
+                inner = SOURCE.joinpath(*node.module.split(".")[1:], alias.name)
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                is_module |= alias.name == "_core"
+                found.add(f"{node.module}.{alias.name}" if is_module else node.module)
+    return {
+        name.removeprefix("baechi.").removeprefix("baechi") or "__init__"
+        for name in found
+        if name.split(".")[0] == "baechi"
+    }
+
+
+FILES = {name_of(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@pytest.mark.parametrize("module", sorted(FILES.keys() - LAZY))
+def test_a_file_imports_only_from_lower_layers(module: str) -> None:
+    own = layer_of(module)
+    for imported in imports_of(FILES[module]):
+        if imported in LAZY:
+            # Of the package itself only the version is there before anything is resolved.
+            continue
+        allowed = layer_of(imported) < own or imported in ALLOWED.get(module, set())
+        assert allowed, f"{module} (layer {own}) imports {imported} (layer {layer_of(imported)})"
+
+
+def test_what_is_allowed_inside_a_layer_is_inside_one_and_is_used() -> None:
+    for module, imported in ALLOWED.items():
+        for name in imported:
+            assert layer_of(name) == layer_of(module)
+            assert name in imports_of(FILES[module]), f"{module} no longer imports {name}"
+
+
+def test_the_package_imports_its_parts_for_types_alone() -> None:
+    tree = ast.parse(FILES["__init__"].read_text())
+    outside = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not [ast.unparse(node) for node in outside if "baechi" in ast.unparse(node)]
+
+
+def loaded_after(code: str) -> set[str]:
+    """The top-level packages that a fresh interpreter has loaded after `code`."""
+    code += "\nimport sys; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_importing_baechi_loads_neither_torch_nor_numpy() -> None:
+    loaded = loaded_after("import baechi; dir(baechi)")
+    assert not loaded & {"torch", "scipy", "numpy", "networkx", "highspy", "transformers"}
+
+
+def test_every_public_name_but_those_on_models_resolves_without_torch() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "torch = {'apply', 'PlacedModule', 'place', 'probe', 'profile', 'trace'}\n"
+        "for name in set(baechi.__all__) - torch: getattr(baechi, name)"
+    )
+    assert "torch" not in loaded
+
+
+def test_solving_a_graph_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "graph = baechi.OpGraph((baechi.Op('a', 5), baechi.Op('b', 5)), "
+        "(baechi.Tensor(0, (1,), 8),))\n"
+        "link = baechi.Link(latency_ns=10, bytes_per_s=10**9)\n"
+        "cluster = baechi.Cluster.uniform(2, memory='1GiB', link=link)\n"
+        "placement = baechi.solve(graph, cluster)\n"
+        "assert baechi.simulate(graph, cluster, placement).makespan_ns == 10"
+    )
+    assert "torch" not in loaded
