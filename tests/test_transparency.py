@@ -1,7 +1,8 @@
 """A placed model equals the unsplit one in outputs, gradients, buffers and state.
 
-A forced random placement puts every op (or group) on a random device, so it finds a transfer that
-is missing. One thread everywhere, so that both models run the same kernels in the same order.
+Whatever the placement: a random one puts every op (or group) on a random device, so it finds a
+transfer that is missing. One thread everywhere, so that both models run the same kernels in the
+same order.
 """
 
 import copy
@@ -139,9 +140,11 @@ def loss_of(outputs: Any) -> torch.Tensor:
 
 
 def leaves_of(value: Any) -> list[Any]:
-    if isinstance(value, zoo.Plain):
-        value = [value.hidden, value.others]
-    return pytree.tree_leaves(value)
+    """The leaves of nested arguments or outputs, those of the dataclass unknown to torch too."""
+    leaves = []
+    for leaf in pytree.tree_leaves(value):
+        leaves += [leaf.hidden, *leaf.others] if isinstance(leaf, zoo.Plain) else [leaf]
+    return leaves
 
 
 def train(model: nn.Module, example: Any) -> Step:

@@ -98,7 +98,7 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
     Says which way of tracing worked, and why the better ones did not. The file holds the operators
     but not the model, so it can be read where there is no torch.
 
-    Example: write `model.py` with
+    For example, write `model.py` with
 
         def gpt2():
             config = transformers.GPT2Config()
@@ -138,7 +138,7 @@ def profile(
     With `--graph` also writes the operator graph of one step, which is all that `solve` needs.
     The model need not fit the device: operators are measured one by one.
 
-    Example:
+    For example:
 
         baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json \
           --graph gpt2.graph.json
@@ -199,7 +199,7 @@ def solve(
     missing and leaves with code 3. The cluster comes from `baechi probe`, from your scheduler, or
     from `--devices`.
 
-    Example:
+    For example:
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
     """
@@ -233,7 +233,7 @@ def simulate(
     The schedule has the start and end of every operator and transfer, and the peak of every
     device's memory.
 
-    Example:
+    For example:
 
         baechi simulate gpt2.graph.json cluster.json gpt2.placement.json -o \
           gpt2.schedule.json
@@ -273,7 +273,7 @@ def report(
 
     Without `-o` and `--trace` it prints text.
 
-    Example:
+    For example:
 
         baechi report gpt2.graph.json cluster.json gpt2.placement.json -o plan.html \
           --trace plan.trace.json
@@ -311,7 +311,7 @@ def probe(
     A memory after `=` is a limit that you set. `cpu:0` and `cpu:1` are two logical devices on the
     CPU, to try a placement without a GPU.
 
-    Example:
+    For example:
 
         baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
     """
@@ -339,7 +339,7 @@ def demo(
     A GPT-2 and an Inception-v3 with random weights, on logical CPU devices. Takes up to three
     minutes and some 6 GB of memory. Needs torch, transformers and plotly.
 
-    Example:
+    For example:
 
         baechi demo --out baechi-demo
     """

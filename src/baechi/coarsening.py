@@ -25,6 +25,8 @@ Complexity: O(ops + tensors) a round, and O(log ops) rounds on what has been see
 """
 
 import heapq
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
@@ -64,7 +66,7 @@ class Coarse:
         leave it; all other tensors are the coarse graph's. It is named after its first member.
         """
         part_of = _part_of(self.members, len(self.fine.ops))
-        groups = _joined_groups(self.fine, self.members)
+        groups = _group_names(self.fine, self.members)
         ops = tuple(
             Op(
                 self.fine.ops[row[0]].name,
@@ -107,9 +109,7 @@ class Coarse:
             for op in row:
                 devices[op] = placement.devices[part]
         order = tuple(op for part in placement.order for op in self.members[part])
-        return Placement(
-            self.fine.digest, tuple(devices), order, placement.placer, placement.stats
-        )
+        return Placement(self.fine.digest, tuple(devices), order, placement.placer, placement.stats)
 
 
 def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
@@ -221,9 +221,10 @@ def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
     """The parts after one round of joining neighbors; as many as before if no rule applies."""
     before, after = _neighbors(graph, parts)
     n = len(parts.members)
-    union, groups = _Union(n), _Union(len(graph.ops))
+    union, groups = _Union(n), _Union(1 + max(parts.group, default=0))
     load = _group_loads(graph, parts)
     absorbed = list(parts.absorbed)
+    joined: set[int] = set()
     times = [sum(costs.times[op] for op in row) for row in parts.members]
 
     def join(u: int, v: int) -> None:
@@ -232,8 +233,11 @@ def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
             if costs.limit is not None and load[a] + load[b] > costs.limit:
                 return
             load[groups.join(a, b)] = load[a] + load[b]
-        total = absorbed[union.find(u)] + absorbed[union.find(v)]
-        absorbed[union.join(u, v)] = total
+        a, b = union.find(u), union.find(v)
+        if a != b:
+            absorbed[union.join(a, b)] = absorbed[a] + absorbed[b]
+
+        joined.update((u, v))
 
     for u in range(n):
         v = _chained(u, before, after, parts.group)
@@ -241,14 +245,173 @@ def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
             v = _idle_target(before[u], after[u])
         if v is not None:
             join(u, v)
-            continue
+    for u in range(n):
         for side in (before[u], after[u]):
-            if len(side) == 1 and union.find(u) == u and parts.absorbed[u] <= times[u]:
-                ((v, nbytes),) = side.items()
-                root = union.find(v)
-                if root != u and absorbed[root] + times[u] <= costs.send_ns(nbytes):
-                    join(u, v)
-                    if union.find(u) == union.find(v):
-                        absorbed[union.find(v)] += times[u]
-                        break
-    return _joined(parts, union, groups, absorbed, after)
+            # What joined in this round is looked at in the next, with all that it has become.
+            if len(side) != 1 or u in joined:
+                continue
+            ((v, nbytes),) = side.items()
+            if absorbed[union.find(v)] + absorbed[u] + times[u] <= costs.send_ns(nbytes):
+                join(u, v)
+                if u in joined:
+                    absorbed[union.find(u)] += times[u]
+    return _joined(graph, parts, union, absorbed)
+
+
+def _chained(u: int, before: _Neighbors, after: _Neighbors, group: list[int]) -> int | None:
+    """The part that the rules `chain` and `mates` join `u` to."""
+    outside = [v for v in after[u] if group[v] != group[u]]
+    if not outside:
+        return next(iter(after[u])) if len(after[u]) == 1 else None
+    v = min(outside)
+    if any(group[w] != group[v] for w in outside):
+        return None
+    parents = [w for w in before[v] if group[w] != group[v]]
+    return v if max(parents) == u and all(group[w] == group[u] for w in parents) else None
+
+
+def _idle_target(before: dict[int, int], after: dict[int, int]) -> int | None:
+    """The part that the rule `idle` joins a part with these neighbors to."""
+    sides = [side for side in (before, after) if len(side) == 1]
+    if not sides:
+        return None
+    side = max(sides, key=lambda side: sum(side.values()))
+    return next(iter(side))
+
+
+def _group_loads(graph: OpGraph, parts: _Parts) -> dict[int, int]:
+    """Bytes of every group: persistent, all outputs, and the largest workspace."""
+    load = dict.fromkeys(parts.group, 0)
+    workspace = dict.fromkeys(parts.group, 0)
+    for group, row in zip(parts.group, parts.members, strict=True):
+        for op in row:
+            outputs = sum(graph.tensors[tensor].nbytes for tensor in graph.op_outputs[op])
+            load[group] += graph.ops[op].persistent_bytes + outputs
+            workspace[group] = max(workspace[group], graph.ops[op].workspace_bytes)
+    return {group: load[group] + workspace[group] for group in load}
+
+
+def _joined(graph: OpGraph, parts: _Parts, union: "_Union", absorbed: list[int]) -> _Parts:
+    """The parts joined as `union` says, except for those that would lie on a cycle."""
+    sets: dict[int, list[int]] = {}
+    for part in range(len(parts.members)):
+        sets.setdefault(union.find(part), []).append(part)
+    _, stuck = _topological(graph, [_merged(parts, row) for row in sets.values()])
+    clusters: list[list[int]] = []
+    for cluster, row in enumerate(sets.values()):
+        clusters += [[part] for part in row] if cluster in stuck else [row]
+    members = [_merged(parts, row) for row in clusters]
+    order, _ = _topological(graph, members)
+    groups = _joined_groups(graph, members)
+    return _Parts(
+        [members[part] for part in order],
+        [groups[part] for part in order],
+        [
+            parts.absorbed[clusters[part][0]]
+            if len(clusters[part]) == 1
+            else absorbed[union.find(clusters[part][0])]
+            for part in order
+        ],
+    )
+
+
+def _merged(parts: _Parts, row: list[int]) -> tuple[int, ...]:
+    return tuple(sorted(op for part in row for op in parts.members[part]))
+
+
+def _topological(graph: OpGraph, members: list[tuple[int, ...]]) -> tuple[list[int], set[int]]:
+    """The parts in topological order, by first member; and those on or behind a cycle."""
+    part_of = _part_of(members, len(graph.ops))
+    waiting = [0] * len(members)
+    after: list[list[int]] = [[] for _ in members]
+    for tensor in graph.tensors:
+        u = part_of[tensor.producer]
+        for v in {part_of[consumer] for consumer in tensor.consumers} - {u}:
+            after[u].append(v)
+            waiting[v] += 1
+    ready = [(row[0], part) for part, row in enumerate(members) if not waiting[part]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, part = heapq.heappop(ready)
+        order.append(part)
+        for v in after[part]:
+            waiting[v] -= 1
+            if not waiting[v]:
+                heapq.heappush(ready, (members[v][0], v))
+    return order, set(range(len(members))) - set(order)
+
+
+def _joined_groups(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> list[int]:
+    """For every part its group, where parts that share a group of the graph share one."""
+    union = _Union(len(members))
+    first: dict[str, int] = {}
+    for part, row in enumerate(members):
+        for op in row:
+            name = graph.ops[op].group
+            if name is not None:
+                union.join(part, first.setdefault(name, part))
+    return [union.find(part) for part in range(len(members))]
+
+
+def _group_names(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> list[str | None]:
+    """The same as names, of the first group of the graph in each; `None` where a part is alone."""
+    groups = _joined_groups(graph, members)
+    sizes = Counter(groups)
+    names: dict[int, str] = {}
+    for group, row in zip(groups, members, strict=True):
+        for op in row:
+            name = graph.ops[op].group
+            if name is not None:
+                names.setdefault(group, name)
+    return [names[group] if sizes[group] > 1 else None for group in groups]
+
+
+def _part_of(members: Sequence[tuple[int, ...]], n: int) -> list[int]:
+    part_of = [0] * n
+    for part, row in enumerate(members):
+        for op in row:
+            part_of[op] = part
+    return part_of
+
+
+def _is_internal(tensor: Tensor, part_of: list[int]) -> bool:
+    """Whether a tensor lives and dies inside its part."""
+    part = part_of[tensor.producer]
+    inside = all(part_of[consumer] == part for consumer in tensor.consumers)
+    return inside and bool(tensor.consumers) and not tensor.kept
+
+
+def _peak(graph: OpGraph, row: tuple[int, ...], part_of: list[int]) -> int:
+    """The most bytes that a part needs while its ops run in order, besides the coarse tensors."""
+    live = peak = 0
+    for op in row:
+        for tensor in graph.op_outputs[op]:
+            if _is_internal(graph.tensors[tensor], part_of):
+                live += graph.tensors[tensor].nbytes
+        peak = max(peak, live + graph.ops[op].workspace_bytes)
+        for tensor in graph.op_inputs[op]:
+            consumers = graph.tensors[tensor].consumers
+            if consumers[-1] == op and _is_internal(graph.tensors[tensor], part_of):
+                live -= graph.tensors[tensor].nbytes
+    return peak
+
+
+class _Union:
+    """Disjoint sets of 0 .. n - 1; a set's root is its smallest element."""
+
+    def __init__(self, n: int) -> None:
+        self._parent = list(range(n))
+
+    def find(self, x: int) -> int:
+        parent = self._parent
+        while parent[x] != x:
+            parent[x] = parent[parent[x]]
+            x = parent[x]
+        return x
+
+    def join(self, a: int, b: int) -> int:
+        """Joins the sets of `a` and `b`; the root of the result."""
+        low, high = sorted((self.find(a), self.find(b)))
+        self._parent[high] = low
+        return low

@@ -15,12 +15,15 @@ class Extract:
 
     Attributes:
         function: Takes the values of `inputs`, in order, and returns those of `outputs`, a tuple.
-        inputs: Nodes outside whose values it needs; get_attr nodes are among them.
+        inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node that is
+            read apart stands once for each of its readers.
+        readers: For each input the node that reads it, or `None` where all of them share it.
         outputs: Nodes inside whose values it gives.
     """
 
     function: Callable[..., tuple[Any, ...]]
     inputs: tuple[fx.Node, ...]
+    readers: tuple[fx.Node | None, ...]
     outputs: tuple[fx.Node, ...]
 
 
@@ -29,6 +32,7 @@ def extract(
     nodes: Sequence[fx.Node],
     outputs: Sequence[fx.Node],
     *,
+    apart: frozenset[fx.Node] = frozenset(),
     device: torch.device | None = None,
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
@@ -36,25 +40,30 @@ def extract(
     Args:
         module: The graph module that owns the nodes.
         nodes: Nodes in program order, without placeholders; get_attr nodes become inputs.
-        outputs: Which of them (or of the inputs) to return.
+        outputs: Which of them to return.
+        apart: Inputs that each reader gets as an argument of its own, so that their gradients
+            can be told apart and added up in the order of the unsplit model.
         device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
-    inputs: dict[fx.Node, None] = {}
+    inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
     for node in nodes:
         if node in inside:
-            inputs.update((a, None) for a in node.all_input_nodes if a not in inside)
-    inputs.update((node, None) for node in outputs if node not in inside)
+            outside = [a for a in node.all_input_nodes if a not in inside]
+            inputs.update(((a, node if a in apart else None), None) for a in outside)
     graph = fx.Graph()
-    copy_of: dict[fx.Node, fx.Node] = {}
-    for node in inputs:
-        copy_of[node] = graph.placeholder(node.name)
+    copy_of: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
+    for node, reader in inputs:
+        name = node.name if reader is None else f"{node.name}_for_{reader.name}"
+        copy_of[node, reader] = graph.placeholder(name)
     for node in nodes:
         if node in inside:
-            copy_of[node] = graph.node_copy(node, lambda old: copy_of[old])
+            copy_of[node, None] = copy = graph.node_copy(
+                node, lambda old, node=node: copy_of[old, node if old in apart else None]
+            )
             if device is not None:
-                _allocate_on(copy_of[node], device)
-    graph.output(tuple(copy_of[node] for node in outputs))
+                _allocate_on(copy, device)
+    graph.output(tuple(copy_of[node, None] for node in outputs))
     leaves = {
         str(node.target): module.get_submodule(str(node.target))
         for node in inside
@@ -63,7 +72,8 @@ def extract(
     root = torch.nn.Module()
     _attach(root, leaves)
     function = fx.GraphModule(root, graph).forward
-    return Extract(function, tuple(inputs), tuple(outputs))
+    names = tuple(node for node, _ in inputs)
+    return Extract(function, names, tuple(reader for _, reader in inputs), tuple(outputs))
 
 
 def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:

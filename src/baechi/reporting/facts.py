@@ -187,9 +187,24 @@ def summary(plan: Plan) -> tuple[str, ...]:
     return (f"{time}.", f"{memory}.", f"{moves}.")
 
 
+def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
+    """What each candidate of the placer gave, as name, step and remark.
+
+    A placer that chose among several says so in its stats: `"m-etf/coarse": makespan_ns`, or text.
+    """
+    known = {name: value for name, value in plan.placement.stats.items() if "/" in name}
+    chosen = plan.placement.stats.get("chosen")
+    return tuple(
+        (name, format_ns(value) if isinstance(value, int) else str(value),
+         "chosen" if name == chosen else "")
+        for name, value in known.items()
+    )  # fmt: skip
+
+
 def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What the placer said, as name and text."""
-    return tuple((name, _stat(name, value)) for name, value in plan.placement.stats.items())
+    """What else the placer said, as name and text."""
+    items = plan.placement.stats.items()
+    return tuple((name, _stat(name, value)) for name, value in items if "/" not in name)
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:

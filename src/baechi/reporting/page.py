@@ -9,7 +9,7 @@ from typing import Any, Final
 from baechi.devices import Cluster
 from baechi.graph import OpGraph
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Measured, Plan, comparison, stats, summary
+from baechi.reporting.facts import Measured, Plan, candidates, comparison, stats, summary
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.reporting.occupancy import peak_holdings
 from baechi.serialization import write_whole
@@ -160,8 +160,11 @@ def _devices(plan: Plan) -> str:
 
 def _details(plan: Plan) -> Iterable[str]:
     graph = plan.graph
+    if candidates(plan):
+        heading = f"What {plan.placement.placer} chose from"
+        yield _fold(heading, _table(["candidate", ">step", ""], candidates(plan)), is_open=True)
     if stats(plan):
-        heading = f"What the placer {plan.placement.placer} says"
+        heading = f"What placer {plan.placement.placer} says"
         yield _fold(heading, _table(["", ">"], stats(plan)), is_open=True)
     if plan.traced is not None:
         rows = [[a.rung, _Html(f"<pre>{escape(a.reason or 'taken')}</pre>")]

@@ -1,17 +1,29 @@
 """The report as text, for a terminal."""
 
-from typing import TYPE_CHECKING
+import io
+from typing import final
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
 
 from baechi.devices import Cluster
 from baechi.graph import OpGraph
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Measured, Plan, comparison, stats, summary
+from baechi.reporting.facts import Measured, Plan, candidates, comparison, stats, summary
 from baechi.traced import Traced
 from baechi.units import format_bytes
 
-if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
+
+@final
+class Report(Group):
+    """A report that rich draws in the width of a terminal, and `str` in 100 columns."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None, record=True)
+        console.print(self)
+        return console.export_text()
 
 
 def text_report(
@@ -22,8 +34,8 @@ def text_report(
     *,
     traced: Traced | None = None,
     measured: Measured | None = None,
-) -> "Group":
-    """The report as a rich renderable: `rich.print(text_report(...))`.
+) -> Report:
+    """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`.
 
     Args:
         graph: What was placed.
@@ -36,15 +48,17 @@ def text_report(
     Raises:
         InputError: The values do not belong together.
     """
-    from rich.console import Group
-    from rich.text import Text
-
     plan = Plan(graph, cluster, placement, schedule, traced, measured)
     parts: list[Text | Table] = [Text(line) for line in summary(plan)]
     parts.append(_devices(plan))
+    if candidates(plan):
+        rows = [list(row) for row in candidates(plan)]
+        parts.append(
+            _table(f"What {placement.placer} chose from", ["candidate", ">step", ""], rows)
+        )
     if stats(plan):
-        rows = [[name, text] for name, text in stats(plan)]
-        parts.append(_table(f"What the placer {placement.placer} says", ["", ">"], rows))
+        rows = [list(row) for row in stats(plan)]
+        parts.append(_table(f"What placer {placement.placer} says", ["", ">"], rows))
     if comparison(plan):
         header = ["", ">predicted", ">measured", ">ratio"]
         rows = [list(row) for row in comparison(plan)]
@@ -52,10 +66,10 @@ def text_report(
     if traced is not None:
         rows = [[a.rung, a.reason or "taken"] for a in traced.attempts]
         parts.append(_table(f"How {traced.name} was traced", ["rung", "what happened"], rows))
-    return Group(*parts)
+    return Report(*parts)
 
 
-def _devices(plan: Plan) -> "Table":
+def _devices(plan: Plan) -> Table:
     header = ["device", ">ops", ">busy", ">peak memory", ">limit", ">full", ">received", ">sent"]
     rows = [
         [
@@ -73,12 +87,8 @@ def _devices(plan: Plan) -> "Table":
     return _table("Devices", header, rows)
 
 
-def _table(title: str, header: list[str], rows: list[list[str]]) -> "Table":
+def _table(title: str, header: list[str], rows: list[list[str]]) -> Table:
     """A table; a column whose title begins with > is flush right."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.show_header = any(column.strip(">") for column in header)
     for column in header:

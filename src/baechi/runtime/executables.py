@@ -56,6 +56,7 @@ class Executable:
         self.segments = cut(traced, placement.devices, forward)
         backward = backward_order(self.segments, self._backward_launch(traced, placement))
         self._executor = make_executor(self.segments, backward, places, threads)
+        self._position = {n: i for i, n in enumerate(self._module.graph_module.graph.nodes)}
         self._spread_parameters()
         self._codes = [self._code(segment) for segment in self.segments]
         parameters = [p for code in self._codes for p in code.parameters]
@@ -70,7 +71,7 @@ class Executable:
         self._kept = frozenset(output.all_input_nodes)
         self._readers: dict[fx.Node, int] = {}
         for code in self._codes:
-            for node in code.extract.inputs:
+            for node in set(code.extract.inputs):
                 self._readers[node] = self._readers.get(node, 0) + 1
         owned = {node for code in self._codes for node in code.state}
         self._travelling = [
@@ -135,7 +136,10 @@ class Executable:
         device = place if place.type == "cuda" else None
         running = [node for node in segment.nodes if node.op not in ("get_attr", "placeholder")]
         outputs = [node for node in segment.outputs if node.op not in ("get_attr", "placeholder")]
-        part = extract(self._module.graph_module, running, outputs, device=device)
+        apart = self._read_apart(running)
+        part = extract(
+            self._module.graph_module, running, outputs, apart=apart, device=device
+        )
         inside = {node for node in segment.nodes if node.op == "get_attr"}
         state = {
             node: self._attribute(node)
@@ -150,7 +154,24 @@ class Executable:
                 leaf = self._module.graph_module.get_submodule(str(node.target))
                 parameters += list(leaf.parameters())
         unique = tuple(dict.fromkeys(parameters))
-        return Code(segment, part, state, unique)
+        positions = tuple(
+            -1 if reader is None else self._position[reader] for reader in part.readers
+        )
+        return Code(segment, part, state, unique, positions)
+
+    def _read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+        """Values from outside with gradients; not those that are written, which must stay one."""
+        facts = self._module.facts.nodes
+        written = {storage for node in nodes for storage in facts[node].writes}
+        return frozenset(
+            argument
+            for node in nodes
+            for argument in node.all_input_nodes
+            if argument in facts
+            and argument.op != "get_attr"
+            and any(value.requires_grad for value in facts[argument].values)
+            and not any(value.storage in written for value in facts[argument].values)
+        ) - set(nodes)
 
     def close(self) -> None:
         """Stop the workers."""

@@ -9,6 +9,7 @@ by `_Enter`, and only gradient edges are remembered, so no activation lives long
 itself needs it. A step belongs to one call; nothing in it is shared between calls.
 """
 
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,12 +46,14 @@ class Code:
         extract: Its generated function.
         state: The parameters, buffers and submodules among the function's inputs.
         parameters: Those that may have gradients.
+        positions: For every input of the function where in the program its reader is.
     """
 
     segment: Segment
     extract: Extract
     state: Mapping[fx.Node, Any]
     parameters: tuple[torch.nn.Parameter, ...]
+    positions: tuple[int, ...]
 
 
 @final
@@ -59,7 +62,8 @@ class _Tape:
     """What a segment's backward needs.
 
     Attributes:
-        entered: (node, leaf, source, edge) of every value that entered with a gradient.
+        entered: (node, leaf, position, edge) of every value that entered with a gradient; where
+            its reader is in the program, or -1 for all readers together.
         published: (node, leaf, edge) of every value that left with one.
     """
 
@@ -123,8 +127,9 @@ class Step:
         self._lock = threading.Lock()
         self._tapes: dict[int, _Tape] = {}
         self._here: dict[int, dict[fx.Node, Any]] = {}  # device -> what it got of others
-        # (node, leaf) -> (reading segment, gradient), one entry per reader
-        self._gradients: dict[tuple[fx.Node, int], list[tuple[int, torch.Tensor]]] = {}
+        # (node, leaf) -> (reader's position, reading segment, gradient), one entry per reader.
+        # Autograd adds gradients up from the last reader to the first; so do we, bit for bit.
+        self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor]]] = {}
         self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
 
     def forward(self, index: int) -> None:
@@ -148,7 +153,6 @@ class Step:
         """The arguments of a segment's function, on its device and with graphs of their own."""
         arguments: list[Any] = []
         differentiable: list[tuple[int, int, fx.Node]] = []  # argument, leaf, node
-        sources = dict(code.segment.sources)
         for node in code.extract.inputs:
             if node in code.state:
                 arguments.append(code.state[node])
@@ -161,17 +165,18 @@ class Step:
                         differentiable.append((len(arguments), leaf, node))
             arguments.append(value)
         if differentiable:
-            self._start_graph(arguments, differentiable, sources, tape, code.segment.device)
+            self._start_graph(arguments, differentiable, tape, code)
         return arguments
 
     def _start_graph(
         self,
         arguments: list[Any],
         places: list[tuple[int, int, fx.Node]],
-        sources: Mapping[fx.Node, int],
         tape: _Tape,
-        device: int,
+        code: Code,
     ) -> None:
+        """Replace the arguments that need gradients by the outputs of one `_Enter`."""
+        device = code.segment.device
         flat = {argument: pytree.tree_flatten(arguments[argument]) for argument, _, _ in places}
         tensors = [
             [x for x in flat[argument][0] if isinstance(x, torch.Tensor)][leaf]
@@ -183,7 +188,8 @@ class Step:
             leaves = flat[argument][0]
             slots = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
             leaves[slots[leaf]] = tensor
-            tape.entered.append((node, leaf, sources.get(node, -1), get_gradient_edge(tensor)))
+            position = code.positions[argument]
+            tape.entered.append((node, leaf, position, get_gradient_edge(tensor)))
             if self._meter is not None and self.values[node].device not in (device, CALLER):
                 self._meter.borrow(device, (node.name, leaf, id(self)), tensor)
         for argument, (leaves, spec) in flat.items():
@@ -226,7 +232,7 @@ class Step:
         """Let go of values that no later segment reads."""
         device = code.segment.device
         with self._lock:
-            for node in code.extract.inputs:
+            for node in dict.fromkeys(code.extract.inputs):
                 if node in code.state:
                     continue
                 self._left[node] -= 1
@@ -239,7 +245,8 @@ class Step:
 
     def seed_gradient(self, node: fx.Node, leaf: int, gradient: torch.Tensor) -> None:
         """Give the gradient that the caller has for a value."""
-        self._gradients.setdefault((node, leaf), []).append((len(self.codes), gradient))
+        row = (sys.maxsize, len(self.codes), gradient)
+        self._gradients.setdefault((node, leaf), []).append(row)
 
     def backward(self, index: int, keep: bool) -> None:
         """Run a segment's backward; the backwards of all its readers have run.
@@ -272,22 +279,23 @@ class Step:
             raise _located(error, code.segment) from error
         del seeds
         n = len(tape.entered)
-        for (node, leaf, _, _), gradient in zip(tape.entered, gradients[:n], strict=True):
+        for (node, leaf, position, _), gradient in zip(tape.entered, gradients[:n], strict=True):
             if gradient is not None:
                 with self._lock:
-                    self._gradients.setdefault((node, leaf), []).append((index, gradient))
+                    rows = self._gradients.setdefault((node, leaf), [])
+                    rows.append((position, index, gradient))
         for parameter, gradient in zip(parameters, gradients[n:], strict=True):
             if gradient is not None:
                 with self._lock:
-                    rows = self.parameter_gradients.setdefault(parameter, [])
-                    rows.append((index, gradient))
+                    shares = self.parameter_gradients.setdefault(parameter, [])
+                    shares.append((index, gradient))
 
     def _collect(self, node: fx.Node, leaf: int, device: int) -> torch.Tensor | None:
         """The sum of a value's gradients, brought to the device that made it."""
         with self._lock:
             rows = self._gradients.pop((node, leaf), [])
         brought = []
-        for source, gradient in sorted(rows, key=lambda row: -row[0]):
+        for _, source, gradient in sorted(rows, key=lambda row: row[:2], reverse=True):
             src = self.codes[source].segment.device if source < len(self.codes) else device
             tensor = self._carrier.bring(gradient, src, device) if src != device else gradient
             if self._meter is not None and src != device:
@@ -299,7 +307,8 @@ class Step:
     def input_gradient(self, node: fx.Node) -> torch.Tensor | None:
         """The gradient of a value that the caller gave, after all backwards."""
         rows = self._gradients.pop((node, 0), [])
-        return add_up([gradient for _, gradient in sorted(rows, key=lambda row: -row[0])])
+        rows = sorted(rows, key=lambda row: row[:2], reverse=True)
+        return add_up([gradient for _, _, gradient in rows])
 
 
 def add_up(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:

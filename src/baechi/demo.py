@@ -1,0 +1,444 @@
+"""The demo: two real models that fit no single device are split, trained and compared.
+
+Each model is traced and profiled once. Then every placer places the same graph on logical CPU
+devices whose memory is too small for the whole, the model runs and trains on them, and what was
+predicted stands beside what was measured. The unsplit model, from the same weights on the same
+data and with as many threads as one device has, is what every result is compared with.
+"""
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, final
+
+import baechi
+from baechi.devices import Cluster, Link
+from baechi.errors import ExecutionError, InfeasibleError, InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement, Schedule
+from baechi.reporting import Measured, write_html, write_trace
+from baechi.reporting.figures import require_plotly
+from baechi.serialization import dump
+from baechi.units import format_bytes, format_ns
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.progress import Progress
+    from rich.table import Table
+
+    from baechi.traced import Traced
+
+PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
+STEPS: Final = 5
+
+
+@final
+@dataclass(frozen=True)
+class Job:
+    """A model to show.
+
+    Attributes:
+        name: Of its files.
+        title: For people.
+        build: Makes the model, its args and its kwargs; seeded by the caller.
+        loss: The scalar to train on, from the model's output.
+        optimizer: As `Traced.graph` names it.
+        learning_rate: Of that optimizer.
+        devices: How many logical devices to split over.
+        share: What each has of the memory that the whole would need on one.
+    """
+
+    name: str
+    title: str
+    build: Callable[[], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+    loss: Callable[[Any], Any]
+    optimizer: str
+    learning_rate: float
+    devices: int
+    share: float
+
+
+@final
+@dataclass(frozen=True)
+class Training:
+    """What a few steps of training gave; outputs and gradients are those of the first.
+
+    Attributes:
+        losses: Of every step.
+        outputs: Tensors that the model returned.
+        gradients: Parameter name to gradient.
+        measured: The median time of a forward and a backward; peaks and bytes moved of one more
+            step, where the model can be metered.
+    """
+
+    losses: tuple[float, ...]
+    outputs: tuple["torch.Tensor", ...]
+    gradients: dict[str, "torch.Tensor"]
+    measured: Measured
+
+
+@final
+@dataclass(frozen=True)
+class Row:
+    """One placer's result."""
+
+    placer: str
+    placing_s: float
+    placement: Placement
+    schedule: Schedule
+    training: Training
+    difference: float
+    is_close: bool
+
+
+def run(out: Path, *, quick: bool = False) -> None:
+    """Shows both models and writes their reports into `out`.
+
+    Raises:
+        InputError: Something that the demo needs is not installed, or `out` cannot be made.
+    """
+    from rich.console import Console
+
+    jobs = demo_jobs(quick=quick)
+    require_plotly()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot make folder {out}: {error.strerror}.") from error
+    console = Console()
+    started = time.perf_counter()
+    for job in jobs:
+        show(job, out, console)
+    console.rule()
+    console.print(f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
+    for job in jobs:
+        _say(console, f"  {job.title}")
+        _say(console, f"    {out / job.name}.html            open it in a browser")
+        _say(console, f"    {out / job.name}.trace.json      load it at https://ui.perfetto.dev")
+        _say(console, f"    baechi solve {out / job.name}.graph.json {out / job.name}.cluster.json")
+
+
+def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
+    """The two models of the demo; small ones of the same make if `quick`.
+
+    Raises:
+        InputError: torch, transformers or the Inception model's file is missing.
+    """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"the demo needs {package}: pip install {package}")
+    inception = _find_inception()
+    return (
+        Job(
+            name="gpt2",
+            title="GPT-2 small, 12 layers, 768 wide" if not quick else "GPT-2, 2 layers, 64 wide",
+            build=lambda: _gpt2(quick=quick),
+            loss=lambda output: output.loss,
+            optimizer="adamw",
+            learning_rate=3e-4,
+            devices=3,
+            share=0.55,
+        ),
+        Job(
+            name="inception",
+            title="Inception-v3",
+            build=lambda: _inception(inception, size=96 if quick else 299),
+            loss=_classify,
+            optimizer="momentum",
+            learning_rate=1e-3,
+            devices=2,
+            share=0.7,
+        ),
+    )
+
+
+def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
+    """Places, runs, trains and reports one model; returns what each placer gave.
+
+    Raises:
+        ExecutionError: A placed model's results are not the unsplit model's.
+    """
+    import torch
+
+    console.rule(f"[bold]{job.title}")
+    torch.manual_seed(0)
+    model, args, kwargs = job.build()
+    model.train()
+    threads = max(1, torch.get_num_threads() // job.devices)
+    with console.status("tracing"):
+        traced = baechi.trace(model, args, kwargs)
+    _say(console, f"Traced by {traced.rung}: {len(traced.ops)} operators.")
+    profile = baechi.profile(traced, device="cpu", threads=threads)
+    graph = traced.graph(profile, training=True, optimizer=job.optimizer)
+    alone, cluster = _devices(job, graph)
+    names = [device.name for device in cluster.devices]
+    limit = format_bytes(cluster.devices[0].memory_bytes)
+    _say(
+        console,
+        f"Training it with {job.optimizer} needs {format_bytes(alone.peak_bytes[0])} on one device;"
+        f" {', '.join(names)} have {limit} each.",
+    )
+    _say(console, f"One device: {_refusal(graph, cluster)}", style="yellow")
+
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    rows: list[Row] = []
+    with _progress(console) as progress, _threads(threads):
+        task = progress.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
+        reference = _train(model, job, args, kwargs, lambda: progress.advance(task))
+        for placer in PLACERS:
+            progress.update(task, description=placer)
+            model.load_state_dict(start)
+            before = time.perf_counter()
+            placement = baechi.solve(graph, cluster, placer=placer)
+            placing_s = time.perf_counter() - before
+            schedule = baechi.simulate(graph, cluster, placement)
+            placed = baechi.apply(traced, placement, devices=names, graph=graph, cluster=cluster)
+            training = _train(placed, job, args, kwargs, lambda: progress.advance(task))
+            placed.unplace()
+            difference, is_close = _compare(training, reference)
+            numbers = replace(training, outputs=(), gradients={})  # the tensors may go
+            rows.append(Row(placer, placing_s, placement, schedule, numbers, difference, is_close))
+    console.print(_table(graph, rows, names, alone, reference))
+    console.print(_losses(rows, reference))
+    _write(job, out, traced, (graph, cluster), rows[-1])
+    wrong = [row.placer for row in rows if not row.is_close]
+    if wrong:
+        raise ExecutionError(
+            f"{job.title} placed by {', '.join(wrong)} does not equal the unsplit model."
+        )
+    return tuple(rows)
+
+
+def _devices(job: Job, graph: OpGraph) -> tuple[Schedule, Cluster]:
+    """The step on one device without a limit, and the cluster whose limits are below its need."""
+    link = Link(latency_ns=0, bytes_per_s=10**9)
+    unlimited = Cluster.uniform(1, 2**62, link)
+    alone = baechi.simulate(graph, unlimited, baechi.solve(graph, unlimited, placer="single"))
+    share_bytes = int(alone.peak_bytes[0] * job.share)
+    limits = {f"cpu:{device}": share_bytes for device in range(job.devices)}
+    cluster: Cluster = baechi.probe(limits)
+    return alone, cluster
+
+
+def _refusal(graph: OpGraph, cluster: Cluster) -> str:
+    try:
+        baechi.solve(graph, cluster, placer="single")
+    except InfeasibleError as error:
+        return str(error)
+    return "it fits, against all expectation."
+
+
+def _train(
+    model: Any,
+    job: Job,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    advance: Callable[[], None],
+) -> Training:
+    """Five steps from the model's present weights, and where it can, one more that is metered."""
+    import torch
+
+    if job.optimizer == "momentum":
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
+    losses, times = [], []
+    outputs: tuple[torch.Tensor, ...] = ()
+    gradients: dict[str, torch.Tensor] = {}
+    for number in range(STEPS):
+        optimizer.zero_grad()
+        before = time.perf_counter_ns()
+        output = model(*args, **kwargs)
+        loss = job.loss(output)
+        loss.backward()
+        times.append(time.perf_counter_ns() - before)
+        losses.append(loss.item())
+        if number == 0:
+            outputs = tuple(tensor.detach().clone() for tensor in _tensors(output))
+            gradients = {
+                name: parameter.grad.clone()
+                for name, parameter in model.named_parameters()
+                if parameter.grad is not None
+            }
+        del output, loss
+        optimizer.step()
+        advance()
+    optimizer.zero_grad()
+    measured = Measured(step_ns=int(statistics.median(times)))
+    if hasattr(model, "metered"):
+        with model.metered(optimizer) as meter:
+            job.loss(model(*args, **kwargs)).backward()
+        measured = Measured(measured.step_ns, tuple(meter.peak_bytes), meter.moved_bytes)
+        optimizer.zero_grad()
+    advance()
+    return Training(tuple(losses), outputs, gradients, measured)
+
+
+def _tensors(output: Any) -> list["torch.Tensor"]:
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = pytree.tree_leaves(output)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _compare(placed: Training, reference: Training) -> tuple[float, bool]:
+    """The largest difference of any output or gradient, and whether all are close."""
+    import torch
+
+    if placed.gradients.keys() != reference.gradients.keys():
+        return float("inf"), False
+    pairs = list(zip(placed.outputs, reference.outputs, strict=True))
+    pairs += [(value, reference.gradients[name]) for name, value in placed.gradients.items()]
+    difference = max(float((one - other).abs().max()) for one, other in pairs)
+    try:
+        for one, other in pairs:
+            torch.testing.assert_close(one, other)
+    except AssertionError:
+        return difference, False
+    return difference, True
+
+
+def _table(
+    graph: OpGraph, rows: Sequence[Row], names: Sequence[str], alone: Schedule, reference: Training
+) -> "Table":
+    """Two lines per placer: what was predicted, and below it what was measured."""
+    from rich import box
+    from rich.table import Table
+
+    title = "Predicted, and below it measured"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("placer")
+    for header in ("placed in", "step", *(f"peak of {name}" for name in names), "moved", "equal"):
+        table.add_column(header, justify="right")
+    unlimited = format_bytes(alone.peak_bytes[0])
+    step = f"{format_ns(alone.makespan_ns)}\n{format_ns(reference.measured.step_ns or 0)}"
+    blanks = [""] * (len(names) - 1)
+    table.add_row("unsplit,\nno limit", "", step, unlimited, *blanks, "", "")
+    table.add_row("one device", "", "refused", *[""] * len(names), "", "")
+    for row in rows:
+        measured, predicted = row.training.measured, row.schedule
+        peaks = zip(predicted.peak_bytes, measured.peak_bytes or (), strict=True)
+        moves = predicted.transfers
+        sent = sum(graph.tensors[transfer.tensor].nbytes for transfer in moves)
+        moved = f"{format_bytes(sent)}\n{format_bytes(measured.moved_bytes or 0)}"
+        equal = "bitwise" if row.difference == 0 else f"to {row.difference:.0e}"
+        table.add_row(
+            row.placer,
+            f"{row.placing_s * 1e3:.0f} ms",
+            f"{format_ns(predicted.makespan_ns)}\n{format_ns(measured.step_ns or 0)}",
+            *(f"{format_bytes(one)}\n{format_bytes(other)}" for one, other in peaks),
+            moved,
+            equal if row.is_close else f"[red]NO, {row.difference:.0e}",
+        )
+    return table
+
+
+def _losses(rows: Sequence[Row], reference: Training) -> "Table":
+    from rich import box
+    from rich.table import Table
+
+    title = "Losses of five training steps"
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("placer")
+    for step in range(STEPS):
+        table.add_column(f"step {step + 1}", justify="right")
+    table.add_row("unsplit", *(f"{loss:.6f}" for loss in reference.losses))
+    for row in rows:
+        table.add_row(row.placer, *(f"{loss:.6f}" for loss in row.training.losses))
+    return table
+
+
+def _write(
+    job: Job, out: Path, traced: "Traced", problem: tuple[OpGraph, Cluster], row: Row
+) -> None:
+    """The report, the trace and the files of one placement."""
+    graph, cluster = problem
+    path = str(out / job.name)
+    parts = (*problem, row.placement, row.schedule)
+    title = f"{job.title} on {len(cluster.devices)} devices"
+    measured = row.training.measured
+    write_html(f"{path}.html", *parts, traced=traced, measured=measured, title=title)
+    write_trace(f"{path}.trace.json", *parts, traced=traced)
+    dump(graph, f"{path}.graph.json")
+    dump(cluster, f"{path}.cluster.json")
+    dump(row.placement, f"{path}.placement.json")
+
+
+def _gpt2(*, quick: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+    settings = settings if quick else {}
+    settings |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
+    settings["loss_type"] = "ForCausalLM"  # else transformers warns that it guesses this
+    config = GPT2Config(**settings)
+    ids = torch.randint(0, config.vocab_size, (2, 64))
+    return GPT2LMHeadModel(config), (ids,), {"labels": ids}
+
+
+def _inception(path: Path, *, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    import torch
+
+    spec = importlib.util.spec_from_file_location("inception_v3", path)
+    if spec is None or spec.loader is None:
+        raise InputError(f"{str(path)!r} cannot be imported.")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.inception_v3(num_classes=1000), (torch.randn(2, 3, size, size),), {}
+
+
+def _find_inception() -> Path:
+    """The file of the Inception model, which is no part of the installed package."""
+    checkout = Path(__file__).resolve().parents[2]
+    for root in (Path.cwd(), checkout):
+        path = root / "benchmarks" / "models" / "inception_v3.py"
+        if path.is_file():
+            return path
+    raise InputError(
+        "the demo needs benchmarks/models/inception_v3.py, which is in the source but not in the "
+        "installed package: run it in a checkout of Baechi."
+    )
+
+
+def _classify(logits: Any) -> Any:
+    """The cross entropy against fixed labels, computed by the caller as in any training loop."""
+    import torch
+
+    labels = torch.arange(len(logits)) % logits.shape[1]
+    return torch.nn.functional.cross_entropy(logits, labels)
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Sets torch's threads for the unsplit model: as many as one logical device has."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _progress(console: "Console") -> Iterator["Progress"]:
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("training, {task.description:8}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield progress
+
+
+def _say(console: "Console", text: str, *, style: str = "") -> None:
+    """A line of text that is not read as markup."""
+    from rich.text import Text
+
+    console.print(Text(text, style=style))

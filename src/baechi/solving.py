@@ -1,0 +1,228 @@
+"""From a graph and a cluster to a placement: check, coarsen, place, expand, simulate, guard.
+
+Placers that search do not give up where `placers/packing.py` finds a placement; where nothing is
+found, the error says what is missing (`_explain`).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final, NoReturn
+
+import numpy as np
+
+from baechi.devices import Cluster
+from baechi.errors import InfeasibleError, InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement
+from baechi.placers.auto import Auto, best, check_effort, portfolio
+from baechi.placers.base import Placer
+from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.etf import METF
+from baechi.placers.packing import arrangements, shortest
+from baechi.placers.sct import MSCT
+from baechi.placers.topo import MTopo, group_bytes
+from baechi.problem import LIMIT, Problem
+from baechi.simulation import fits_memory, replay
+from baechi.units import format_bytes
+from baechi.values import FrozenDict
+
+_PLACERS: Final[dict[str, Placer]] = {
+    placer.name: placer
+    for placer in (
+        Auto(),
+        MTopo(),
+        METF(),
+        MSCT(),
+        SingleDevice(),
+        RoundRobin(),
+        RandomPlacer(),
+    )
+}
+
+
+def solve(
+    graph: OpGraph, cluster: Cluster, placer: str | Placer = "auto", *, effort: str = "balanced"
+) -> Placement:
+    """A valid placement of the graph on the cluster: it fits, and its order is topological.
+
+    A pure function: equal input gives equal bytes.
+
+    Args:
+        graph: What to place.
+        cluster: What is left to place it on.
+        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"single"`, `"round-robin"`, `"random"`,
+            in any case, or a placer.
+        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
+
+    Raises:
+        InfeasibleError: No placement was found; says what is missing.
+        InputError: The placer or the effort is unknown, or times or bytes add up to 2**62.
+    """
+    placer = _placer_of(placer)
+    check_effort(effort)
+    if isinstance(placer, Auto):
+        placer = replace(placer, effort=effort)
+    problem = Problem(graph, cluster)
+    placement = _attempt(problem, placer, effort)
+    if placement is None and placer.fixed:
+        _explain_fixed(problem, placer)
+    if placement is None:
+        _explain(problem, placer, effort)
+    if not fits_memory(problem, replay(problem, placement)):
+        raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
+    return placement
+
+
+def _placer_of(placer: str | Placer) -> Placer:
+    if isinstance(placer, Placer):
+        return placer
+    known = _PLACERS.get(placer.lower()) if isinstance(placer, str) else None
+    if known is None:
+        names = ", ".join(repr(name) for name in _PLACERS)
+        raise InputError(f"placer {placer!r} is unknown; it must be one of {names}, or a Placer.")
+    return known
+
+
+def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
+    if placer.fixed:
+        return placer.place(problem)
+    if isinstance(placer, Auto):
+        placement = placer.place(problem)
+    else:
+        placement = best(portfolio(problem, (placer,), effort), placer.name)
+    if placement is not None:
+        return placement
+    fallback = shortest(arrangements(problem))
+    if fallback is None:
+        return None
+    stats = FrozenDict({**fallback.stats, "fallback": fallback.placer})
+    return replace(fallback, placer=placer.name, stats=stats)
+
+
+def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
+    """Raises the error that says what is missing."""
+    op, needed, left = _worst(problem)
+    extra, device = _smallest_extra(problem, placer, effort)
+    names = [device.name for device in problem.cluster.devices]
+    room = ", ".join(f"{name} {format_bytes(b)} left" for name, b in zip(names, left, strict=True))
+    raise InfeasibleError(
+        f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
+        f"device has room then ({room}). Give {format_bytes(extra)} more to {names[device]}, add a "
+        "device, or shrink the batch.",
+        problem.graph.ops[op].group or problem.graph.ops[op].name,
+        needed,
+        tuple(zip(names, left, strict=True)),
+        extra,
+        names[device],
+    )
+
+
+def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...]]:
+    """An op that finds no room, what it needs, and what each device has left then.
+
+    That is the op with the largest need of those that earliest task first cannot place; or one
+    that is too large for every device, if there is one.
+    """
+    timeline = problem.timeline()
+    needs = [timeline.need(op) for op in range(len(problem.graph.ops))]
+    largest = max(range(len(needs)), key=lambda op: (needs[op], -op))
+    left = problem.pool_memory
+    if needs[largest] <= max(left):
+        timeline.list_schedule(np.empty(0, np.int32))
+        stuck = [
+            op
+            for op in range(len(needs))
+            if not timeline.committed(op) and timeline.waits_for(op) < 0
+        ]
+        needs = [timeline.need(op) for op in range(len(needs))]
+        largest = max(stuck, key=lambda op: (needs[op], -op))
+        left = tuple(max(0, nbytes) for nbytes in timeline.left())
+    return largest, needs[largest], tuple(left[pool] for pool in problem.device_pool)
+
+
+def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int]:
+    """The smallest extra memory of one device with which `solve` succeeds, and that device.
+
+    Found by bisection between nothing, which fails, and what everything on that device needs: so
+    `solve` succeeds with it, and fails with one byte less, though it might succeed with still less.
+    """
+
+    def arranged(extra: int, device: int) -> bool:
+        return next(arrangements(_grown(problem, device, extra)), None) is not None
+
+    def solved(extra: int, device: int) -> bool:
+        return _attempt(_grown(problem, device, extra), placer, effort) is not None
+
+    extra, device = min(
+        (_missing_for_all(problem, device), device) for device in range(len(problem.device_pool))
+    )
+    for other in range(len(problem.device_pool)):
+        if arranged(extra - 1, other):
+            extra, device = _bisected(arranged, extra - 1, other), other
+    # The placer itself may succeed where the arrangements do not.
+    if solved(extra - 1, device):
+        extra = _bisected(solved, extra - 1, device)
+    return extra, device
+
+
+def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
+    """Extra memory that succeeds where one byte less does not, given that `high` succeeds."""
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if succeeds(middle, device) else (middle, high)
+    return high
+
+
+def _missing_for_all(problem: Problem, device: int) -> int:
+    """What the device lacks to hold the whole graph."""
+    n = len(problem.graph.ops)
+    timeline = problem.timeline()
+    timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
+    pool = problem.device_pool[device]
+    return timeline.peaks()[pool] - problem.pool_memory[pool]
+
+
+def _grown(problem: Problem, device: int, extra: int) -> Problem:
+    """The problem with so much more memory on the device, and so in its pool."""
+    pool = problem.device_pool[device]
+    devices = tuple(
+        replace(row, memory_bytes=row.memory_bytes + extra)
+        if problem.device_pool[index] == pool
+        else row
+        for index, row in enumerate(problem.cluster.devices)
+    )
+    return Problem(problem.graph, replace(problem.cluster, devices=devices))
+
+
+def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
+    """Raises the error that says what a placer that does not search would need."""
+    ample = tuple(replace(device, memory_bytes=LIMIT) for device in problem.cluster.devices)
+    ample_problem = Problem(problem.graph, replace(problem.cluster, devices=ample))
+    if placer == SingleDevice():
+        n = len(ample)
+        placer = SingleDevice(min(range(n), key=lambda d: (_missing_for_all(problem, d), d)))
+    placement = placer.place(ample_problem)
+    if placement is None:
+        raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
+    peaks = replay(problem, placement).peaks()
+    missing, device = max(
+        (peaks[pool] - problem.pool_memory[pool], -d) for d, pool in enumerate(problem.device_pool)
+    )
+    name = problem.cluster.devices[-device].name
+    there = [g for g, ops in enumerate(problem.group_ops) if placement.devices[ops[0]] == -device]
+    loads = group_bytes(problem)
+    group = max(there, key=lambda group: (loads[group], -group))
+    op = problem.group_ops[group][0]
+    left = tuple((row.name, row.memory_bytes) for row in problem.cluster.devices)
+    raise InfeasibleError(
+        f"the placement of {placer.name!r} does not fit: {name} would need "
+        f"{format_bytes(missing)} more than its {format_bytes(dict(left)[name])}, and the largest "
+        f"there is {problem.group_name(op)} ({format_bytes(loads[group])}). Give it more, shrink "
+        "the batch, or let a placer that looks at memory decide, such as 'auto'.",
+        problem.graph.ops[op].group or problem.graph.ops[op].name,
+        loads[group],
+        left,
+        missing,
+        name,
+    )
