@@ -95,9 +95,13 @@ class Oracle:
             if link is None:
                 return None
             start = max(produced, sends[src], receives[device])
-            end = start + link.latency_ns + math.ceil(
-                # Exact: integers on both sides of the division.
-                -(-tensor.nbytes * 10**9 // link.bytes_per_s)
+            end = (
+                start
+                + link.latency_ns
+                + math.ceil(
+                    # Exact: integers on both sides of the division.
+                    -(-tensor.nbytes * 10**9 // link.bytes_per_s)
+                )
             )
             if self.cluster.ports != "none":
                 sends[src] = receives[device] = end

@@ -16,9 +16,7 @@ speeds = st.sampled_from([1.0, 1.0, 0.5, 0.3, 2.0, 1.7])
 def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
     n = draw(st.integers(min_ops, max_ops))
     names = st.sampled_from([None, None, None, "g", "h"]) if grouped else st.none()
-    ops = tuple(
-        Op(f"op{i}", draw(times), draw(sizes), draw(sizes), draw(names)) for i in range(n)
-    )
+    ops = tuple(Op(f"op{i}", draw(times), draw(sizes), draw(sizes), draw(names)) for i in range(n))
     tensors = tuple(
         Tensor(
             producer,
@@ -52,9 +50,7 @@ def clusters(draw, max_devices=4, *, whole=False, memory=None, uniform=False):
         bytes_ = pools.setdefault(pool, draw(sizes)) if pool else draw(sizes)
         kind = draw(st.sampled_from(["", "fast", "slow"]))
         devices.append(
-            Device(f"d{i}", size)
-            if uniform
-            else Device(f"d{i}", bytes_, draw(speeds), kind, pool)
+            Device(f"d{i}", size) if uniform else Device(f"d{i}", bytes_, draw(speeds), kind, pool)
         )
     present = link if whole else st.one_of(link, link, link, st.none())
     links = tuple(

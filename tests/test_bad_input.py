@@ -118,7 +118,7 @@ def test_a_speed_that_is_no_speed(speed: Any) -> None:
 def test_a_placement_of_another_graph() -> None:
     cluster = two_devices()
     placement = baechi.solve(small_graph(), cluster)
-    with pytest.raises(baechi.InputError, match="another graph"):
+    with pytest.raises(baechi.InputError, match="is for graph"):
         baechi.simulate(small_graph("other"), cluster, placement)
 
 

@@ -26,6 +26,10 @@ PLACERS = {
     "random-0": baechi.RandomPlacer(0),
     "random-1": baechi.RandomPlacer(1),
 }
+# Their gradients are summed in another order than autograd's, since the norm of their first layer
+# reads the embedding through a cast that changes nothing. All others are equal in every bit.
+REORDERED = {"llama", "mixtral"}
+EXACT = {"rtol": 0.0, "atol": 0.0}
 
 
 @pytest.fixture(autouse=True)
@@ -177,18 +181,19 @@ def assert_same_values(actual: Any, expected: Any, **tolerances: float) -> None:
             assert one == other
 
 
-def assert_same_step(actual: Step, expected: Step) -> None:
-    assert_same_values(actual.outputs, expected.outputs)
-    assert_same_values(actual.arguments, expected.arguments)
+def assert_same_step(actual: Step, expected: Step, **tolerances: float) -> None:
+    assert_same_values(actual.outputs, expected.outputs, **tolerances)
+    assert_same_values(actual.arguments, expected.arguments, **tolerances)
     assert actual.gradients.keys() == expected.gradients.keys()
     for name, gradient in expected.gradients.items():
         if gradient is None:
             assert actual.gradients[name] is None, name
         else:
-            torch.testing.assert_close(actual.gradients[name], gradient, msg=named(name))
+            mine = actual.gradients[name]
+            torch.testing.assert_close(mine, gradient, msg=named(name), **tolerances)
     assert actual.state.keys() == expected.state.keys()
     for name, tensor in expected.state.items():
-        torch.testing.assert_close(actual.state[name], tensor, msg=named(name))
+        torch.testing.assert_close(actual.state[name], tensor, msg=named(name), **tolerances)
 
 
 def named(name: str) -> Any:
@@ -204,8 +209,9 @@ def test_one_training_step_equals_the_unsplit_model_s(
     it = case(name)
     it.reset()
     placed = apply(it.traced, it.training, n_devices, PLACERS[placer])
+    tolerances = {} if name in REORDERED else EXACT
     try:
-        assert_same_step(train(placed, it.example()), it.trained)
+        assert_same_step(train(placed, it.example()), it.trained, **tolerances)
     finally:
         placed.unplace()
 
@@ -223,8 +229,8 @@ def test_inference_equals_the_unsplit_model_s_in_every_bit(
         actual = infer(placed, it.example())
     finally:
         placed.unplace()
-    assert_same_values(actual.outputs, it.inferred.outputs, rtol=0, atol=0)
-    assert_same_values(actual.arguments, it.inferred.arguments, rtol=0, atol=0)
+    assert_same_values(actual.outputs, it.inferred.outputs, **EXACT)
+    assert_same_values(actual.arguments, it.inferred.arguments, **EXACT)
     for key, tensor in it.inferred.state.items():
         assert torch.equal(actual.state[key], tensor), key
 
@@ -250,7 +256,7 @@ def test_state_dict_has_the_model_s_keys_and_goes_there_and_back(name: str) -> N
     fresh.load_state_dict(placed.state_dict())
     back = placed.unplace()
     for key, tensor in fresh.state_dict().items():
-        torch.testing.assert_close(back.state_dict()[key], tensor, rtol=0, atol=0)
+        torch.testing.assert_close(back.state_dict()[key], tensor, **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -340,13 +346,23 @@ def test_integer_and_boolean_tensors_keep_their_types() -> None:
 
 
 def test_gradients_reach_inputs() -> None:
-    it, placed = placed_awkward("constants")
+    model, (x,), _ = zoo.constants()
+    traced = baechi.trace(model, (x.clone().requires_grad_(),))
+    graph = traced.graph(made_up_profile(traced))
     gradients = []
-    for model in (placed, copy.deepcopy(it.model)):
-        x = it.args[0].clone().requires_grad_()
-        model(x).square().sum().backward()
-        gradients.append(x.grad)
+    for one in (copy.deepcopy(model), apply(traced, graph, 3, baechi.RandomPlacer(0))):
+        leaf = x.clone().requires_grad_()
+        one(leaf).square().sum().backward()
+        gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients)
+
+
+def test_a_call_that_differs_from_the_traced_one_is_refused() -> None:
+    it, placed = placed_awkward("towers")
+    with pytest.raises(baechi.InputError, match=r"7, 16.*shape"):
+        placed(torch.randn(7, 16))
+    with pytest.raises(baechi.InputError, match="eval"):
+        placed.eval()(*it.args)
 
 
 def test_a_parameter_used_twice_gets_both_gradients() -> None:

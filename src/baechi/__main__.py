@@ -66,13 +66,33 @@ ModelArgument = Annotated[
 GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
-OutOption = Annotated[Path | None, typer.Option("-o", "--out", help="Write the result here.")]
+
+
+def _writable(path: Path | None) -> Path | None:
+    """The path, if a file can be made there: not after minutes of work is the time to say no."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
+    return path
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        _say(f"baechi {__version__}")
+        raise typer.Exit
+
+
+OutOption = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=_writable)
+]
 
 
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", is_eager=True)
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     """Splits a PyTorch model over devices: traces it, costs it, places it, predicts the step.
@@ -86,9 +106,6 @@ def _options(
 
     `solve`, `simulate` and `report` need no torch and no device. `baechi demo` shows all of it.
     """
-    if version:
-        _say(f"baechi {__version__}")
-        raise typer.Exit
 
 
 @app.command()
@@ -121,9 +138,12 @@ def profile(
         int | None, typer.Option(min=1, help="CPU threads per operator; torch's own if absent.")
     ] = None,
     out: OutOption = None,
-    graph: Annotated[Path | None, typer.Option(help="Write the operator graph here.")] = None,
+    graph: Annotated[
+        Path | None, typer.Option(help="Write the operator graph here.", callback=_writable)
+    ] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", help="Write the traced model here.")
+        Path | None,
+        typer.Option("--trace", help="Write the traced model here.", callback=_writable),
     ] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
@@ -190,7 +210,7 @@ def solve(
     latency_us: Annotated[float, typer.Option(min=0, help="Their links' latency.")] = 10.0,
     gbytes_per_s: Annotated[float, typer.Option(min=1e-9, help="Their links' rate.")] = 12.0,
     save_cluster: Annotated[
-        Path | None, typer.Option(help="Write the cluster here, for simulate and report.")
+        Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=_writable)
     ] = None,
 ) -> None:
     """Decide which device runs which operator, and in what order.
@@ -257,10 +277,12 @@ def report(
     placement: PlacementArgument,
     *,
     out: Annotated[
-        Path | None, typer.Option("-o", "--out", help="Write a page for the browser here.")
+        Path | None,
+        typer.Option("-o", "--out", help="Write a page for a browser.", callback=_writable),
     ] = None,
     trace_file: Annotated[
-        Path | None, typer.Option("--trace", help="Write a trace for ui.perfetto.dev here.")
+        Path | None,
+        typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", callback=_writable),
     ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="A schedule file; simulated if absent.")
@@ -374,7 +396,7 @@ def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     shape = "it must return (model, args) or (model, args, kwargs), with args a tuple"
     if not isinstance(function, Callable):  # type: ignore[arg-type]
-        raise InputError(f"{name} is a {type(function).__name__}, not a function; {shape}.")
+        raise InputError(f"{name} is {function!r}, no function; {shape}.")
     returned = function()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise InputError(f"{name} returned a {type(returned).__name__}; {shape}.")

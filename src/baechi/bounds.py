@@ -2,8 +2,8 @@
 
 Let d(j) be the shortest time of op j on any device that could hold it. No schedule is shorter than
 
-- a path: the largest head(j) + d(j) + tail(j), where head and tail are the longest paths of d before
-  and after j (`_core.heads_and_tails`);
+- a path: the largest head(j) + d(j) + tail(j), where head and tail are the longest paths of d
+  before and after j (`_core.heads_and_tails`);
 - a group: its ops share one device and run there one at a time, so the smallest head of its ops,
   plus the sum of their times on the group's best device, plus the smallest tail (`_group_bound`);
 - the work: for any weights y(p) >= 0 with sum 1, the busiest device is busy for at least

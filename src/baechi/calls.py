@@ -127,11 +127,8 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal keys can run the same traced program: shapes, dtypes, gradients and constants."""
-        shapes = tuple(
-            (tuple(t.shape), t.dtype, t.requires_grad and torch.is_grad_enabled())
-            for t in self.tensors
-        )
+        """Equal keys can run the same traced program: shapes, dtypes and constants."""
+        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
         return (str(self.structure.spec), constants, shapes)
 

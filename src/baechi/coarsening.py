@@ -1,27 +1,30 @@
 """Coarsening: fuse what no good placement separates, and expand a placement back.
 
 A *part* is a set of ops that become one op of the coarse graph. Every op begins as its own part; a
-round proposes pairs of neighboring parts, joins them all, and undoes those that lie on a cycle of
-the quotient (`_round`); rounds end when nothing changes. Joining two parts joins their groups too.
-With G(u) the group of a part u, the rules of `_proposals` are:
+round (`_round`) joins pairs of neighbors, and undoes what would lie on a cycle (`_joined`); rounds
+end when nothing changes. With G(u) the group of part u, u and v are joined where a rule says so:
 
-- chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
-  G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
-  feed their own backward ops.
-- mates: v is in G(u) and is u's only successor. They share a device, and nobody else waits for u.
-- idle: u takes no time and has no persistent bytes: it joins its only neighbor on the side where
-  more bytes would flow.
-- cheap: v's only neighbor on one side is u, and v takes no longer than the fastest link needs for
-  what flows between them. What a part has taken in this way runs there one after the other although
-  it might run side by side, so it may take in no more than that time in all: this bounds what is
-  lost where many small branches meet.
+- chain (`_chained`): all successors of u outside G(u) are in G(v), all predecessors of v outside
+  G(v) are in G(u), and u -> v is the first such edge. So a forward op and the next one are fused
+  although both feed their own backward ops.
+- mates (`_chained`): v is in G(u) and u's only successor. They share a device, and nobody else
+  waits for u.
+- idle (`_idle_target`): u takes no time and has no persistent bytes; v is its only neighbor on one
+  side, on the side where more bytes flow if both have only one.
+- cheap (`_round`): v is u's only neighbor on one side, and u takes no longer than the fastest link
+  needs for what flows between them. What v takes in like this runs there one after the other
+  although it might run side by side, so all of it together may take no longer either: this bounds
+  what is lost where many small branches meet.
 
-A group stays below a part of the largest memory (`_LARGEST`), so that no lump is larger than a
-device, and enough lumps are left to fill the devices evenly.
+Joining parts joins their groups, so two limits apply (`_Groups.join`). Every part of the group
+with fewer parts must have a neighbor in the other: a forward op joins the next one where their
+backward ops are neighbors too, but groups that merely touch do not grow into one. And no group
+becomes larger than a share of the largest memory, so that every lump has a device, with room for
+others.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion. Where we
 leave the paper: fusing never makes a cycle, a lump has a limit, and branches survive.
-Complexity: O(ops + tensors) a round, and O(log ops) rounds on what has been seen.
+Complexity: O((ops + tensors) log ops) a round, and a handful of rounds.
 """
 
 import heapq
@@ -37,11 +40,9 @@ from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement
 from baechi.problem import Problem
 
-# A group may take this share of the largest memory: first-fit wastes at most about that much of a
-# device, and a graph that fills its devices still has several lumps for each.
-_LARGEST: Final = 1 / 8
-# Each round at least halves a chain of pairs, so few are ever needed; this ends any other case.
-_ROUNDS: Final = 32
+# The largest memory holds this many of the largest groups that fusing makes: then first fit wastes
+# at most about an eighth of a device, and a graph that fills devices has several lumps for each.
+_GROUPS_PER_DEVICE: Final = 8
 
 
 @final
@@ -130,12 +131,11 @@ def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
         absorbed=[0] * len(graph.ops),
     )
     costs = _costs(graph, cluster)
-    for _ in range(_ROUNDS):
+    while True:
         joined = _round(graph, parts, costs)
         if len(joined.members) == len(parts.members):
-            break
+            return Coarse(graph, tuple(joined.members))
         parts = joined
-    return Coarse(graph, tuple(parts.members))
 
 
 @final
@@ -177,7 +177,7 @@ class _Costs:
 
 
 def _costs(graph: OpGraph, cluster: Cluster | None) -> _Costs:
-    rows = [[op.time_ns for op in graph.ops], *graph.times.values()]
+    rows = [[op.time_ns for op in graph.ops], *(list(row) for row in graph.times.values())]
     idle = [
         not any(row[op] for row in rows) and not graph.ops[op].persistent_bytes
         for op in range(len(graph.ops))
@@ -196,7 +196,7 @@ def _costs(graph: OpGraph, cluster: Cluster | None) -> _Costs:
         if links
         else None
     )
-    limit = int(max(problem.pool_memory) * _LARGEST)
+    limit = max(problem.pool_memory) // _GROUPS_PER_DEVICE
     return _Costs(problem.durations.max(axis=0).tolist(), idle, cheapest, limit)
 
 
@@ -217,27 +217,53 @@ def _neighbors(graph: OpGraph, parts: _Parts) -> tuple[_Neighbors, _Neighbors]:
     return before, after
 
 
+@final
+class _Groups:
+    """The groups of the parts, which grow during a round."""
+
+    def __init__(self, graph: OpGraph, parts: _Parts, sides: tuple[_Neighbors, _Neighbors]) -> None:
+        self._union = _Union(1 + max(parts.group, default=0))
+        self._load = _group_loads(graph, parts)
+        self._group = parts.group
+        self._sides = sides
+        self._parts: dict[int, list[int]] = {}
+        for part, group in enumerate(parts.group):
+            self._parts.setdefault(group, []).append(part)
+
+    def join(self, u: int, v: int, limit: int | None) -> bool:
+        """Joins the groups of two parts if they may be one; whether they are one then."""
+        a, b = (self._union.find(self._group[part]) for part in (u, v))
+        if a == b:
+            return True
+        load = self._load[a] + self._load[b]
+        if (limit is not None and load > limit) or not self._touch(self._group[u], self._group[v]):
+            return False
+        self._load[self._union.join(a, b)] = load
+        return True
+
+    def _touch(self, a: int, b: int) -> bool:
+        """Whether each part of the group with fewer parts has a neighbor in the other."""
+        few, many = sorted((a, b), key=lambda group: (len(self._parts[group]), group))
+        return all(
+            any(self._group[w] == many for side in self._sides for w in side[part])
+            for part in self._parts[few]
+        )
+
+
 def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
     """The parts after one round of joining neighbors; as many as before if no rule applies."""
     before, after = _neighbors(graph, parts)
     n = len(parts.members)
-    union, groups = _Union(n), _Union(1 + max(parts.group, default=0))
-    load = _group_loads(graph, parts)
+    union, groups = _Union(n), _Groups(graph, parts, (before, after))
     absorbed = list(parts.absorbed)
     joined: set[int] = set()
-    times = [sum(costs.times[op] for op in row) for row in parts.members]
 
-    def join(u: int, v: int) -> None:
-        a, b = groups.find(parts.group[u]), groups.find(parts.group[v])
-        if a != b:
-            if costs.limit is not None and load[a] + load[b] > costs.limit:
-                return
-            load[groups.join(a, b)] = load[a] + load[b]
-        a, b = union.find(u), union.find(v)
-        if a != b:
-            absorbed[union.join(a, b)] = absorbed[a] + absorbed[b]
-
-        joined.update((u, v))
+    def join(u: int, v: int, cheap_ns: int = 0) -> None:
+        if groups.join(u, v, costs.limit):
+            joined.update((u, v))
+            a, b = union.find(u), union.find(v)
+            if a != b:
+                absorbed[union.join(a, b)] = absorbed[a] + absorbed[b] + cheap_ns
 
     for u in range(n):
         v = _chained(u, before, after, parts.group)
@@ -246,15 +272,13 @@ def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
         if v is not None:
             join(u, v)
     for u in range(n):
+        time_ns = sum(costs.times[op] for op in parts.members[u])
         for side in (before[u], after[u]):
-            # What joined in this round is looked at in the next, with all that it has become.
-            if len(side) != 1 or u in joined:
-                continue
-            ((v, nbytes),) = side.items()
-            if absorbed[union.find(v)] + absorbed[u] + times[u] <= costs.send_ns(nbytes):
-                join(u, v)
-                if u in joined:
-                    absorbed[union.find(u)] += times[u]
+            # What has joined in this round is looked at in the next, with all that it has become.
+            if len(side) == 1 and u not in joined:
+                ((v, nbytes),) = side.items()
+                if absorbed[union.find(v)] + absorbed[u] + time_ns <= costs.send_ns(nbytes):
+                    join(u, v, time_ns)
     return _joined(graph, parts, union, absorbed)
 
 
@@ -296,12 +320,12 @@ def _joined(graph: OpGraph, parts: _Parts, union: "_Union", absorbed: list[int])
     sets: dict[int, list[int]] = {}
     for part in range(len(parts.members)):
         sets.setdefault(union.find(part), []).append(part)
-    _, stuck = _topological(graph, [_merged(parts, row) for row in sets.values()])
+    stuck = _on_cycles(graph, [_merged(parts, row) for row in sets.values()])
     clusters: list[list[int]] = []
     for cluster, row in enumerate(sets.values()):
         clusters += [[part] for part in row] if cluster in stuck else [row]
     members = [_merged(parts, row) for row in clusters]
-    order, _ = _topological(graph, members)
+    order = _topological(members, _links(graph, members))
     groups = _joined_groups(graph, members)
     return _Parts(
         [members[part] for part in order],
@@ -319,16 +343,22 @@ def _merged(parts: _Parts, row: list[int]) -> tuple[int, ...]:
     return tuple(sorted(op for part in row for op in parts.members[part]))
 
 
-def _topological(graph: OpGraph, members: list[tuple[int, ...]]) -> tuple[list[int], set[int]]:
-    """The parts in topological order, by first member; and those on or behind a cycle."""
+# For every part its successors, with repetitions.
+_Links = list[list[int]]
+
+
+def _links(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> _Links:
     part_of = _part_of(members, len(graph.ops))
-    waiting = [0] * len(members)
-    after: list[list[int]] = [[] for _ in members]
+    after: _Links = [[] for _ in members]
     for tensor in graph.tensors:
         u = part_of[tensor.producer]
-        for v in {part_of[consumer] for consumer in tensor.consumers} - {u}:
-            after[u].append(v)
-            waiting[v] += 1
+        after[u] += {part_of[consumer] for consumer in tensor.consumers} - {u}
+    return after
+
+
+def _topological(members: Sequence[tuple[int, ...]], after: _Links) -> list[int]:
+    """The parts in topological order, by first member, without those on or behind a cycle."""
+    waiting = Counter(v for row in after for v in row)
     ready = [(row[0], part) for part, row in enumerate(members) if not waiting[part]]
     heapq.heapify(ready)
     order = []
@@ -339,7 +369,18 @@ def _topological(graph: OpGraph, members: list[tuple[int, ...]]) -> tuple[list[i
             waiting[v] -= 1
             if not waiting[v]:
                 heapq.heappush(ready, (members[v][0], v))
-    return order, set(range(len(members))) - set(order)
+    return order
+
+
+def _on_cycles(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> set[int]:
+    """The parts on a cycle, and those between two cycles."""
+    after = _links(graph, members)
+    before: _Links = [[] for _ in members]
+    for u, row in enumerate(after):
+        for v in row:
+            before[v].append(u)
+    free = {*_topological(members, after), *_topological(members, before)}
+    return set(range(len(members))) - free
 
 
 def _joined_groups(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> list[int]:
@@ -397,6 +438,7 @@ def _peak(graph: OpGraph, row: tuple[int, ...], part_of: list[int]) -> int:
     return peak
 
 
+@final
 class _Union:
     """Disjoint sets of 0 .. n - 1; a set's root is its smallest element."""
 

@@ -115,12 +115,15 @@ def run(out: Path, *, quick: bool = False) -> None:
     for job in jobs:
         show(job, out, console)
     console.rule()
-    console.print(f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
+    _say(console, f"Done in {time.perf_counter() - started:.0f} s. What to look at next:\n")
     for job in jobs:
-        _say(console, f"  {job.title}")
-        _say(console, f"    {out / job.name}.html            open it in a browser")
-        _say(console, f"    {out / job.name}.trace.json      load it at https://ui.perfetto.dev")
-        _say(console, f"    baechi solve {out / job.name}.graph.json {out / job.name}.cluster.json")
+        path = out / job.name
+        _say(console, f"  {path}.html: the placement of {job.title}; open it in a browser")
+        _say(console, f"  {path}.trace.json: its step; load it at https://ui.perfetto.dev")
+    name = jobs[0].name
+    _say(console, "\nThe same without torch, from the files:\n")
+    _say(console, f"  cd {out}")
+    _say(console, f"  baechi solve {name}.graph.json {name}.cluster.json --placer m-etf")
 
 
 def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
@@ -203,8 +206,9 @@ def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
             difference, is_close = _compare(training, reference)
             numbers = replace(training, outputs=(), gradients={})  # the tensors may go
             rows.append(Row(placer, placing_s, placement, schedule, numbers, difference, is_close))
-    console.print(_table(graph, rows, names, alone, reference))
-    console.print(_losses(rows, reference))
+    unsplit_ns = (alone.makespan_ns, reference.measured.step_ns or 0)
+    console.print(_costs(graph, rows, names, unsplit_ns))
+    console.print(_results(rows, reference))
     _write(job, out, traced, (graph, cluster), rows[-1])
     wrong = [row.placer for row in rows if not row.is_close]
     if wrong:
@@ -304,53 +308,53 @@ def _compare(placed: Training, reference: Training) -> tuple[float, bool]:
     return difference, True
 
 
-def _table(
-    graph: OpGraph, rows: Sequence[Row], names: Sequence[str], alone: Schedule, reference: Training
+def _costs(
+    graph: OpGraph, rows: Sequence[Row], names: Sequence[str], unsplit_ns: tuple[int, int]
 ) -> "Table":
-    """Two lines per placer: what was predicted, and below it what was measured."""
-    from rich import box
-    from rich.table import Table
-
-    title = "Predicted, and below it measured"
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("placer")
-    for header in ("placed in", "step", *(f"peak of {name}" for name in names), "moved", "equal"):
-        table.add_column(header, justify="right")
-    unlimited = format_bytes(alone.peak_bytes[0])
-    step = f"{format_ns(alone.makespan_ns)}\n{format_ns(reference.measured.step_ns or 0)}"
-    blanks = [""] * (len(names) - 1)
-    table.add_row("unsplit,\nno limit", "", step, unlimited, *blanks, "", "")
-    table.add_row("one device", "", "refused", *[""] * len(names), "", "")
+    """For each placer a row of what was predicted, and below it what was measured."""
+    title = "Step, peak memory of each device, and bytes moved"
+    table = _empty_table(title, ("placer", ""))
+    for header in ("step", *names, "moved"):
+        table.add_column(header, justify="right", no_wrap=True)
+    predicted_ns, measured_ns = unsplit_ns
+    table.add_row("unsplit", "predicted", format_ns(predicted_ns))
+    table.add_row("", "measured", format_ns(measured_ns))
+    table.add_row("one device", "refused")
     for row in rows:
-        measured, predicted = row.training.measured, row.schedule
-        peaks = zip(predicted.peak_bytes, measured.peak_bytes or (), strict=True)
-        moves = predicted.transfers
-        sent = sum(graph.tensors[transfer.tensor].nbytes for transfer in moves)
-        moved = f"{format_bytes(sent)}\n{format_bytes(measured.moved_bytes or 0)}"
-        equal = "bitwise" if row.difference == 0 else f"to {row.difference:.0e}"
-        table.add_row(
-            row.placer,
-            f"{row.placing_s * 1e3:.0f} ms",
-            f"{format_ns(predicted.makespan_ns)}\n{format_ns(measured.step_ns or 0)}",
-            *(f"{format_bytes(one)}\n{format_bytes(other)}" for one, other in peaks),
-            moved,
-            equal if row.is_close else f"[red]NO, {row.difference:.0e}",
-        )
+        schedule, measured = row.schedule, row.training.measured
+        sent = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
+        for title, what, step_ns, peaks, moved in (
+            (row.placer, "predicted", schedule.makespan_ns, schedule.peak_bytes, sent),
+            ("", "measured", measured.step_ns, measured.peak_bytes, measured.moved_bytes),
+        ):
+            sizes = map(format_bytes, (*(peaks or ()), moved or 0))
+            table.add_row(title, what, format_ns(step_ns or 0), *sizes)
     return table
 
 
-def _losses(rows: Sequence[Row], reference: Training) -> "Table":
+def _results(rows: Sequence[Row], reference: Training) -> "Table":
+    """For each placer its own time, its equality with the unsplit model, and its losses."""
+    table = _empty_table("The same training: equality with the unsplit model, losses", ("placer",))
+    headers = ("placed in", "equal", *(f"loss {step + 1}" for step in range(STEPS)))
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_row("unsplit", "", "", *(f"{loss:.4f}" for loss in reference.losses))
+    for row in rows:
+        equal = "bitwise" if row.difference == 0 else f"to {row.difference:.0e}"
+        equal = equal if row.is_close else f"[red]off by {row.difference:.0e}"
+        losses = (f"{loss:.4f}" for loss in row.training.losses)
+        table.add_row(row.placer, f"{row.placing_s * 1e3:.0f} ms", equal, *losses)
+    return table
+
+
+def _empty_table(title: str, columns: Sequence[str]) -> "Table":
     from rich import box
     from rich.table import Table
 
-    title = "Losses of five training steps"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("placer")
-    for step in range(STEPS):
-        table.add_column(f"step {step + 1}", justify="right")
-    table.add_row("unsplit", *(f"{loss:.6f}" for loss in reference.losses))
-    for row in rows:
-        table.add_row(row.placer, *(f"{loss:.6f}" for loss in row.training.losses))
+    table.padding, table.pad_edge = (0, 1, 0, 0), False  # three devices in 80 columns
+    for column in columns:
+        table.add_column(column, no_wrap=True)
     return table
 
 
@@ -374,13 +378,16 @@ def _gpt2(*, quick: bool) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    settings: dict[str, Any] = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
-    settings = settings if quick else {}
+    settings: dict[str, Any] = {}
+    if quick:
+        settings = {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+        settings |= {"bos_token_id": None, "eos_token_id": None}
     settings |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
-    settings["loss_type"] = "ForCausalLM"  # else transformers warns that it guesses this
     config = GPT2Config(**settings)
     ids = torch.randint(0, config.vocab_size, (2, 64))
-    return GPT2LMHeadModel(config), (ids,), {"labels": ids}
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else transformers warns that it guesses this
+    return model, (ids,), {"labels": ids}
 
 
 def _inception(path: Path, *, size: int) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -441,4 +448,4 @@ def _say(console: "Console", text: str, *, style: str = "") -> None:
     """A line of text that is not read as markup."""
     from rich.text import Text
 
-    console.print(Text(text, style=style))
+    console.print(Text(text, style=style), soft_wrap=True)

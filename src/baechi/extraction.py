@@ -1,6 +1,6 @@
 """A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,6 +34,7 @@ def extract(
     *,
     apart: frozenset[fx.Node] = frozenset(),
     device: torch.device | None = None,
+    leaves: Mapping[str, torch.nn.Module] | None = None,
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
 
@@ -64,16 +65,19 @@ def extract(
             if device is not None:
                 _allocate_on(copy, device)
     graph.output(tuple(copy_of[node, None] for node in outputs))
-    leaves = {
-        str(node.target): module.get_submodule(str(node.target))
-        for node in inside
-        if node.op == "call_module"
-    }
     root = torch.nn.Module()
-    _attach(root, leaves)
+    _attach(root, opaque_leaves(module, nodes) if leaves is None else leaves)
     function = fx.GraphModule(root, graph).forward
     names = tuple(node for node, _ in inputs)
     return Extract(function, names, tuple(reader for _, reader in inputs), tuple(outputs))
+
+
+def opaque_leaves(
+    module: fx.GraphModule, nodes: Iterable[fx.Node]
+) -> dict[str, torch.nn.Module]:
+    """The submodules that the nodes call, by qualified name."""
+    targets = [str(node.target) for node in nodes if node.op == "call_module"]
+    return {target: module.get_submodule(target) for target in targets}
 
 
 def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:

@@ -49,10 +49,6 @@ class Meter:
         with _Counting(self, account):
             yield
 
-    def know(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Never count these: they are in the base already."""
-        self._known.update(tensor.untyped_storage()._cdata for tensor in tensors)
-
     def hold(self, account: int, tensor: torch.Tensor) -> None:
         """Count the tensor's storage once, until it is freed."""
         storage = tensor.untyped_storage()

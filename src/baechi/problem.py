@@ -156,6 +156,18 @@ class Problem:
         ops = self.graph.ops
         return tuple(sum(ops[op].persistent_bytes for op in row) for row in self.group_ops)
 
+    @cached_property
+    def group_bytes(self) -> tuple[int, ...]:
+        """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
+        outputs = [0] * len(self.graph.ops)
+        for tensor in self.graph.tensors:
+            outputs[tensor.producer] += tensor.nbytes
+        workspace = [op.workspace_bytes for op in self.graph.ops]
+        return tuple(
+            persistent + sum(outputs[op] for op in row) + max(workspace[op] for op in row)
+            for persistent, row in zip(self.group_persistent, self.group_ops, strict=True)
+        )
+
     def group_name(self, op: int) -> str:
         """How an error names the op, or the group that it cannot leave."""
         group = self.graph.ops[op].group

@@ -10,6 +10,7 @@ Complexity: O(distinct operators), about 0.1 s each.
 """
 
 import contextlib
+import copy
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
-from baechi.extraction import extract
+from baechi.extraction import extract, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.propagation import Value
@@ -206,7 +207,9 @@ class _ExampleValues:
             return _fetch(self._module.graph_module, node)
         if node in self._known:
             known = self._known[node]
-            return pytree.tree_map_only(torch.Tensor, lambda t: t.to(self._device), known)
+            return pytree.tree_map_only(  # a copy: an operator may count in it
+                torch.Tensor, lambda t: t.to(self._device, copy=True), known
+            )
         assert facts.structure is not None
         return facts.structure.fill([self._synthetic(value) for value in facts.values])
 
@@ -263,11 +266,20 @@ class _Alone:
         inside = set(nodes)
         outputs = [n for n in nodes if any(user not in inside for user in n.users)]
         outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
-        self._extract = extract(module.graph_module, nodes, outputs, device=device)
+        # Copies, because an opaque leaf may update its buffers, or have no memory at all.
+        leaves = {
+            target: copy.deepcopy(leaf).to_empty(device=device)
+            if any(tensor.is_meta for tensor in leaf.parameters())
+            else copy.deepcopy(leaf).to(device)
+            for target, leaf in opaque_leaves(module.graph_module, nodes).items()
+        }
+        self._extract = extract(
+            module.graph_module, nodes, outputs, device=device, leaves=leaves
+        )
         self._inputs = [example.make(node) for node in self._extract.inputs]
-        leaves = [leaf for value in self._inputs for leaf in _leaves(value)]
-        leaves += [p for m in _modules(module, nodes) for p in m.parameters()]
-        self._differentiable = [leaf for leaf in leaves if leaf.requires_grad and leaf.is_leaf]
+        tensors = [tensor for value in self._inputs for tensor in _leaves(value)]
+        tensors += [p for leaf in leaves.values() for p in leaf.parameters()]
+        self._differentiable = [t for t in tensors if t.requires_grad and t.is_leaf]
 
         # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
         written = {s for node in nodes for s in module.facts.nodes[node].writes}
@@ -290,11 +302,6 @@ class _Alone:
     @property
     def differentiable(self) -> list[torch.Tensor]:
         return self._differentiable
-
-
-def _modules(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.nn.Module]:
-    opaque = [node for node in nodes if node.op == "call_module"]
-    return [module.graph_module.get_submodule(str(node.target)) for node in opaque]
 
 
 @final

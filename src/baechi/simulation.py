@@ -9,18 +9,20 @@ placer predicted and what the simulator says are the same number. The rules:
   has ended and the send port there and the receive port here are free, and holds both until it
   arrives. An op's missing inputs are sent in the order (producer's end, tensor index), when the op
   is committed. Devices of one pool hand tensors over for the link's latency, without a transfer.
-- Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced there
-  (from their producer's start to the end of their last consumer there and of their last transfer
-  out), copies received (from their transfer's start to the end of their last consumer there), and
-  the workspace of running ops. Tensors that are kept, or that nobody consumes, stay to the end of
-  the step. Intervals are half-open, [start, end).
+- Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced
+  there (from their producer's start to the end of their last consumer there and of their last
+  transfer out), copies received (from their transfer's start to the end of their last consumer
+  there), and the workspace of running ops. Tensors that are kept, or that nobody consumes, stay to
+  the end of the step. Intervals are half-open, [start, end).
 
 The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/oracle.py`.
 """
 
+from collections.abc import Sequence
 from typing import final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.bounds import lower_bound_ns
@@ -132,7 +134,7 @@ def simulate(graph: OpGraph, cluster: Cluster, placement: Placement) -> Schedule
             f"the placement is for graph {placement.graph_digest[:12]}..., but this is "
             f"{graph.digest[:12]}...; solve again, or load the graph that it was made for."
         )
-    return schedule_of(problem, replay(problem, placement))
+    return schedule_of(problem, replay(problem, placement.devices, placement.order))
 
 
 def overflows(schedule: Schedule, cluster: Cluster) -> tuple[tuple[str, int], ...]:
@@ -144,19 +146,17 @@ def overflows(schedule: Schedule, cluster: Cluster) -> tuple[tuple[str, int], ..
     )
 
 
-def replay(problem: Problem, placement: Placement) -> _core.Timeline:
-    """A timeline with the placement's ops committed in its order.
+def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
+    """A timeline with every op committed to its device, in an order that names every op once.
 
     Raises:
         InputError: As `simulate`.
     """
-    devices = np.array(placement.devices, np.int64)
-    order = np.array(placement.order, np.int64)
-    _check_placement(problem, devices, order)
+    _check_placement(problem, np.array(devices, np.int64), np.array(order, np.int64))
     timeline = problem.timeline()
-    stuck = timeline.fold(devices.astype(np.int32), order.astype(np.int32))
+    stuck = timeline.fold(np.array(devices, np.int32), np.array(order, np.int32))
     if stuck >= 0:
-        raise InputError(_no_path(problem, stuck, placement.devices[stuck]))
+        raise InputError(_no_path(problem, stuck, devices[stuck]))
     return timeline
 
 
@@ -177,9 +177,8 @@ def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:
 
 
 def _check_placement(
-    problem: Problem, devices: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-    order: "np.ndarray[tuple[int], np.dtype[np.int64]]",
-) -> None:  # fmt: skip
+    problem: Problem, devices: NDArray[np.int64], order: NDArray[np.int64]
+) -> None:
     graph, cluster = problem.graph, problem.cluster
     if len(devices) != len(graph.ops):
         raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")

@@ -10,7 +10,7 @@ from typing import Final, NoReturn
 
 import numpy as np
 
-from baechi.devices import Cluster
+from baechi.devices import Cluster, Device
 from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.placement import Placement
@@ -20,7 +20,7 @@ from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.etf import METF
 from baechi.placers.packing import arrangements, shortest
 from baechi.placers.sct import MSCT
-from baechi.placers.topo import MTopo, group_bytes
+from baechi.placers.topo import MTopo
 from baechi.problem import LIMIT, Problem
 from baechi.simulation import fits_memory, replay
 from baechi.units import format_bytes
@@ -38,6 +38,11 @@ _PLACERS: Final[dict[str, Placer]] = {
         RandomPlacer(),
     )
 }
+# Devices that an error text lists.
+_LISTED: Final = 8
+# Up to how many ops the missing memory is found to the byte. Above, each of the thirty or more
+# steps of that bisection takes too long, and ten of them find it to a thousandth.
+_EXACT_OPS: Final = 256
 
 
 def solve(
@@ -68,7 +73,7 @@ def solve(
         _explain_fixed(problem, placer)
     if placement is None:
         _explain(problem, placer, effort)
-    if not fits_memory(problem, replay(problem, placement)):
+    if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
     return placement
 
@@ -104,11 +109,13 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     op, needed, left = _worst(problem)
     extra, device = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
-    room = ", ".join(f"{name} {format_bytes(b)} left" for name, b in zip(names, left, strict=True))
+    room = [f"{name} {format_bytes(b)} left" for name, b in zip(names, left, strict=True)]
+    if len(room) > _LISTED:
+        room[_LISTED:] = [f"and {len(room) - _LISTED} more devices"]
     raise InfeasibleError(
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
-        f"device has room then ({room}). Give {format_bytes(extra)} more to {names[device]}, add a "
-        "device, or shrink the batch.",
+        f"device has room then ({', '.join(room)}). Give {format_bytes(extra)} more to "
+        f"{names[device]}, add a device, or shrink the batch.",
         problem.graph.ops[op].group or problem.graph.ops[op].name,
         needed,
         tuple(zip(names, left, strict=True)),
@@ -143,30 +150,46 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...]]:
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int]:
     """The smallest extra memory of one device with which `solve` succeeds, and that device.
 
-    Found by bisection between nothing, which fails, and what everything on that device needs: so
-    `solve` succeeds with it, and fails with one byte less, though it might succeed with still less.
+    Found by bisection between what fails and what everything on that device needs: so `solve`
+    succeeds with it, and fails with one byte less, though it might succeed with still less. For
+    more than `_EXACT_OPS` ops it is a multiple of a unit, and `solve` fails with one unit less.
     """
 
-    def arranged(extra: int, device: int) -> bool:
-        return next(arrangements(_grown(problem, device, extra)), None) is not None
+    def arranged(units: int, device: int) -> bool:
+        return next(arrangements(_grown(problem, device, units * unit)), None) is not None
 
-    def solved(extra: int, device: int) -> bool:
-        return _attempt(_grown(problem, device, extra), placer, effort) is not None
+    def solved(units: int, device: int) -> bool:
+        return _attempt(_grown(problem, device, units * unit), placer, effort) is not None
 
-    extra, device = min(
-        (_missing_for_all(problem, device), device) for device in range(len(problem.device_pool))
-    )
-    for other in range(len(problem.device_pool)):
-        if arranged(extra - 1, other):
-            extra, device = _bisected(arranged, extra - 1, other), other
+    missing = [_missing_for_all(problem, d) for d in range(len(problem.device_pool))]
+    device = missing.index(min(missing))
+    unit = 1 if len(problem.graph.ops) <= _EXACT_OPS else 1 + (missing[device] >> 10)
+    units = -(-missing[device] // unit)
+    for other in _different_devices(problem):
+        if arranged(units - 1, other):
+            units, device = _bisected(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not.
-    if solved(extra - 1, device):
-        extra = _bisected(solved, extra - 1, device)
-    return extra, device
+    if solved(units - 1, device):
+        units = _bisected(solved, units - 1, device)
+    return units * unit, device
+
+
+def _different_devices(problem: Problem) -> list[int]:
+    """The devices without those that are like an earlier one in everything but the name."""
+    cluster = problem.cluster
+    links = {
+        link for src, row in enumerate(cluster.links) for dst, link in enumerate(row) if src != dst
+    }
+    if len(links) > 1 or len(problem.pool_memory) < len(cluster.devices):
+        return list(range(len(cluster.devices)))
+    first: dict[Device, int] = {}
+    for index, device in enumerate(cluster.devices):
+        first.setdefault(replace(device, name="any"), index)
+    return list(first.values())
 
 
 def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
-    """Extra memory that succeeds where one byte less does not, given that `high` succeeds."""
+    """The extra memory that succeeds where one unit less does not, given that `high` succeeds."""
     low = 0
     while high - low > 1:
         middle = (low + high) // 2
@@ -205,13 +228,13 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
     placement = placer.place(ample_problem)
     if placement is None:
         raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
-    peaks = replay(problem, placement).peaks()
+    peaks = replay(problem, placement.devices, placement.order).peaks()
     missing, device = max(
         (peaks[pool] - problem.pool_memory[pool], -d) for d, pool in enumerate(problem.device_pool)
     )
     name = problem.cluster.devices[-device].name
     there = [g for g, ops in enumerate(problem.group_ops) if placement.devices[ops[0]] == -device]
-    loads = group_bytes(problem)
+    loads = problem.group_bytes
     group = max(there, key=lambda group: (loads[group], -group))
     op = problem.group_ops[group][0]
     left = tuple((row.name, row.memory_bytes) for row in problem.cluster.devices)

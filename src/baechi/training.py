@@ -94,7 +94,10 @@ def _mirror(
     order = backward_ops(ops, tensors)
     loss = len(ops)
     twin = {op: loss + 1 + i for i, op in enumerate(order)}
-    grouped = [_with_group(op) if i in twin else op for i, op in enumerate(forward)]
+    # The caller computes the loss where the model's last output is.
+    graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
+    home = max(graded, default=-1)
+    grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
     mirrored = [
         Op(BACKWARD + forward[op].name, backward_ns[op], 0, 0, grouped[op].group) for op in order
     ]
@@ -116,7 +119,8 @@ def _mirror(
         sources = [loss] if tensor.kept else []
         sources += [twin[consumer] for consumer in tensor.consumers if consumer in twin]
         edges += [Tensor(source, (twin[tensor.producer],), tensor.nbytes) for source in sources]
-    return [*grouped, Op(LOSS, 0), *mirrored], edges
+    loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
+    return [*grouped, loss_op, *mirrored], edges
 
 
 def _with_group(op: Op) -> Op:

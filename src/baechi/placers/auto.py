@@ -108,7 +108,7 @@ def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
 
 def _expanded(problem: Problem, placement: Placement) -> Placement | None:
     """The placement with the makespan that it has on the graph itself, if it fits there."""
-    timeline = replay(problem, placement)
+    timeline = replay(problem, placement.devices, placement.order)
     if not fits_memory(problem, timeline):
         return None
     stats = {key: value for key, value in placement.stats.items() if key != "makespan_ns"}

@@ -48,14 +48,11 @@ def placement_of(
     return Placement(problem.graph.digest, tuple(devices), tuple(order), placer, known)
 
 
-def verified(
-    problem: Problem, devices: Sequence[int], order: Sequence[int], placer: str
-) -> Placement | None:
-    """The placement with these devices and this order, or `None` where it does not fit.
+def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Placement | None:
+    """The placement with a device for every op, in index order; `None` where it does not fit.
 
     Raises:
-        InputError: It needs a path that does not exist.
+        InputError: As `simulate`.
     """
-    placement = Placement(problem.graph.digest, tuple(devices), tuple(order), placer)
-    timeline = replay(problem, placement)
+    timeline = replay(problem, devices, range(len(problem.graph.ops)))
     return placement_of(problem, timeline, placer) if fits_memory(problem, timeline) else None

@@ -9,7 +9,7 @@ from typing import ClassVar, final
 
 from baechi.errors import InputError
 from baechi.placement import Placement
-from baechi.placers.base import Placer, verified
+from baechi.placers.base import Placer, in_index_order
 from baechi.problem import Problem
 from baechi.values import check_count
 
@@ -32,9 +32,11 @@ class SingleDevice(Placer):
         n = len(problem.cluster.devices)
         if self.device is not None and not 0 <= self.device < n:
             raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
-        ops = range(len(problem.graph.ops))
         devices = range(n) if self.device is None else (self.device,)
-        found = [verified(problem, [device] * len(ops), ops, self.name) for device in devices]
+        found = [
+            in_index_order(problem, [device] * len(problem.graph.ops), self.name)
+            for device in devices
+        ]
         fitting = [placement for placement in found if placement is not None]
         return min(fitting, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
@@ -51,7 +53,7 @@ class RoundRobin(Placer):
         """As the class says."""
         n = len(problem.cluster.devices)
         devices = [group % n for group in problem.op_group]
-        return verified(problem, devices, range(len(devices)), self.name)
+        return in_index_order(problem, devices, self.name)
 
 
 @final
@@ -73,7 +75,7 @@ class RandomPlacer(Placer):
         n = len(problem.cluster.devices)
         of_group = [draw.randrange(n) for _ in problem.group_ops]
         devices = [of_group[group] for group in problem.op_group]
-        return verified(problem, devices, range(len(devices)), self.name)
+        return in_index_order(problem, devices, self.name)
 
 
 @final
@@ -99,4 +101,4 @@ class Pinned(Placer):
         Raises:
             InputError: The pins are for another graph or cluster, or part a group.
         """
-        return verified(problem, self.devices, range(len(self.devices)), self.name)
+        return in_index_order(problem, self.devices, self.name)

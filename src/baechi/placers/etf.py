@@ -1,6 +1,7 @@
 """m-ETF: earliest task first, under memory.
 
-Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-ETF", after Hwang, Chow, Anger and Lee (1989).
+Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-ETF", after Hwang, Chow, Anger and Lee
+(1989).
 Repeatedly commit the pair of a ready op and a device with the smallest (earliest start, op index,
 device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
 `csrc/list_schedule.cc`).

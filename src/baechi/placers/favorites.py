@@ -12,9 +12,10 @@ other child did (and devices were without number). Source: Hanen and Munier (199
     sum over children j of i of (1 - x_ij) <= 1  at most one favorite child, `_choice_rows`
     sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent, `_choice_rows`
 
-k and c are divided by the largest of them before, so that the solver sees numbers around 1. Rounding:
-edges with x below 1/2, the smallest x first, then the largest c, then the smallest (i, j), are taken
-as long as neither end is taken: so the result is a matching, whatever the solver returned.
+k and c are divided by the largest of them before, so that the solver sees numbers around 1.
+Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
+(i, j), are taken as long as i has no favorite child and j is nobody's: so every op ends with at
+most one of each, whatever the solver returned.
 
 Where we leave the paper: edges inside one group cost nothing and choose nothing; HiGHS instead of
 MOSEK; the threshold is 1/2 with repair, instead of 0.1 without; c is the mean over the links. The
@@ -25,7 +26,7 @@ Complexity: a linear program of ops + edges rows and columns.
 """
 
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Any, Final, final
 
 import highspy
 import numpy as np
@@ -106,7 +107,8 @@ def _solve(
     times: NDArray[np.float64], edges: _Edges, cost: NDArray[np.float64]
 ) -> NDArray[np.float64] | None:
     """The optimal x of the edges that choose, or `None`."""
-    solver = highspy.Highs()
+    make: Any = highspy.Highs  # some releases have types, others none
+    solver = make()
     for option, value in (
         ("output_flag", False),
         ("threads", 1),

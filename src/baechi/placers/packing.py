@@ -4,8 +4,8 @@ Static loads of groups are packed into devices, and every assignment found is ch
 clock, in index order and in list order. The searches, from cheap to dear (`arrangements`):
 
 1. everything on one device; m-TOPO with and without its cap; m-ETF;
-2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously in
-   topological order or best fit decreasing, under the smallest common fill of the devices with
+2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
+   in topological order or best fit decreasing, under the smallest common fill of the devices with
    which everything has a place, and under looser ones;
 3. where groups and devices are few, every assignment (`_every_assignment`).
 
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.bounds import running_bytes
@@ -26,7 +27,7 @@ from baechi.placement import Placement
 from baechi.placers.base import Placer, placement_of
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
-from baechi.placers.topo import MTopo, group_bytes
+from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory
 
@@ -60,7 +61,12 @@ def arrangements(problem: Problem) -> Iterator[Placement]:
     if _is_hopeless(problem):
         return
     found = False
-    singles = [SingleDevice(device) for device in range(len(problem.cluster.devices))]
+    held = sum(problem.group_persistent)
+    singles = [
+        SingleDevice(device)
+        for device, row in enumerate(problem.cluster.devices)
+        if held <= row.memory_bytes
+    ]
     for placer in (*singles, MTopo(), MTopo(capped=False), METF()):
         placement = placer.place(problem)
         if placement is not None:
@@ -79,9 +85,7 @@ def packings(problem: Problem) -> Iterator[Placement]:
     for numerator, denominator in _SHARES:
         loads = [
             persistent + (total - persistent) * numerator // denominator
-            for persistent, total in zip(
-                problem.group_persistent, group_bytes(problem), strict=True
-            )
+            for persistent, total in zip(problem.group_persistent, problem.group_bytes, strict=True)
         ]
         for pack in (_contiguous, _best_fit):
             for assignment in _fillings(problem, loads, pack):
@@ -171,7 +175,7 @@ def _in_both_orders(problem: Problem, assignment: Sequence[int]) -> Iterator[Pla
 def _index_order(
     problem: Problem,
     timeline: _core.Timeline,
-    devices: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    devices: NDArray[np.int32],
 ) -> bool:
     return timeline.fold(devices, np.arange(len(problem.graph.ops), dtype=np.int32)) < 0
 
@@ -179,7 +183,7 @@ def _index_order(
 def _list_order(
     problem: Problem,
     timeline: _core.Timeline,
-    devices: "np.ndarray[tuple[int], np.dtype[np.int32]]",
+    devices: NDArray[np.int32],
 ) -> bool:
     for ops in problem.group_ops:
         timeline.reserve(ops[0], int(devices[ops[0]]))

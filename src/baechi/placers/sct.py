@@ -1,8 +1,8 @@
 """m-SCT: small communication time, under memory.
 
-Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A linear
-program picks favorite children (`placers/favorites.py`), and the list scheduler keeps them with
-their parents (`csrc/list_schedule.cc`). At every step:
+Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
+linear program picks favorite children (`placers/favorites.py`), and the list scheduler keeps them
+with their parents (`csrc/list_schedule.cc`). At every step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
 - A device is *awake* if the favorite child of the op that it took last is ready, and is not
@@ -10,13 +10,13 @@ their parents (`csrc/list_schedule.cc`). At every step:
   tie). It waits for that child.
 - An op is *urgent* on a device if no device with room for it would start it later: it could start
   at that time wherever it has room.
-- An awake device takes its favorite child or an op that is urgent there; other devices take anything.
+- An awake device takes that child or an op that is urgent there; other devices take anything.
 
 Of the pairs that this allows, the one with the smallest (earliest start, op, device) is committed.
 Without favorites that is m-ETF.
 
-Where we leave the paper: see `placers/etf.py`; and above `max_ops` the linear program costs more than
-it gains, so that there are no favorites, which `stats` says.
+Where we leave the paper: see `placers/etf.py`; and above `max_ops` the linear program costs more
+than it gains, so that there are no favorites, which `stats` says.
 """
 
 from dataclasses import dataclass

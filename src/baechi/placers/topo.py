@@ -1,7 +1,7 @@
 """m-TOPO: fill the devices one after the other, in topological order, up to a balanced cap.
 
-Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-TOPO": Cap = sum(d) / n + max(d), where d is
-the memory of an op and n the number of devices. Complexity: O(ops * log ops + tensors).
+Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-TOPO": Cap = sum(d) / n + max(d), where d
+is the memory of an op and n the number of devices. Complexity: O(ops * log ops + tensors).
 
 Where we leave the paper: d is a whole group's, since its ops cannot be apart; a device also closes
 when the exact account says that an op does not fit there, so that the cap never breaks the real
@@ -30,17 +30,19 @@ class MTopo(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """As the class says; a device that closed stays closed."""
-        loads = group_bytes(problem)
+        loads = problem.group_bytes
         caps = self._caps(problem, loads)
         timeline = problem.timeline()
         device, filled = 0, 0
+
+        def closes(op: int, load: int) -> bool:
+            over = self.capped and filled > 0 and filled + load > caps[device]
+            return over or not timeline.fits(op, device)
+
         for op, group in enumerate(problem.op_group):
             target = timeline.group_device(op)
             if target < 0:
-                while (
-                    device < len(caps)
-                    and (self.capped and filled and filled + loads[group] > caps[device])
-                ) or (device < len(caps) and not timeline.fits(op, device)):
+                while device < len(caps) and closes(op, loads[group]):
                     device, filled = device + 1, 0
                 if device == len(caps):
                     return None
@@ -55,15 +57,3 @@ class MTopo(Placer):
         memory = [device.memory_bytes for device in problem.cluster.devices]
         total = max(1, sum(memory))
         return [-(-sum(loads) * m // total) + max(loads, default=0) for m in memory]
-
-
-def group_bytes(problem: Problem) -> tuple[int, ...]:
-    """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
-    graph = problem.graph
-    outputs = [sum(graph.tensors[t].nbytes for t in row) for row in graph.op_outputs]
-    return tuple(
-        persistent
-        + sum(outputs[op] for op in ops)
-        + max(graph.ops[op].workspace_bytes for op in ops)
-        for persistent, ops in zip(problem.group_persistent, problem.group_ops, strict=True)
-    )

@@ -11,9 +11,18 @@ from baechi.reporting.occupancy import memory_profile
 from baechi.training import BACKWARD
 from baechi.units import format_bytes, format_ns
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers; without black
-# and yellow, which vanish on a dark and on a light page.
-COLORS: Final = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#8A8A8A")
+# Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers. Their black and
+# yellow vanish on a dark or a light page; wine (from Paul Tol's palettes) and gray stand for them.
+COLORS: Final = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#882255",
+    "#8A8A8A",
+)
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 _GRID: Final = "rgba(128,128,128,0.22)"
 _LINE: Final = "rgba(128,128,128,0.45)"
@@ -157,10 +166,17 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
     figure.add_scatter(
         x=faint_x, y=faint_y, mode="lines", line=faint, hoverinfo="skip", showlegend=False
     )
+    many = len(texts) > 300  # then thin and pale, so that ops stay visible
     for src, (xs, ys) in sorted(drawn.items()):
-        name = f"sent by {escape(plan.cluster.devices[src].name)}"
-        strong = {"color": color(src), "width": 1.6, "dash": "dot"}
-        figure.add_scatter(x=xs, y=ys, mode="lines", line=strong, hoverinfo="skip", name=name)
+        figure.add_scatter(
+            x=xs,
+            y=ys,
+            mode="lines",
+            line={"color": color(src), "width": 0.8 if many else 1.6, "dash": "dot"},
+            opacity=0.4 if many else 0.9,
+            hoverinfo="skip",
+            showlegend=False,
+        )
     figure.add_scatter(
         x=middle_x,
         y=middle_y,

@@ -118,7 +118,7 @@ def sections(graph: OpGraph, columns: tuple[int, ...], most: int = 24) -> list[t
             break
         best = found
     end = max(columns, default=0) + 1
-    ends = [column for column, _ in best[1:]] + [end]
+    ends = [*(column for column, _ in best[1:]), end][: len(best)]
     lengths = [stop - start for (start, _), stop in zip(best, ends, strict=True)]
     named: list[tuple[int, str]] = []
     for _, part in sorted(zip(lengths, best, strict=True), key=lambda pair: (-pair[0], pair[1])):

@@ -115,6 +115,7 @@ def _accumulate(level: int, changes: Mapping[int, int], end_ns: int) -> Steps:
     steps = {0: level}
     for time_ns in sorted(changes):
         level += changes[time_ns]
-        steps[time_ns] = level
+        if changes[time_ns]:
+            steps[time_ns] = level
     steps[end_ns] = level
     return tuple(steps.items())

@@ -111,9 +111,9 @@ def _body(plan: Plan) -> str:
     parts += [
         "<h2>The graph by device</h2>",
         '<p class="soft">A point is an op, larger when it takes longer; forward runs to the right, '
-        "backward runs back below it. Dotted lines are tensors sent to another device; faint ones "
-        "stay on theirs. What backward keeps of forward is not drawn. Drag to zoom, double-click "
-        "to return.</p>",
+        "backward runs back below it. Dotted lines are tensors sent to another device, in the "
+        "color of the one that sends; faint ones stay on theirs. What backward keeps of forward is "
+        "not drawn. Drag to zoom, double-click to return.</p>",
         _figure(graph_figure(plan), "graph"),
         "<h2>The step over time</h2>",
         '<p class="soft">Backward ops are paler. A transfer stands in the lane of the device that '

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.errors import InputError
-from baechi.extraction import extract
+from baechi.extraction import extract, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.placement import Placement
@@ -113,9 +113,8 @@ class Executable:
                 # A buffer that travels lives where its own segment is.
                 if argument.op == "get_attr" and (argument in inside or argument in self._owned):
                     tensors += _tensors(self._attribute(argument))
-            if node.op == "call_module":
-                leaf = self._module.graph_module.get_submodule(str(node.target))
-                tensors += [*leaf.parameters(), *leaf.buffers()]
+        for leaf in opaque_leaves(self._module.graph_module, nodes).values():
+            tensors += [*leaf.parameters(), *leaf.buffers()]
         return tensors
 
     @property
@@ -149,10 +148,8 @@ class Executable:
         parameters = [
             value for value in state.values() if isinstance(value, torch.nn.Parameter)
         ]
-        for node in running:
-            if node.op == "call_module":
-                leaf = self._module.graph_module.get_submodule(str(node.target))
-                parameters += list(leaf.parameters())
+        for leaf in opaque_leaves(self._module.graph_module, running).values():
+            parameters += list(leaf.parameters())
         unique = tuple(dict.fromkeys(parameters))
         positions = tuple(
             -1 if reader is None else self._position[reader] for reader in part.readers

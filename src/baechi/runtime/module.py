@@ -202,8 +202,8 @@ class PlacedModule(nn.Module):
         if self._specialize is None:
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-                "gradients or mode. Trace and apply that call, or use `baechi.place`, which "
+                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants "
+                "or mode. Trace and apply that call, or use `baechi.place`, which "
                 "traces each new shape."
             )
         if len(self._specializations) >= self._limit:
@@ -278,38 +278,33 @@ class PlacedModule(nn.Module):
         Args:
             optimizer: Whose state to count on its parameters' devices.
         """
-        meter = Meter(self._resident_bytes(optimizer))
-        meter.know([*self.parameters(), *self.buffers()])
-        meter.know([p.grad for p in self.parameters() if p.grad is not None])
+        meter = Meter([0] * self._n_accounts())
+        self._hold_residents(meter, optimizer)
         self._meter = meter
         try:
             yield meter
         finally:
             self._meter = None
 
-    def _resident_bytes(self, optimizer: torch.optim.Optimizer | None) -> list[int]:
-        """Parameters, buffers, their gradients and optimizer state, per logical device."""
+    def _n_accounts(self) -> int:
         special = self._current
-        n = max(special.placement.devices, default=0) + 1
-        n = len(special.cluster.devices) if special.cluster is not None else n
-        resident = [0] * n
-        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        seen: set[int] = set()
+        if special.cluster is not None:
+            return len(special.cluster.devices)
+        return max(special.placement.devices, default=0) + 1
+
+    def _hold_residents(self, meter: Meter, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count parameters, buffers, gradients and optimizer state on their logical devices."""
+        special = self._current
+        named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for op, device in zip(special.traced.ops, special.placement.devices, strict=False):
-            for name in op.parameters:
-                tensor = tensors.get(name)
-                if tensor is None or tensor.untyped_storage()._cdata in seen:
-                    continue
-                seen.add(tensor.untyped_storage()._cdata)
-                resident[device] += tensor.untyped_storage().nbytes()
+            for tensor in (named[name] for name in op.parameters if name in named):
+                meter.hold(device, tensor)
                 if tensor.grad is not None:
-                    resident[device] += tensor.grad.untyped_storage().nbytes()
+                    meter.hold(device, tensor.grad)
                 if optimizer is not None:
-                    state = optimizer.state.get(tensor, {}).values()
-                    resident[device] += sum(
-                        x.untyped_storage().nbytes() for x in state if isinstance(x, torch.Tensor)
-                    )
-        return resident
+                    for value in optimizer.state.get(tensor, {}).values():
+                        if isinstance(value, torch.Tensor):
+                            meter.hold(device, value)
 
     def unplace(self) -> nn.Module:
         """The model itself, back on the devices it came from; this module runs no more."""

@@ -1,0 +1,268 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+import baechi
+from baechi import Cluster, InputError, Link, Op, OpGraph, Placement, Profile, Schedule, Tensor
+from baechi.__main__ import app, load_model
+from baechi.traced import Traced
+
+COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+
+    def forward(self, x, scale=1.0):
+        return (self.left(x) + self.right(x)).relu() * scale
+
+def tiny():
+    return Net(), (torch.ones(4, 8),), {"scale": 2.0}
+
+def short():
+    return Net(), (torch.ones(4, 8),)
+
+def fails():
+    raise RuntimeError("the model's own error")
+
+def wrong():
+    return Net()
+
+def listed():
+    return Net(), [torch.ones(4, 8)]
+
+number = 7
+"""
+GRAPH = OpGraph(
+    tuple(Op(f"op{i}", 1000, persistent_bytes=60) for i in range(4)),
+    (Tensor(0, (1, 2), 8), Tensor(1, (3,), 8), Tensor(2, (3,), 8)),
+)
+CLUSTER = Cluster.uniform(2, 200, Link(10, 10**9))
+
+
+def run(*words, code=0):
+    """The output of a command, stdout and stderr, after checking its exit code."""
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    unexpected = None if isinstance(result.exception, SystemExit) else result.exception
+    assert unexpected is None, unexpected
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model.py").write_text(MODEL)
+    baechi.dump(GRAPH, "a.graph.json")
+    baechi.dump(CLUSTER, "cluster.json")
+    baechi.dump(baechi.solve(GRAPH, CLUSTER), "a.placement.json")
+    before = (list(sys.path), dict(sys.modules))
+    yield tmp_path
+    sys.path[:] = before[0]
+    for name in set(sys.modules) - set(before[1]):
+        if name in ("model", "package", "package.inner"):
+            del sys.modules[name]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_teaches(command):
+    text = run(command, "--help")
+    assert f"baechi {command}" in text
+    if command != "estimate":
+        assert "or example" in text
+
+
+def test_help_lists_the_words_of_the_api():
+    text = run("--help")
+    assert all(command in text for command in COMMANDS)
+    assert "baechi solve gpt2.graph.json" in text
+
+
+def test_version():
+    assert run("--version") == f"baechi {baechi.__version__}\n"
+
+
+def test_help_loads_no_torch():
+    code = (
+        "import sys, baechi.__main__ as m\n"
+        "try: m.app(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'plotly', 'numpy', 'networkx'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_the_whole_way_from_a_model_to_a_report(files):
+    text = run("trace", "model.py:tiny", "-o", "t.trace.json")
+    assert "Net: " in text
+    assert "wrote t.trace.json" in text
+    assert baechi.load("t.trace.json", Traced).name == "Net"
+
+    text = run("profile", "model.py:tiny", "--threads", 1, "-o", "t.profile.json",
+               "--graph", "t.graph.json", "--trace", "t2.trace.json")  # fmt: skip
+    assert "forward" in text
+    graph = baechi.load("t.graph.json", OpGraph)
+    profile = baechi.load("t.profile.json", Profile)
+    assert profile.traced_digest == baechi.load("t2.trace.json", Traced).digest
+    assert any(op.name.startswith("backward:") for op in graph.ops)
+    parameter_bytes = 2 * (64 + 8) * 4
+    assert sum(op.persistent_bytes for op in graph.ops) == 4 * parameter_bytes
+
+    text = run("probe", "cpu:0=1MiB", "cpu:1=2MiB", "-o", "two.json")
+    cluster = baechi.load("two.json", Cluster)
+    assert [device.memory_bytes for device in cluster.devices] == [2**20, 2**21]
+    assert "cpu:0 to cpu:1" in text
+
+    text = run("solve", "t.graph.json", "two.json", "--placer", "m-etf", "-o", "t.placement.json")
+    assert "One step takes" in text
+    placement = baechi.load("t.placement.json", Placement)
+    assert placement == baechi.solve(graph, cluster, placer="m-etf")
+
+    run("simulate", "t.graph.json", "two.json", "t.placement.json", "-o", "t.schedule.json")
+    schedule = baechi.load("t.schedule.json", Schedule)
+    assert schedule == baechi.simulate(graph, cluster, placement)
+
+    text = run("report", "t.graph.json", "two.json", "t.placement.json", "-o", "plan.html",
+               "--trace", "plan.json", "--schedule", "t.schedule.json",
+               "--traced", "t.trace.json")  # fmt: skip
+    assert "wrote plan.html; open it in a browser" in text
+    assert "Net on 2 devices" in (files / "plan.html").read_text()
+    assert json.loads((files / "plan.json").read_text())["traceEvents"]
+
+
+def test_inference_and_optimizers(files):
+    run("profile", "model.py:short", "--inference", "--graph", "i.graph.json")
+    graph = baechi.load("i.graph.json", OpGraph)
+    assert not any(op.name.startswith("backward:") for op in graph.ops)
+    assert sum(op.persistent_bytes for op in graph.ops) == 2 * (64 + 8) * 4
+    run("profile", "model.py:short", "--optimizer", "sgd", "--graph", "s.graph.json")
+    graph = baechi.load("s.graph.json", OpGraph)
+    assert sum(op.persistent_bytes for op in graph.ops) == 2 * 2 * (64 + 8) * 4
+    text = run("profile", "model.py:short", "--optimizer", "x", "--graph", "x.json", code=2)
+    assert "optimizer 'x' is unknown" in text
+    assert not (files / "x.json").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_solve_on_a_uniform_cluster():
+    run("solve", "a.graph.json", "--devices", 3, "--memory", "150", "--latency-us", 0.01,
+        "--gbytes-per-s", 1, "-o", "p.json", "--save-cluster", "c.json")  # fmt: skip
+    assert baechi.load("c.json") == Cluster.uniform(3, 150, Link(10, 10**9))
+    assert baechi.load("p.json") == baechi.solve(GRAPH, baechi.load("c.json"))
+
+
+def test_report_without_files_prints_text(files):
+    text = run("report", "a.graph.json", "cluster.json", "a.placement.json")
+    assert "The fullest device is" in text
+    assert sorted(os.listdir(files)) == [
+        "a.graph.json", "a.placement.json", "cluster.json", "model.py"
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("files")
+def test_simulate_prints_what_it_found():
+    text = run("simulate", "a.graph.json", "cluster.json", "a.placement.json")
+    schedule = baechi.simulate(GRAPH, CLUSTER, baechi.load("a.placement.json"))
+    assert f"one step takes {schedule.makespan_ns / 1000:.2f} us" in text
+    assert f"device0: at most {schedule.peak_bytes[0]} B of 200 B" in text
+
+
+def test_what_does_not_fit_leaves_with_code_3(files):
+    text = run("solve", "a.graph.json", "--devices", 2, "--memory", "100", "-o", "p.json", code=3)
+    assert text.startswith("does not fit: ")
+    assert "more to device" in text
+    assert "Traceback" not in text
+    assert not (files / "p.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["estimate"], "computed costs come in a later version. `baechi profile MODEL"),
+        (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
+        (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
+        (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
+        (["solve", "a.graph.json"], "give a cluster file or --devices, and not both"),
+        (["solve", "a.graph.json", "cluster.json", "--devices", "2"], "and not both"),
+        (["solve", "a.graph.json", "cluster.json", "--placer", "best"], "placer 'best' is unknown"),
+        (["solve", "a.graph.json", "--devices", "2", "--memory", "10 gigs"], "'10 gigs' cannot be"),
+        (["probe", "cpu:0=much"], "'much' cannot be read"),
+        (["probe", "cpu:0=1GiB", "cpu:1"], "device 'cpu:1' has no limit; write cpu:1=1GiB"),
+        (["probe", "cpu:0=1GiB", "cpu:0=2GiB"], "device 'cpu:0' is named twice"),
+        (["trace", "model.py"], "write file.py:function or package.module:function"),
+        (["trace", "none.py:f"], "there is no file 'none.py'"),
+        (["trace", "no.such.module:f"], "there is no module 'no'"),
+        (["trace", "model.py:other"], "model.py has no 'other'; it has "),
+        (["trace", "model.py:wrong"], "returned a Net; it must return (model, args)"),
+        (["trace", "model.py:listed"], "returned list args and dict kwargs"),
+        (["trace", "model.py:number"], "is 7, no function"),
+        (["trace", "model.py:short", "-o", "no/such/folder/t.json"], "cannot write no/such"),
+    ],
+)
+@pytest.mark.usefixtures("files")
+def test_bad_input_is_one_message_and_code_2(words, said):
+    text = run(*words, code=2)
+    assert text.startswith("error: ")
+    assert said in text
+    assert "Traceback" not in text
+    assert text.count("\n") == 1
+
+
+@pytest.mark.usefixtures("files")
+def test_the_message_goes_to_stderr():
+    result = CliRunner().invoke(app, ["estimate"])
+    assert result.stdout == ""
+    assert "computed costs" in result.stderr
+
+
+@pytest.mark.usefixtures("files")
+def test_a_changed_graph_is_refused():
+    baechi.dump(OpGraph(GRAPH.ops), "b.graph.json")
+    text = run("report", "b.graph.json", "cluster.json", "a.placement.json", code=2)
+    assert "placement" in text
+
+
+@pytest.mark.usefixtures("files")
+def test_an_error_inside_the_model_keeps_its_traceback():
+    result = CliRunner().invoke(app, ["trace", "model.py:fails"])
+    assert isinstance(result.exception, RuntimeError)
+
+
+@pytest.mark.usefixtures("files")
+def test_an_interrupt_leaves_with_code_130(monkeypatch):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("baechi.__main__.load", interrupt)
+    assert "interrupted" in run("solve", "a.graph.json", "cluster.json", code=130)
+
+
+def test_models_are_found_in_packages_of_the_working_folder(files):
+    (files / "package").mkdir()
+    (files / "package" / "__init__.py").touch()
+    (files / "package" / "inner.py").write_text(MODEL)
+    model, args, kwargs = load_model("package.inner:tiny")
+    assert type(model).__name__ == "Net"
+    assert (len(args), kwargs) == (1, {"scale": 2.0})
+    (files / "package" / "inner.py").write_text("import no_such_dependency\n")
+    del sys.modules["package.inner"]
+    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+        load_model("package.inner:tiny")
+    with pytest.raises(InputError, match=r"there is no module 'package\.other'"):
+        load_model("package.other:tiny")
+
+
+@pytest.mark.usefixtures("files")
+def test_python_m_baechi_runs_and_returns_its_code():
+    command = [sys.executable, "-m", "baechi"]
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"baechi {baechi.__version__}\n"
+    done = subprocess.run([*command, "estimate"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")

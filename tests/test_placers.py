@@ -1,0 +1,204 @@
+"""The placers: the C++ list scheduler against a plain one, worked examples, and what always holds."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baechi import (
+    METF,
+    MSCT,
+    Auto,
+    Cluster,
+    Device,
+    InputError,
+    Link,
+    MTopo,
+    Op,
+    OpGraph,
+    Pinned,
+    RandomPlacer,
+    RoundRobin,
+    SingleDevice,
+    Tensor,
+    simulate,
+)
+from baechi.placers.packing import Packing
+from baechi.problem import Problem
+from baechi.simulation import overflows
+from oracle import Oracle, list_schedule
+from strategies import clusters, graphs
+
+LINK = Link(10, 10**9)
+SEARCHING = (MTopo(), MTopo(capped=False), METF(), METF(retries=0), MSCT(), Packing(), Auto())
+FIXED = (SingleDevice(), RoundRobin(), RandomPlacer(0))
+
+
+@st.composite
+def favorites(draw, graph):
+    """Some matching of parents and children, as `favorites.py` makes them."""
+    children, parented = [-1] * len(graph.ops), set()
+    for tensor in graph.tensors:
+        for child in tensor.consumers:
+            free = children[tensor.producer] < 0 and child not in parented
+            if free and draw(st.booleans()):
+                children[tensor.producer] = child
+                parented.add(child)
+    return children
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_the_list_scheduler_agrees_with_the_oracle(data):
+    graph = data.draw(graphs(max_ops=10))
+    memory = st.integers(0, 60 * (1 + len(graph.ops)))
+    cluster = data.draw(clusters(memory=memory))
+    timeline, oracle = Problem(graph, cluster).timeline(), Oracle(graph, cluster)
+    if data.draw(st.booleans()) and graph.ops:
+        children = data.draw(favorites(graph))
+        done = timeline.list_schedule(np.array(children, np.int32))
+        assert done == list_schedule(oracle, [None if c < 0 else c for c in children])
+    else:
+        assert timeline.list_schedule(np.empty(0, np.int32)) == list_schedule(oracle)
+    assert timeline.spans() == [(op, *span) for op, span in oracle.spans.items()]
+    assert timeline.transfers() == oracle.transfers
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), clusters(whole=True), st.sampled_from(SEARCHING + FIXED))
+def test_a_placement_fits_and_is_what_the_simulator_says(graph, cluster, placer):
+    placement = placer.place(Problem(graph, cluster))
+    if placement is None:
+        return
+    assert placement.placer == placer.name
+    schedule = simulate(graph, cluster, placement)
+    assert not overflows(schedule, cluster)
+    assert schedule.makespan_ns == placement.stats["makespan_ns"]
+    assert placement == placer.place(Problem(graph, cluster))
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(), clusters(), st.sampled_from(SEARCHING))
+def test_renaming_devices_changes_nothing(graph, cluster, placer):
+    devices = tuple(replace(d, name=f"renamed{i}") for i, d in enumerate(cluster.devices))
+    first = placer.place(Problem(graph, cluster))
+    second = placer.place(Problem(graph, replace(cluster, devices=devices)))
+    if first is None:
+        assert second is None
+    else:
+        assert (first.devices, first.order) == (second.devices, second.order)
+
+
+def towers(time_ns=100, memory=1000):
+    """One op feeds two towers of two ops, and a last op joins them."""
+    ops = [Op(name, time_ns, 10) for name in ("in", "a1", "b1", "a2", "b2", "out")]
+    edges = [(0, (1, 2)), (1, (3,)), (2, (4,)), (3, (5,)), (4, (5,))]
+    graph = OpGraph(tuple(ops), tuple(Tensor(p, c, 1) for p, c in edges))
+    return graph, Cluster.uniform(2, memory, LINK)
+
+
+@pytest.mark.parametrize("placer", [METF(), MSCT(), Auto()])
+def test_two_towers_go_to_two_devices(placer):
+    graph, cluster = towers()
+    placement = placer.place(Problem(graph, cluster))
+    _, a1, b1, a2, b2, _ = placement.devices
+    assert a1 == a2 != b1 == b2
+    # One tower starts late by a transfer of 11 ns; the other's result travels meanwhile.
+    assert placement.stats["makespan_ns"] == 100 + 11 + 200 + 100
+
+
+def test_sct_waits_for_the_favorite_child_where_etf_does_not():
+    # x ends at 10 on device 0. Its child y must wait for z, on device 1, until 30. Meanwhile w is
+    # ready at 10 on either device, since it comes from both; z's device is free only at 30.
+    ops = (Op("x", 10), Op("z", 10), Op("y", 10), Op("w", 10))
+    tensors = (Tensor(0, (2,), 20), Tensor(1, (2,), 1), Tensor(0, (3,), 1))
+    problem = Problem(OpGraph(ops, tensors), Cluster.uniform(2, 1000, LINK))
+    etf, sct = problem.timeline(), problem.timeline()
+    etf.list_schedule(np.empty(0, np.int32))
+    sct.list_schedule(np.array([2, -1, -1, -1], np.int32))
+    assert etf.spans() == [(0, 0, 0, 10), (1, 1, 0, 10), (3, 0, 10, 20), (2, 0, 21, 31)]
+    # Device 0 is awake for y. w could start there at 10, but on device 1 only at 21: not urgent.
+    assert sct.spans() == [(0, 0, 0, 10), (1, 1, 0, 10), (2, 0, 21, 31), (3, 1, 21, 31)]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "capped", "memory", "devices"),
+    [
+        # Cap = 60 / 3 + 10 = 30.
+        ([10] * 6, True, 100, (0, 0, 0, 1, 1, 1)),
+        ([10] * 6, False, 100, (0, 0, 0, 0, 0, 0)),
+        ([10] * 6, True, 20, (0, 0, 1, 1, 2, 2)),
+        ([10] * 6, True, 15, None),
+        # Cap = 90 / 3 + 50 = 80; a device that closed stays closed.
+        ([20, 50, 20], True, 80, (0, 0, 1)),
+        ([20, 50, 20], True, 60, (0, 1, 2)),
+    ],
+)
+def test_m_topo_by_hand(sizes, capped, memory, devices):
+    graph = OpGraph(tuple(Op(f"o{i}", 1, size) for i, size in enumerate(sizes)))
+    problem = Problem(graph, Cluster.uniform(3, memory, LINK))
+    placement = MTopo(capped=capped).place(problem)
+    assert (placement and placement.devices) == devices
+
+
+def test_m_topo_shares_the_load_by_memory_and_keeps_groups_together():
+    names = ["g", None, None, "g", None]
+    graph = OpGraph(tuple(Op(f"o{i}", 1, 10, group=name) for i, name in enumerate(names)))
+    devices = [Device("small", 30), Device("large", 90)]
+    placement = MTopo().place(Problem(graph, Cluster.connected(devices, LINK)))
+    # The caps are 50 * 30 / 120 + 20 = 33 and 50 * 90 / 120 + 20 = 58; small holds 30.
+    assert placement.devices == (0, 0, 1, 0, 1)
+
+
+def test_a_dead_end_is_retried_with_the_largest_group_pinned():
+    # Earliest task first fills both devices with the small ones; then the large one has no room.
+    ops = tuple(Op(f"small{i}", 10, 4) for i in range(4)) + (Op("large", 10, 10),)
+    tensors = (Tensor(0, (4,), 0),)
+    problem = Problem(OpGraph(ops, tensors), Cluster.uniform(2, 16, LINK))
+    assert METF(retries=0).place(problem) is None
+    placement = METF().place(problem)
+    assert placement.stats["pinned groups"] == 1
+
+
+def test_baselines():
+    graph, cluster = towers()
+    problem = Problem(graph, cluster)
+    assert RoundRobin().place(problem).devices == (0, 1, 0, 1, 0, 1)
+    assert SingleDevice(1).place(problem).devices == (1,) * 6
+    assert SingleDevice().place(problem).devices == (0,) * 6
+    assert RandomPlacer(1).place(problem) == RandomPlacer(1).place(problem)
+    assert RandomPlacer(1).place(problem) != RandomPlacer(2).place(problem)
+    assert Pinned((0, 0, 1, 0, 1, 1)).place(problem).devices == (0, 0, 1, 0, 1, 1)
+    with pytest.raises(InputError, match="device 2 does not exist"):
+        SingleDevice(2).place(problem)
+    with pytest.raises(InputError, match="the placement has 1 ops, the graph 6"):
+        Pinned((0,)).place(problem)
+    with pytest.raises(InputError, match="device of a pinned op is -1"):
+        Pinned((-1,))
+
+
+def test_the_single_device_is_the_fastest_that_fits():
+    devices = [Device("slow", 99, 0.5), Device("small", 9, 4.0), Device("fast", 99, 2.0)]
+    problem = Problem(OpGraph((Op("a", 100, 50),)), Cluster.connected(devices, LINK))
+    placement = SingleDevice().place(problem)
+    assert (placement.devices, placement.stats["makespan_ns"]) == ((2,), 50)
+
+
+def test_above_its_limit_m_sct_has_no_favorites_and_says_so():
+    graph, cluster = towers()
+    problem = Problem(graph, cluster)
+    placement = MSCT(max_ops=5).place(problem)
+    assert placement.stats["favorites"] == "none: 6 ops are more than max_ops=5"
+    assert placement.devices == METF().place(problem).devices
+    chain = OpGraph((Op("a", 1), Op("b", 1)), (Tensor(0, (1,), 1),))
+    assert MSCT().place(Problem(chain, cluster)).stats["favorites"] == 1
+
+
+def test_packing_finds_what_greedy_rules_do_not():
+    # 6 + 4 and 5 + 5 fill both devices to the byte, in that pairing alone.
+    sizes = [4, 5, 6, 5]
+    graph = OpGraph(tuple(Op(f"o{i}", 1, size) for i, size in enumerate(sizes)))
+    placement = Packing().place(Problem(graph, Cluster.uniform(2, 10, LINK)))
+    assert placement.devices[0] == placement.devices[2] != placement.devices[1]

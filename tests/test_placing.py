@@ -1,0 +1,133 @@
+"""The one call: lazy and eager, once per shape, checked and honest."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+
+DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+
+
+def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+    placed = baechi.place(model(), DEVICES)
+    with pytest.raises(baechi.ExecutionError, match="not specialized yet"):
+        _ = placed.placement
+    for rows in (2, 2, 3, 2, 3):
+        assert placed(torch.randn(rows, 8)).shape == (rows, 4)
+    said = capsys.readouterr().err
+    assert said.count("tracing Sequential") == 2
+    assert "input [2, 8]" in said
+    assert "input [3, 8]" in said
+
+
+def test_the_limit_of_shapes_is_told() -> None:
+    placed = baechi.place(model(), DEVICES, progress=False, max_shapes=1)
+    placed(torch.randn(2, 8))
+    with pytest.raises(baechi.InputError, match=r"1 shapes.*\[3, 8\].*max_shapes"):
+        placed(torch.randn(3, 8))
+
+
+def test_training_and_evaluation_mode_are_traced_apart() -> None:
+    split = baechi.place(model(), DEVICES, progress=False)
+    x = torch.randn(2, 8)
+    assert not torch.equal(split(x), split(x))
+    split.eval()
+    assert torch.equal(split(x), split(x))
+    torch.testing.assert_close(split(x), model().eval()(x))
+    assert not split.training
+    assert not split.get_submodule("2").training
+
+
+def test_example_arguments_specialize_at_once() -> None:
+    placed = baechi.place(
+        model(), DEVICES, example_kwargs={"input": torch.randn(2, 8)}, progress=False
+    )
+    assert len(placed.placement.devices) == len(placed.graph.ops)
+    assert placed.schedule.makespan_ns > 0
+
+
+def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
+    big = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    x = torch.randn(4, 512)
+    with pytest.raises(baechi.InfeasibleError) as caught:
+        baechi.place(big, {"cpu:0": "1MiB"}, example_args=(x,), progress=False)
+    need = (1 << 20) + caught.value.extra_bytes
+    placed = baechi.place(big, {"cpu:0": need}, example_args=(x,), progress=False)
+    assert max(placed.schedule.peak_bytes) <= need
+
+
+def test_inference_needs_less_and_gives_no_gradients() -> None:
+    x = torch.randn(2, 8)
+    inference = baechi.place(model(), DEVICES, example_args=(x,), training=False, progress=False)
+    training = baechi.place(model(), DEVICES, example_args=(x,), progress=False)
+    assert sum(inference.schedule.peak_bytes) < sum(training.schedule.peak_bytes)
+    assert not inference(x).requires_grad
+
+
+def test_verify_compares_with_the_unsplit_model_and_changes_nothing() -> None:
+    it = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = copy.deepcopy(it.state_dict())
+    placed = baechi.place(
+        it, DEVICES, example_args=(torch.randn(4, 8),), verify=True, progress=False
+    )
+    assert all(torch.equal(before[name], t) for name, t in it.state_dict().items())
+    assert all(parameter.grad is None for parameter in placed.parameters())
+
+
+def test_verify_finds_a_trace_that_does_not_follow_the_model() -> None:
+    calls = [0]
+
+    class Counts(nn.Module):
+        """Looks at Python state that a trace cannot see."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            calls[0] += 1
+            return self.linear(x) * calls[0]
+
+    with pytest.raises(baechi.ExecutionError, match="differs from the unsplit"):
+        baechi.place(
+            Counts(), DEVICES, example_args=(torch.randn(1, 2),), verify=True, progress=False
+        )
+
+
+def test_a_given_profile_is_used_and_a_wrong_one_refused() -> None:
+    x = torch.randn(2, 8)
+    it = model()
+    profile = baechi.profile(baechi.trace(it, (x,)), progress=False)
+    placed = baechi.place(it, DEVICES, example_args=(x,), costs=profile, progress=False)
+    assert placed.graph.ops[1].time_ns in {cost.forward_ns for cost in profile.costs}
+    with pytest.raises(baechi.InputError, match="another model"):
+        baechi.place(nn.Linear(8, 8), DEVICES, example_args=(x,), costs=profile, progress=False)
+    with pytest.raises(baechi.InputError, match="costs is 'guess'"):
+        baechi.place(it, DEVICES, costs="guess")
+
+
+def test_a_placed_module_cannot_be_placed_or_pickled_and_says_why() -> None:
+    placed = baechi.place(model(), DEVICES)
+    with pytest.raises(baechi.InputError, match="placed already"):
+        baechi.place(placed, DEVICES)
+    with pytest.raises(baechi.ExecutionError, match="state_dict"):
+        pickle.dumps(placed)
+
+
+def test_attributes_of_the_model_are_there() -> None:
+    it = model()
+    it.note = "mine"
+    placed = baechi.place(it, DEVICES)
+    assert placed.note == "mine"
+    assert "PlacedModule(Sequential" in repr(placed)
+    with pytest.raises(AttributeError):
+        _ = placed.no_such_thing

@@ -1,0 +1,139 @@
+"""The graph of a training step mirrors the forward graph."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+import zoo
+from baechi.training import BACKWARD, LOSS, backward_ops
+
+
+@cache
+def traced_of(name: str) -> baechi.Traced:
+    model, args, kwargs = zoo.MODELS[name]()
+    return baechi.trace(model, args, kwargs)
+
+
+def costs_of(traced: baechi.Traced) -> baechi.Profile:
+    costs = tuple(baechi.OpCost(100 + i, 200 + i, workspace_bytes=i) for i in range(len(traced.ops)))
+    return baechi.Profile(traced.digest, "cpu", costs)
+
+
+def training_graph(name: str, optimizer: str | None = None) -> baechi.OpGraph:
+    traced = traced_of(name)
+    return traced.graph(costs_of(traced), training=True, optimizer=optimizer)
+
+
+def test_the_inference_graph_is_the_forward_alone() -> None:
+    traced = traced_of("gpt2")
+    graph = traced.graph(costs_of(traced), training=False)
+    assert [op.name for op in graph.ops] == [op.name for op in traced.ops]
+    assert [op.time_ns for op in graph.ops] == [100 + i for i in range(len(traced.ops))]
+    bytes_of_model = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
+    assert sum(op.persistent_bytes for op in graph.ops) == bytes_of_model
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "resnet_train", "clip"])
+def test_every_backward_is_with_its_forward(name: str) -> None:
+    graph = training_graph(name)
+    by_name = {op.name: op for op in graph.ops}
+    backwards = [op for op in graph.ops if op.name.startswith(BACKWARD)]
+    assert backwards
+    for op in backwards:
+        forward = by_name[op.name.removeprefix(BACKWARD)]
+        assert op.group == forward.group is not None
+
+
+def test_gradients_mirror_the_tensors_that_have_them() -> None:
+    traced = traced_of("gpt2")
+    graph = training_graph("gpt2")
+    index = {op.name: i for i, op in enumerate(graph.ops)}
+    twins = {i: index[BACKWARD + traced.ops[i].name] for i in backward_ops(traced.ops, traced.tensors)}
+    edges = {(t.producer, c, t.nbytes) for t in graph.tensors for c in t.consumers}
+    mirrored = 0
+    for tensor in traced.tensors:
+        for consumer in tensor.consumers:
+            if tensor.differentiable and consumer in twins:
+                assert (twins[consumer], twins[tensor.producer], tensor.nbytes) in edges
+                mirrored += 1
+    assert mirrored > 20
+
+
+def test_the_loss_stands_between_outputs_and_their_gradients() -> None:
+    graph = training_graph("vit")
+    loss = next(i for i, op in enumerate(graph.ops) if op.name == LOSS)
+    assert graph.ops[loss].time_ns == 0
+    read = [graph.tensors[t] for t in graph.op_inputs[loss]]
+    made = [graph.tensors[t] for t in graph.op_outputs[loss]]
+    assert read
+    assert all(tensor.kept for tensor in read)
+    assert sorted(t.nbytes for t in read) == sorted(t.nbytes for t in made)
+    assert graph.ops[loss].group in {graph.ops[t.producer].group for t in read}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "factor"), [(None, 2), ("sgd", 2), ("momentum", 3), ("adam", 4), ("AdamW", 4)]
+)
+def test_persistent_bytes_are_parameters_gradients_and_state(
+    optimizer: str | None, factor: int
+) -> None:
+    traced = traced_of("gpt2")
+    graph = training_graph("gpt2", optimizer)
+    trained = sum(op.trained_bytes for op in traced.ops)
+    frozen = sum(op.frozen_bytes for op in traced.ops)
+    assert sum(op.persistent_bytes for op in graph.ops) == factor * trained + frozen
+
+
+def test_optimizer_state_is_what_the_optimizer_really_holds() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    for name, make in {
+        "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+        "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }.items():
+        optimizer = make(model.parameters())
+        model(torch.randn(2, 64)).sum().backward()
+        optimizer.step()
+        held = sum(
+            value.numel() * value.element_size()
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor) and value.numel() > 1
+        )
+        assert held == baechi.costs.OPTIMIZER_STATES[name] * 64 * 64 * 4
+
+
+def test_a_frozen_branch_has_no_backward() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    traced = baechi.trace(model, (torch.randn(2, 4),))
+    graph = traced.graph(costs_of(traced), training=True)
+    backwards = [op.name for op in graph.ops if op.name.startswith(BACKWARD)]
+    assert len(backwards) == 1
+    assert backwards[0].startswith(BACKWARD + "2/")
+
+
+def test_what_is_saved_lives_until_its_backward() -> None:
+    traced = traced_of("gpt2")
+    graph = training_graph("gpt2")
+    index = {op.name: i for i, op in enumerate(graph.ops)}
+    for op in backward_ops(traced.ops, traced.tensors):
+        twin = index[BACKWARD + traced.ops[op].name]
+        consumed = {graph.tensors[t] for t in graph.op_inputs[twin]}
+        for tensor in traced.ops[op].saves:
+            kept = traced.tensors[tensor]
+            assert any(t.producer == kept.producer and t.nbytes == kept.nbytes for t in consumed)
+
+
+def test_a_profile_of_another_model_is_refused() -> None:
+    with pytest.raises(baechi.InputError, match="another model"):
+        traced_of("gpt2").graph(costs_of(traced_of("bert")))
+
+
+def test_an_unknown_optimizer_is_refused() -> None:
+    with pytest.raises(baechi.InputError, match="'lion'.*adamw"):
+        training_graph("gpt2", "lion")
