@@ -191,7 +191,7 @@ class Oracle:
 
 
 def list_schedule(oracle, favorites=None):
-    """Commits by ETF's rule, or by SCT's where there are favorites; whether all ops have a place."""
+    """Commits by ETF's rule, or SCT's where there are favorites; whether all ops have a place."""
     n, devices = len(oracle.graph.ops), range(len(oracle.cluster.devices))
     last = dict.fromkeys(devices)
     while True:

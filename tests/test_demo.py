@@ -114,11 +114,11 @@ def test_missing_gradients_are_no_equality():
 
 
 def test_what_the_demo_needs_is_checked_first(tmp_path, monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="the demo needs torch: pip install torch"):
         run(tmp_path / "out")
     monkeypatch.undo()
-    monkeypatch.setattr(Path, "is_file", lambda path: False)
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
     with pytest.raises(InputError, match="run it in a checkout"):
         run(tmp_path / "out")
     monkeypatch.undo()

@@ -112,7 +112,7 @@ def test_random_segments_wait_for_each_other_in_launch_order() -> None:
             return self.drops["a"](x), self.drops["b"](y)
 
     traced = baechi.trace(Model(), (torch.randn(2), torch.randn(2)))
-    devices = [0 if "x0" in op.name or "dropout" == op.nodes[0] else 1 for op in traced.ops]
+    devices = [0 if "x0" in op.name or op.nodes[0] == "dropout" else 1 for op in traced.ops]
     segments = cut(traced, devices, range(len(traced.ops)))
     drawing = [segment for segment in segments if segment.random]
     assert len(drawing) == 2

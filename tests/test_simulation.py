@@ -1,6 +1,7 @@
 """`simulate`: what must hold for every schedule, recomputed from the schedule alone."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -15,10 +16,10 @@ LINK = Link(10, 10**9)
 
 def overlap(intervals):
     rows = sorted(row for row in intervals if row[0] < row[1])
-    return any(b[0] < a[1] for a, b in zip(rows, rows[1:], strict=False))
+    return any(b[0] < a[1] for a, b in pairwise(rows))
 
 
-def memory_at(graph, cluster, schedule, pool_of, pool, time):
+def memory_at(graph, schedule, pool_of, pool, time):
     """Bytes in use in a pool at a time, from the spans and transfers alone."""
     spans = {span.op: span for span in schedule.spans}
     total = 0
@@ -82,7 +83,7 @@ def test_invariants_of_every_schedule(data):
     times = {s.start_ns for s in schedule.spans} | {t.start_ns for t in schedule.transfers} | {0}
     for device, peak in enumerate(schedule.peak_bytes):
         assert peak == max(
-            memory_at(graph, cluster, schedule, pool_of, pool_of[device], time) for time in times
+            memory_at(graph, schedule, pool_of, pool_of[device], time) for time in times
         )
     assert schedule.makespan_ns >= schedule.lower_bound_ns or overflows(schedule, cluster)
 

@@ -143,7 +143,9 @@ def test_a_buffer_that_is_only_read_travels_and_does_not_tie_its_readers() -> No
 
 
 def test_what_autograd_keeps_is_what_a_real_run_keeps() -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
+    )
     x = torch.randn(3, 8)
     kept: dict[int, int] = {}
     alive = []

@@ -18,7 +18,9 @@ def traced_of(name: str) -> baechi.Traced:
 
 
 def costs_of(traced: baechi.Traced) -> baechi.Profile:
-    costs = tuple(baechi.OpCost(100 + i, 200 + i, workspace_bytes=i) for i in range(len(traced.ops)))
+    costs = tuple(
+        baechi.OpCost(100 + i, 200 + i, workspace_bytes=i) for i in range(len(traced.ops))
+    )
     return baechi.Profile(traced.digest, "cpu", costs)
 
 
@@ -51,7 +53,9 @@ def test_gradients_mirror_the_tensors_that_have_them() -> None:
     traced = traced_of("gpt2")
     graph = training_graph("gpt2")
     index = {op.name: i for i, op in enumerate(graph.ops)}
-    twins = {i: index[BACKWARD + traced.ops[i].name] for i in backward_ops(traced.ops, traced.tensors)}
+    twins = {
+        i: index[BACKWARD + traced.ops[i].name] for i in backward_ops(traced.ops, traced.tensors)
+    }
     edges = {(t.producer, c, t.nbytes) for t in graph.tensors for c in t.consumers}
     mirrored = 0
     for tensor in traced.tensors:
@@ -135,5 +139,5 @@ def test_a_profile_of_another_model_is_refused() -> None:
 
 
 def test_an_unknown_optimizer_is_refused() -> None:
-    with pytest.raises(baechi.InputError, match="'lion'.*adamw"):
+    with pytest.raises(baechi.InputError, match=r"'lion'.*adamw"):
         training_graph("gpt2", "lion")

@@ -45,6 +45,7 @@ def extract(
         apart: Inputs that each reader gets as an argument of its own, so that their gradients
             can be told apart and added up in the order of the unsplit model.
         device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
+        leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
@@ -59,9 +60,11 @@ def extract(
         copy_of[node, reader] = graph.placeholder(name)
     for node in nodes:
         if node in inside:
-            copy_of[node, None] = copy = graph.node_copy(
-                node, lambda old, node=node: copy_of[old, node if old in apart else None]
-            )
+
+            def argument(old: fx.Node, node: fx.Node = node) -> fx.Node:
+                return copy_of[old, node if old in apart else None]
+
+            copy_of[node, None] = copy = graph.node_copy(node, argument)
             if device is not None:
                 _allocate_on(copy, device)
     graph.output(tuple(copy_of[node, None] for node in outputs))
@@ -72,9 +75,7 @@ def extract(
     return Extract(function, names, tuple(reader for _, reader in inputs), tuple(outputs))
 
 
-def opaque_leaves(
-    module: fx.GraphModule, nodes: Iterable[fx.Node]
-) -> dict[str, torch.nn.Module]:
+def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:
     """The submodules that the nodes call, by qualified name."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
     return {target: module.get_submodule(target) for target in targets}
@@ -96,5 +97,5 @@ def _allocate_on(node: fx.Node, device: torch.device) -> None:
     def move(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
-    node.args = fx.node.map_aggregate(node.args, move)  # type: ignore[assignment]
-    node.kwargs = fx.node.map_aggregate(node.kwargs, move)  # type: ignore[assignment]
+    node.args = fx.node.map_aggregate(node.args, move)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, move)

@@ -88,9 +88,7 @@ class _UnionFind:
 class _Lowering:
     """One pass over one graph; the steps are the numbered rules of the module's docstring."""
 
-    def __init__(
-        self, model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call
-    ) -> None:
+    def __init__(self, model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call) -> None:
         self._module = module
         self._facts = facts
         self._call = call
@@ -99,7 +97,9 @@ class _Lowering:
         self._drop_dead()
         self._position = {node: i for i, node in enumerate(self._program)}
         self._union = _UnionFind(len(self._program))
-        self._owner = {id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]}
+        self._owner = {
+            id(t): name for name, t in [*model.named_buffers(), *model.named_parameters()]
+        }
         self.state: dict[fx.Node, str] = {}
         for node in self._program:
             if node.op == "get_attr" and facts.nodes[node].values:
@@ -270,11 +270,11 @@ class _Lowering:
                 self.nodes_of_op[op].append(node)
                 self._op_of[node] = op
 
-    def _tensors(self) -> list[tuple[TracedTensor, int | None]]:
-        """What travels: storages that operators read of each other, and tokens of no bytes.
+    def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """Which operators read each storage of another; and which come after which without one.
 
-        A token says "after" where no storage does: a write of a parameter or buffer before a later
-        read, or a view made by another operator than its base.
+        The second are tokens: a write of a parameter or buffer before a later read, or a view made
+        by another operator than its base.
         """
         consumers: dict[int, set[int]] = defaultdict(set)
         tokens: dict[int, set[int]] = defaultdict(set)
@@ -283,22 +283,25 @@ class _Lowering:
                 source = self._op_of.get(argument)
                 if source is None:
                     continue
-                covered = source == op
-                for value in self._facts.nodes[argument].values:
-                    home = self._home(value.storage)
+                homes = {
+                    v.storage: self._home(v.storage) for v in self._facts.nodes[argument].values
+                }
+                for storage, home in homes.items():
                     if home is not None and home != op:
-                        consumers[value.storage].add(op)
-                        covered = covered or home == source
-                if not covered:
+                        consumers[storage].add(op)
+                if source != op and source not in homes.values():
                     tokens[source].add(op)
         for storage, last in self._last_write.items():
             writer = self._op_of[self._program[last]]
-            for position in self._touches[storage]:
-                reader = self._op_of.get(self._program[position])
-                if position > last and reader is not None and reader != writer:
-                    home = self._home(storage)
-                    if home != writer:
-                        tokens[writer].add(reader)
+            if self._home(storage) != writer:
+                later = [p for p in self._touches[storage] if p > last]
+                readers = {self._op_of.get(self._program[p]) for p in later}
+                tokens[writer] |= {r for r in readers if r is not None and r != writer}
+        return consumers, {op: readers for op, readers in tokens.items() if readers}
+
+    def _tensors(self) -> list[tuple[TracedTensor, int | None]]:
+        """What travels, with its storage; tokens have no bytes and no storage."""
+        consumers, tokens = self._reads_between_ops()
         kept = set()
         for node in self._output.all_input_nodes:
             kept |= {v.storage for v in self._facts.nodes[node].values}
@@ -317,8 +320,7 @@ class _Lowering:
                 differentiable=self._differentiable(storage),
             )
             rows.append((tensor, storage))
-        for op in sorted(tokens):
-            rows.append((TracedTensor(op, tuple(sorted(tokens[op])), 0), None))
+        rows += [(TracedTensor(op, tuple(sorted(tokens[op])), 0), None) for op in sorted(tokens)]
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
 
@@ -557,7 +559,7 @@ def _source_line(node: fx.Node) -> str:
     if not places:
         return ""
     place = lines[places[-1]].strip()
-    file, line, function = (place.split(", ", 2) + ["", ""])[:3]
+    file, line, function = [*place.split(", ", 2), "", ""][:3]
     name = Path(file[6:].strip('"')).name
     code = lines[places[-1] + 1].strip() if places[-1] + 1 < len(lines) else ""
     return f"{name}:{line.removeprefix('line ')} {function}: {code}"

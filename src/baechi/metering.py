@@ -98,11 +98,11 @@ class Meter:
 
 
 @final
-class _Counting(TorchDispatchMode):
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Holds, for one account, every tensor that an operator returns."""
 
     def __init__(self, meter: Meter, account: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
         self._account = account
 

@@ -7,9 +7,8 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from baechi.calls import Call, canonical_call
+from baechi.calls import Call, canonical_call, flatten
 from baechi.costs import Profile, optimizer_state_factor
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
@@ -141,9 +140,7 @@ def _hush(text: str) -> None:
     """Say nothing."""
 
 
-def _verify(
-    reference: nn.Module, model: nn.Module, special: Specialization, call: Call
-) -> None:
+def _verify(reference: nn.Module, model: nn.Module, special: Specialization, call: Call) -> None:
     """Run one step both ways and compare; the model's buffers and gradients stay as they were.
 
     Raises:
@@ -151,7 +148,8 @@ def _verify(
     """
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
-    expected = reference(*call.structure.fill(call.tensors)[0], **call.structure.fill(call.tensors)[1])
+    args, kwargs = call.structure.fill(call.tensors)
+    expected = reference(*args, **kwargs)
     torch.set_rng_state(state)
     actual = special.executable(call)
     torch.set_rng_state(state)
@@ -169,10 +167,8 @@ def _verify(
             rows += [(w, g) for w, g in zip(wanted, grads, strict=True) if w is not None]
     rows += list(zip(dict(reference.named_buffers()).values(), model.buffers(), strict=True))
     try:
-        for i, (one, other) in enumerate(rows):
-            torch.testing.assert_close(
-                other.to(one.device), one, msg=lambda text, i=i: f"value {i}: {text}"
-            )
+        for one, other in rows:
+            torch.testing.assert_close(other.to(one.device), one)
     except AssertionError as error:
         raise ExecutionError(
             f"the placed {type(model).__name__} differs from the unsplit one: {error}"
@@ -184,7 +180,8 @@ def _verify(
 
 
 def _floats(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
+    return tensors
 
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -77,11 +77,11 @@ def profile(
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     made = _made_bytes(traced)
     rows = []
-    for index, op in enumerate(traced.ops):
-        forward_ns, backward_ns, workspace = costs[op.key]
-        parameters = op.trained_bytes + op.frozen_bytes
-        sizes = (parameters, made[index], op.saved_bytes, workspace)
-        rows.append(OpCost(forward_ns, backward_ns if op.differentiable else 0, *sizes))
+    for row, output_bytes in zip(traced.ops, made, strict=True):
+        forward_ns, backward_ns, workspace = costs[row.key]
+        parameters = row.trained_bytes + row.frozen_bytes
+        sizes = (parameters, output_bytes, row.saved_bytes, workspace)
+        rows.append(OpCost(forward_ns, backward_ns if row.differentiable else 0, *sizes))
     return Profile(traced.digest, device_kind(place), tuple(rows), "measured", environment)
 
 
@@ -101,7 +101,7 @@ def torch_device(name: str | torch.device) -> torch.device:
         ) from None
     if device.type == "cuda":
         n = torch.cuda.device_count()
-        if device.index is not None and device.index >= n or n == 0:
+        if (device.index is not None and device.index >= n) or n == 0:
             have = f"only {n} CUDA device(s)" if n else "no CUDA device"
             raise InputError(
                 f"device {str(name)!r} is not there: torch sees {have}. "
@@ -131,14 +131,17 @@ def _threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _tracked(
-    first: dict[str, int], traced: Traced, progress: bool
-) -> Iterator[tuple[str, int]]:
+def _tracked(first: dict[str, int], traced: Traced, progress: bool) -> Iterator[tuple[str, int]]:
     """The distinct operators, with a progress bar that names each."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    columns = (TextColumn("profile"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[op]}"))
+    columns = (
+        TextColumn("profile"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[op]}"),
+    )
     console = Console(stderr=True)
     hidden = not progress or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
@@ -182,7 +185,7 @@ class _ExampleValues:
             facts = module.facts.nodes.get(node)
             if node.op == "placeholder":
                 tensor = next(placeholders)
-                if _is_discrete(facts.values) and not tensor.is_meta:
+                if not tensor.is_floating_point() and not tensor.is_meta:
                     self._known[node] = tensor
             elif facts is not None and facts.values and _is_discrete(facts.values):
                 self._evaluate(node, facts.writes)
@@ -193,12 +196,13 @@ class _ExampleValues:
             value = _fetch(graph_module, node)
             if not value.is_meta:
                 self._known[node] = value.detach()
-        elif node.op == "call_function" and not writes:
-            if all(argument in self._known for argument in node.all_input_nodes):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
-                if not any(leaf.is_meta for leaf in _leaves(value)):
-                    self._known[node] = value
+            return
+        known = all(argument in self._known for argument in node.all_input_nodes)
+        if node.op == "call_function" and known and not writes:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
+            value = node.target(*args, **kwargs)  # type: ignore[operator]
+            if not any(leaf.is_meta for leaf in _leaves(value)):
+                self._known[node] = value
 
     def make(self, node: fx.Node) -> Any:
         """A value for a node that an operator reads."""
@@ -273,9 +277,7 @@ class _Alone:
             else copy.deepcopy(leaf).to(device)
             for target, leaf in opaque_leaves(module.graph_module, nodes).items()
         }
-        self._extract = extract(
-            module.graph_module, nodes, outputs, device=device, leaves=leaves
-        )
+        self._extract = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
         self._inputs = [example.make(node) for node in self._extract.inputs]
         tensors = [tensor for value in self._inputs for tensor in _leaves(value)]
         tensors += [p for leaf in leaves.values() for p in leaf.parameters()]
@@ -338,7 +340,8 @@ def _measure(alone: _Alone, clock: _Clock, overhead: _Overhead) -> tuple[int, in
         alone.call()
         _backward_ns(alone, clock, 1)
         repeats = _REPEATS if clock.now_ns() - begin < _SHORT_NS else 1
-        forward, backward = [], []
+        forward: list[int] = []
+        backward: list[int] = []
         begin = clock.now_ns()
         while len(forward) < _ROUNDS[0] or (
             len(forward) < _ROUNDS[1] and clock.now_ns() - begin < _BUDGET_NS

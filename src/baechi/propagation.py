@@ -239,7 +239,9 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     """The node's arguments by name where its operator's schema tells them, defaults included."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
-        normalized = node.normalized_arguments(node.graph.owning_module, None, None, True)
+        owner = node.graph.owning_module
+        assert owner is not None  # a traced graph belongs to its module
+        normalized = node.normalized_arguments(owner, None, None, True)
         return dict(normalized.kwargs if normalized else node.kwargs)
     arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     names = [argument.name for argument in target._schema.arguments]

@@ -104,7 +104,7 @@ def _run_fake(flat: nn.Module, call: Call) -> None:
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         state = {**dict(flat.named_parameters()), **dict(flat.named_buffers())}
-        fakes = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+        fakes: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in state.items()}
         inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
         torch.func.functional_call(flat, fakes, inputs)
 

@@ -103,16 +103,14 @@ def _mirror(
     ]
     savers: list[list[int]] = [[] for _ in tensors]
     for op in order:
-        for tensor in ops[op].saves:
-            savers[tensor].append(twin[op])
+        for saved in ops[op].saves:
+            savers[saved].append(twin[op])
     edges = []
     for index, tensor in enumerate(tensors):
         to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
         consumers = (*tensor.consumers, *to_loss, *savers[index])
         edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
-    for op in order:
-        if ops[op].saved_bytes:
-            edges.append(Tensor(op, (twin[op],), ops[op].saved_bytes))
+    edges += [Tensor(op, (twin[op],), ops[op].saved_bytes) for op in order if ops[op].saved_bytes]
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue

@@ -136,18 +136,14 @@ class Executable:
         running = [node for node in segment.nodes if node.op not in ("get_attr", "placeholder")]
         outputs = [node for node in segment.outputs if node.op not in ("get_attr", "placeholder")]
         apart = self._read_apart(running)
-        part = extract(
-            self._module.graph_module, running, outputs, apart=apart, device=device
-        )
+        part = extract(self._module.graph_module, running, outputs, apart=apart, device=device)
         inside = {node for node in segment.nodes if node.op == "get_attr"}
         state = {
             node: self._attribute(node)
             for node in part.inputs
             if node.op == "get_attr" and (node in self._owned or node in inside)
         }
-        parameters = [
-            value for value in state.values() if isinstance(value, torch.nn.Parameter)
-        ]
+        parameters = [value for value in state.values() if isinstance(value, torch.nn.Parameter)]
         for leaf in opaque_leaves(self._module.graph_module, running).values():
             parameters += list(leaf.parameters())
         unique = tuple(dict.fromkeys(parameters))
@@ -193,7 +189,8 @@ class Executable:
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
         plan = _Plan(self, step, meter, call, trained, inputs)
         seed = torch.empty(0, requires_grad=True)
-        results = list(_StepFunction.apply(plan, seed, *inputs, *trained))
+        outputs = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        results = list(outputs)
         assert plan.spec is not None
         return self._finish(call, pytree.tree_unflatten(plan.merge(results), plan.spec))
 
@@ -207,9 +204,7 @@ class Executable:
             flags = (differentiate and getattr(value, "requires_grad", False),)
             values[node] = Published(value, CALLER, flags)
         kept = self._kept
-        return Step(
-            self._codes, values, self._readers, kept, differentiate, self._executor, meter
-        )
+        return Step(self._codes, values, self._readers, kept, differentiate, self._executor, meter)
 
     def _result(self, step: Step, node: Any) -> Any:
         return step.values[node].value if isinstance(node, fx.Node) else node
@@ -320,7 +315,11 @@ class _StepFunction(torch.autograd.Function):
     """A whole step as one autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any,
+        plan: _Plan,
+        *tensors: torch.Tensor,  # noqa: ARG004 (named for autograd, found by the plan)
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan = plan
         with torch.enable_grad():

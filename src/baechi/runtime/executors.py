@@ -66,8 +66,13 @@ class _Gate:
         self.open()
 
 
-def _serve(tasks: "queue.SimpleQueue[Callable[[], None] | None]", threads: int) -> None:
+def _serve(
+    tasks: "queue.SimpleQueue[Callable[[], None] | None]", threads: int, ready: threading.Event
+) -> None:
+    # torch sets a thread's number at its first look at it, from the process's: look, then set.
+    torch.get_num_threads()
     torch.set_num_threads(threads)
+    ready.set()
     while (task := tasks.get()) is not None:
         task()
         del task  # a step that is done must not wait for the next to be freed
@@ -79,10 +84,10 @@ class _Worker:
 
     def __init__(self, name: str, threads: int) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        thread = threading.Thread(
-            target=_serve, args=(self._tasks, threads), name=name, daemon=True
-        )
-        thread.start()
+        ready = threading.Event()
+        arguments = (self._tasks, threads, ready)
+        threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
+        ready.wait()
 
     def submit(self, task: Callable[[], None]) -> None:
         self._tasks.put(task)
@@ -121,12 +126,12 @@ class CpuExecutor:
             total = torch.get_num_threads()
             share = threads or max(total // len(used), 1)
             self._workers = [_Worker(f"baechi-{device}", share) for device in range(n_devices)]
-            # A new worker's setting is also the default of threads to come: restore that.
+            # A worker's setting is also the process's default for threads to come: restore that.
             torch.set_num_threads(total)
             weakref.finalize(self, _close_all, self._workers)
         self._busy = threading.Lock()
 
-    def bring(self, tensor: torch.Tensor, src: int, dst: int) -> torch.Tensor:
+    def bring(self, tensor: torch.Tensor, src: int, dst: int) -> torch.Tensor:  # noqa: ARG002
         """The same tensor: logical CPU devices share the machine's memory."""
         return tensor
 
@@ -299,10 +304,10 @@ class CudaExecutor:
         self._own: list[torch.cuda.Stream | None] = []
         for place in places:
             own = place.type == "cuda" and place in seen
-            self._own.append(torch.cuda.Stream(place) if own else None)
+            self._own.append(_stream(place) if own else None)
             seen.add(place)
         self._gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
-        self._copies = {gpu: torch.cuda.Stream(gpu) for gpu in self._gpus}
+        self._copies = {gpu: _stream(gpu) for gpu in self._gpus}
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -349,14 +354,14 @@ class CudaExecutor:
             return self._lane(src)
         return torch.cuda.current_stream(tensor.device)
 
-    def forward(self, step: Step, meter: Meter | None) -> None:
+    def forward(self, step: Step, meter: Meter | None) -> None:  # noqa: ARG002
         """Launch every segment's forward."""
         with self._fenced():
             for segment in self._segments:
                 with self._on(segment.device):
                     step.forward(segment.index)
 
-    def backward(self, step: Step, keep: bool, meter: Meter | None) -> None:
+    def backward(self, step: Step, keep: bool, meter: Meter | None) -> None:  # noqa: ARG002
         """Launch every segment's backward."""
         with self._fenced():
             for index in self._backward:
@@ -389,6 +394,11 @@ class CudaExecutor:
         else:
             with torch.cuda.stream(lane):
                 yield
+
+
+def _stream(place: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def make_executor(

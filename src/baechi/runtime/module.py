@@ -235,12 +235,14 @@ class PlacedModule(nn.Module):
     @property
     def graph(self) -> OpGraph:
         """What was placed."""
-        return self._known(self._current.graph, "graph")
+        graph: OpGraph = self._known(self._current.graph, "graph")
+        return graph
 
     @property
     def cluster(self) -> Cluster:
         """What it was placed on."""
-        return self._known(self._current.cluster, "cluster")
+        cluster: Cluster = self._known(self._current.cluster, "cluster")
+        return cluster
 
     @property
     def schedule(self) -> Schedule:
@@ -332,7 +334,7 @@ class PlacedModule(nn.Module):
         """Load the model's own state, in place."""
         return self.__dict__["_model"].load_state_dict(*args, **kwargs)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
         raise ExecutionError(
             "a placed module stays on the devices that its placement names, so it cannot be moved "
             "or cast: .to(), .cuda(), .cpu(), .half() and their like would undo the placement. "

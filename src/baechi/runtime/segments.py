@@ -87,7 +87,8 @@ def cut(traced: Traced, devices: Sequence[int], order: Sequence[int]) -> tuple[S
 
 
 def _output_node(module: TracedModule) -> fx.Node:
-    return next(n for n in module.graph_module.graph.nodes if n.op == "output")
+    node: fx.Node = next(n for n in module.graph_module.graph.nodes if n.op == "output")
+    return node
 
 
 def _order_edges(traced: Traced) -> list[list[int]]:
@@ -154,9 +155,9 @@ def backward_order(segments: Sequence[Segment], launch: Sequence[int]) -> tuple[
     heapq.heapify(ready)
     order = []
     while ready:
-        segment = -heapq.heappop(ready)[1]
-        order.append(segment)
-        for source in feeds[segment]:
+        index = -heapq.heappop(ready)[1]
+        order.append(index)
+        for source in feeds[index]:
             waiting[source] -= 1
             if waiting[source] == 0:
                 heapq.heappush(ready, (launch[source], -source))

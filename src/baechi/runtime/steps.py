@@ -25,7 +25,6 @@ from baechi.extraction import Extract
 from baechi.metering import Meter
 from baechi.runtime.segments import Segment
 
-
 CALLER: Final = -1  # where the caller's own values are
 
 
@@ -89,7 +88,11 @@ class _Enter(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, seed: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(  # the seed is there to require a gradient
+        ctx: Any,  # noqa: ARG004
+        seed: torch.Tensor,  # noqa: ARG004
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach() for tensor in tensors)
 
 
@@ -183,7 +186,7 @@ class Step:
             for argument, leaf, _ in places
         ]
         seed = torch.empty(0, requires_grad=True)
-        entered = _Enter.apply(seed, *tensors)
+        entered = _Enter.apply(seed, *tensors)  # type: ignore[no-untyped-call]
         for (argument, leaf, node), tensor in zip(places, entered, strict=True):
             leaves = flat[argument][0]
             slots = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
@@ -217,7 +220,7 @@ class Step:
     def _publish(self, node: fx.Node, value: Any, device: int, tape: _Tape) -> Published:
         if not self.differentiate:
             return Published(value, device, ())
-        flags = []
+        flags: list[bool] = []
         leaves, spec = pytree.tree_flatten(value)
         for i, tensor in enumerate(leaves):
             if not isinstance(tensor, torch.Tensor):
@@ -268,7 +271,8 @@ class Step:
         if not keep:
             del self._tapes[index]
         parameters = [p for p in code.parameters if p.requires_grad]
-        inputs = [*(edge for _, _, _, edge in tape.entered), *parameters]
+        # torch takes tensors and edges side by side, though its annotation does not say so.
+        inputs: list[Any] = [*(edge for _, _, _, edge in tape.entered), *parameters]
         if not outputs or not inputs:
             return
         try:

@@ -1,0 +1,119 @@
+"""Ops, tensors, graphs and placements: what they refuse, and what they derive."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from baechi import InputError, Op, OpGraph, Placement, Schedule, Span, Tensor
+from strategies import graphs
+
+A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
+
+
+@pytest.mark.parametrize(
+    ("make", "match"),
+    [
+        (lambda: Op("", 5), "op name is ''; it must be a non-empty string"),
+        (lambda: Op(3, 5), "op name is 3"),
+        (lambda: Op("a", -1), "time_ns of op 'a' is -1; it must be between 0 and"),
+        (lambda: Op("a", 1.5), "time_ns of op 'a' is 1.5, a float; it must be an integer"),
+        (lambda: Op("a", True), "time_ns of op 'a' is True, a bool"),
+        (lambda: Op("a", 0, 2**63), "persistent_bytes of op 'a' is 9223372036854775808"),
+        (lambda: Op("a", 0, 0, "9"), "workspace_bytes of op 'a' is '9', a str"),
+        (lambda: Op("a", 0, group=""), "group of op 'a' is ''"),
+        (lambda: Tensor(-1, (), 0), "producer of a tensor is -1"),
+        (lambda: Tensor(0, (1.0,), 0), "consumer of a tensor of op 0 is 1.0"),
+        (lambda: Tensor(0, (), -5), "nbytes of a tensor of op 0 is -5"),
+        (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1; it must be a bool"),
+        (lambda: OpGraph((A, A)), "two ops are named 'a'"),
+        (lambda: OpGraph((A,), (Tensor(1, (), 0),)), "tensor 0 names op 1, but there are 1 ops"),
+        (lambda: OpGraph((A,), (Tensor(0, (9,), 0),)), "tensor 0 names op 9"),
+        (lambda: OpGraph((A, B), (Tensor(1, (0,), 0),)), r"op 'b' \(index 1\) to op 'a' .* cycle"),
+        (lambda: OpGraph((A,), (Tensor(0, (0,), 0),)), "the graph has a cycle"),
+        (lambda: OpGraph((A, B), times={"x": (1,)}), r"times\['x'\] has 1 entries for 2 ops"),
+        (lambda: OpGraph((A,), times={"x": (-1,)}), "time of an op on device kind 'x' is -1"),
+        (lambda: OpGraph((A,), times={"": (1,)}), "device kind is ''"),
+        (lambda: Placement("d", (0, 0), (0,)), "the order of a placement of 2 ops is no perm"),
+        (lambda: Placement("d", (0, 0), (0, 0)), "name every op index exactly once"),
+        (lambda: Placement("d", (-1,), (0,)), "device of a placement is -1"),
+    ],
+)
+def test_what_is_wrong_is_named(make, match):
+    with pytest.raises(InputError, match=match):
+        make()
+
+
+def test_consumers_are_sorted_and_counted_once():
+    assert Tensor(0, (3, 1, 3), 5).consumers == (1, 3)
+
+
+def test_integers_of_numpy_are_taken_and_become_int():
+    op = Op("a", np.int64(5), np.int32(6))
+    assert (type(op.time_ns), type(op.persistent_bytes)) == (int, int)
+    assert op == Op("a", 5, 6)
+
+
+def test_what_a_graph_derives():
+    graph = OpGraph((A, B, C), [Tensor(0, (1, 2), 7), Tensor(1, (2,), 8), Tensor(2, (), 9, True)])
+    assert graph.op_inputs == ((), (0,), (0, 1))
+    assert graph.op_outputs == ((0,), (1,), (2,))
+    assert (graph.inputs, graph.outputs) == ((0,), (2,))
+    assert dict(graph.groups) == {"g": (1, 2)}
+
+
+def test_networkx_sees_the_same_graph():
+    graph = OpGraph((A, B), (Tensor(0, (1,), 7), Tensor(0, (1,), 8)))
+    digraph = graph.to_networkx()
+    assert dict(digraph.nodes[1]) == {
+        "name": "b",
+        "time_ns": 5,
+        "persistent_bytes": 0,
+        "workspace_bytes": 0,
+        "group": "g",
+    }
+    assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
+
+
+def test_the_digest_is_of_everything():
+    graph = OpGraph((A, B), (Tensor(0, (1,), 7),), {"x": (1, 2)})
+    others = [
+        OpGraph((A, C), (Tensor(0, (1,), 7),), {"x": (1, 2)}),
+        OpGraph((A, B), (Tensor(0, (1,), 8),), {"x": (1, 2)}),
+        OpGraph((A, B), (Tensor(0, (1,), 7, True),), {"x": (1, 2)}),
+        OpGraph((A, B), (Tensor(0, (1,), 7),), {"x": (2, 1)}),
+        OpGraph((A, B), (Tensor(0, (1,), 7),)),
+    ]
+    assert len({graph.digest, *(other.digest for other in others)}) == 6
+    # Of a format that files keep: this number may not change.
+    assert OpGraph(()).digest.startswith("af31b5cc")
+
+
+@settings(max_examples=50)
+@given(graphs())
+def test_a_graph_is_a_value(graph):
+    again = OpGraph(list(graph.ops), list(graph.tensors), dict(graph.times))
+    assert again == graph
+    assert hash(again) == hash(graph)
+    assert again.digest == graph.digest
+    copy = pickle.loads(pickle.dumps(graph))
+    assert copy == graph
+    with pytest.raises(AttributeError):
+        graph.ops = ()
+
+
+@pytest.mark.parametrize(
+    ("end", "bound", "gap"), [(0, 0, 0.0), (5, 0, float("inf")), (15, 10, 0.5), (10, 10, 0.0)]
+)
+def test_the_gap_is_relative_to_the_bound(end, bound, gap):
+    schedule = Schedule((Span(0, 0, 0, end),), (), (0,), bound)
+    assert schedule.makespan_ns == end
+    assert schedule.gap == gap
+
+
+def test_the_stats_of_a_placement_cannot_change():
+    placement = Placement("d", (0,), (0,), stats={"a": 1})
+    with pytest.raises(TypeError):
+        placement.stats["a"] = 2
+    assert hash(placement) == hash(Placement("d", [0], [0], stats={"a": 1}))
