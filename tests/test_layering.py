@@ -18,7 +18,8 @@ LAYERS = {
     1: "serialization traced training coarsening problem bounds _core",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation lowering extraction metering profiling probing estimation",
+    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
+    "estimation",
     5: "runtime.*",
     6: "placing demo __main__",
 }
@@ -86,13 +87,22 @@ ALLOWED = {
     "reporting.text": {"reporting.facts"},
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
-    "lowering": {"calls", "propagation"},
+    "partition": {"propagation"},
+    "naming": {"propagation"},
+    "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
     "profiling": {"extraction", "lowering", "metering", "propagation"},
     "probing": {"profiling"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
-    "runtime.executors": {"runtime.segments", "runtime.steps"},
+    "runtime.workers": {"runtime.segments", "runtime.steps"},
+    "runtime.streams": {"runtime.segments", "runtime.steps"},
+    "runtime.executors": {
+        "runtime.segments",
+        "runtime.steps",
+        "runtime.streams",
+        "runtime.workers",
+    },
     "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
     "runtime.module": {"runtime.executables"},
     # Layer 6.

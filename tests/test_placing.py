@@ -131,3 +131,14 @@ def test_attributes_of_the_model_are_there() -> None:
     assert "PlacedModule(Sequential" in repr(placed)
     with pytest.raises(AttributeError):
         _ = placed.no_such_thing
+
+
+def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:
+    class ReturnsAnItem(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:
+            return x * 2, x.sum().item()
+
+    placed = baechi.place(ReturnsAnItem(), DEVICES, placer="round-robin", progress=False)
+    assert placed(torch.ones(2))[1] == 2.0
+    assert placed(torch.full((2,), 4.0))[1] == 8.0
+    assert placed.traced.rung == "torch.fx.symbolic_trace"

@@ -9,6 +9,8 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import EllipsisType, NoneType
 from typing import Any, final
 
 import torch
@@ -16,6 +18,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from baechi.errors import InputError
+
+_PLAIN = (
+    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+_TAKEN_APART = (
+    "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
+    "with torch.utils._pytree; pass and return those."
+)
 
 
 @final
@@ -105,6 +116,11 @@ def _rebuild(value: Any) -> Any:
     return value
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a trace may hold the value as it is."""
+    return isinstance(value, (*_PLAIN, _DataclassNode)) or callable(value)
+
+
 def _is_plain_dataclass(value: Any) -> bool:
     known = type(value) in pytree.SUPPORTED_NODES
     return dataclasses.is_dataclass(value) and not isinstance(value, type) and not known
@@ -154,6 +170,13 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
         ) from None
     positional, named = _canonical_arguments(signature, bound)
     tensors, structure = flatten((positional, named), lambda x: isinstance(x, torch.Tensor))
+    for constant in structure.constants:
+        if not _is_plain(constant):
+            raise InputError(
+                f"an argument of {type(model).__name__}.forward holds a "
+                f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
+                f"frozen into the trace. {_TAKEN_APART}"
+            )
     paths, _ = pytree.tree_flatten_with_path(_take_apart((positional, named)))
     names = tuple(_readable(path) for path, leaf in paths if isinstance(leaf, torch.Tensor))
     return Call(tuple(tensors), structure, names)
@@ -204,6 +227,12 @@ def flat_model(model: nn.Module, call: Call) -> tuple[nn.Module, list[Structure]
     def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = structure.fill(tensors)
         outputs, around = flatten(model(*args, **kwargs), _is_traceable)
+        for constant in around.constants:
+            if not _is_plain(constant):
+                raise TypeError(
+                    f"forward returns a {type(constant).__name__}, which cannot be looked into. "
+                    f"{_TAKEN_APART}"
+                )
         returned.append(around)
         return tuple(outputs)
 

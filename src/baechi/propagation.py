@@ -8,6 +8,8 @@ Only when fake tensors cannot run it (an opaque leaf that looks at values) the e
 Complexity: one fake run, 10 to 100 us a node.
 """
 
+import logging
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -262,9 +264,18 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence the warnings of torch's tracers, which are about torch and not about the model."""
-    import warnings
-
+    """Silence the warnings and logs of torch's tracers, which are about torch and not the model."""
+    handlers = logging.getLogger("torch").handlers
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield
+        for handler in handlers:
+            handler.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:  # noqa: ARG001
+    return False

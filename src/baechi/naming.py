@@ -1,0 +1,78 @@
+"""Names of operators for people, and keys that say which of them cost the same."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from baechi.propagation import Facts, Value
+
+
+def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
+    """Operators, arguments and shapes of an operator as text; names left out."""
+    local = {node: i for i, node in enumerate(nodes)}
+
+    def show(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in local:
+                return f"%{local[argument]}"
+            values = facts.nodes[argument].values
+            return "<" + " ".join(map(_show_value, values)) + ">"
+        return repr(argument)
+
+    rows = []
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
+            continue
+        target = str(node.target)
+        if node.op == "call_module":
+            target = repr(module.get_submodule(target))
+        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
+        rows.append(f"{node.op} {target}{arguments}")
+    return "; ".join(rows)
+
+
+def _show_value(value: Value) -> str:
+    grad = "'" if value.requires_grad else ""
+    return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
+
+
+def unique(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken already; it is taken then."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}#{count}"
+    taken.add(candidate)
+    return candidate
+
+
+def op_name(node: fx.Node) -> str:
+    """`h.0.mlp.c_fc/addmm_2`: the owning submodule's path and the node."""
+    if node.op == "placeholder":
+        return f"input:{node.name}"
+    if node.op == "get_attr":
+        return f"state:{_own_path(str(node.target))}"
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = _own_path(str(stack[-1][0])) if stack else ""
+    return f"{path}/{node.name}" if path else node.name
+
+
+def _own_path(path: str) -> str:
+    """A path in the user's model, without the flat module around it."""
+    return path.removeprefix("L['self'].").removeprefix("model.").removeprefix("model")
+
+
+def source_line(node: fx.Node) -> str:
+    """`modeling_gpt2.py:680 in forward: hidden_states = ...`, from the tracer's own record."""
+    lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
+    places = [i for i, line in enumerate(lines) if line.strip().startswith('File "')]
+    if not places:
+        return ""
+    place = lines[places[-1]].strip()
+    file, line, function = [*place.split(", ", 2), "", ""][:3]
+    name = Path(file[6:].strip('"')).name
+    code = lines[places[-1] + 1].strip() if places[-1] + 1 < len(lines) else ""
+    return f"{name}:{line.removeprefix('line ')} {function}: {code}"
