@@ -3,6 +3,8 @@
 Small, and full of corners: no time, no bytes, no memory, missing links, pools, unequal devices.
 """
 
+import random
+
 from hypothesis import strategies as st
 
 from baechi import Cluster, Device, Link, Op, OpGraph, Placement, Tensor
@@ -80,3 +82,72 @@ def placements(draw, graph, cluster):
         order.append(draw(st.sampled_from(ready)))
         left.remove(order[-1])
     return Placement(graph.digest, devices, tuple(order))
+
+
+def tight(seed):
+    """A graph and a cluster whose memory is about what the graph needs: rules meet dead ends."""
+    draw = random.Random(seed)
+    n, devices = draw.randrange(3, 22), draw.randrange(1, 6)
+    longest, largest = draw.choice([5, 30]), draw.choice([3, 40])
+    ops = tuple(
+        Op(
+            f"op{i}",
+            draw.randrange(longest),
+            draw.choice([0, draw.randrange(largest)]),
+            draw.choice([0, draw.randrange(largest)]),
+            draw.choice([None] * 6 + ["g", "h"]),
+        )
+        for i in range(n)
+    )
+    tensors = []
+    for _ in range(draw.randrange(2 * n)):
+        producer = draw.randrange(n - 1)
+        consumers = tuple(draw.randrange(producer + 1, n) for _ in range(draw.randrange(4)))
+        tensors.append(Tensor(producer, consumers, draw.randrange(largest), draw.random() < 0.1))
+    graph = OpGraph(ops, tuple(tensors))
+    total = sum(op.persistent_bytes for op in ops) + sum(t.nbytes for t in tensors)
+    memory = [int(total / devices * draw.uniform(0.3, 1.3)) + largest for _ in range(devices)]
+    if draw.random() < 0.5:
+        memory = [memory[0]] * devices
+    links = [Link(draw.randrange(10), 10**9)] * 8 + [None, Link(3, 10**10)]
+    return graph, _cluster(draw, memory, [1.0, 1.0, 0.5, 1.3], links)
+
+
+def dense(seed):
+    """A graph whose ops have many inputs, on a cluster of unequal links and ample memory."""
+    draw = random.Random(seed)
+    n = draw.randrange(6, 14)
+    tensors = []
+    for _ in range(draw.randrange(6, 20)):
+        producer = draw.randrange(min(5, n - 1))
+        consumers = tuple(draw.randrange(producer + 1, n) for _ in range(draw.randrange(1, 4)))
+        tensors.append(Tensor(producer, consumers, draw.randrange(30)))
+    graph = OpGraph(tuple(Op(f"op{i}", draw.randrange(20)) for i in range(n)), tuple(tensors))
+    links = [Link(draw.randrange(3), 10**9)] * 2 + [Link(3, 10**10), Link(1, 10**8)]
+    return graph, _cluster(draw, [10**6] * draw.randrange(2, 4), [1.0], links)
+
+
+def _cluster(draw, memory, speeds, links):
+    """A cluster, sometimes with a pool, whose links are drawn from `links`."""
+    pools = [draw.choice(["", "", "", "", "p"]) for _ in memory]
+    devices = tuple(
+        Device(
+            f"d{i}", memory[pools.index(pool)] if pool else memory[i], draw.choice(speeds), "", pool
+        )
+        for i, pool in enumerate(pools)
+    )
+    rows = tuple(tuple(draw.choice(links) for _ in memory) for _ in memory)
+    return Cluster(devices, rows, draw.choice(["duplex", "duplex", "shared", "none"]))
+
+
+def random_favorites(graph, seed):
+    """Some matching of parents and children, -1 where there is none."""
+    draw = random.Random(seed)
+    children, parented = [-1] * len(graph.ops), set()
+    for tensor in graph.tensors:
+        for child in tensor.consumers:
+            free = children[tensor.producer] < 0 and child not in parented
+            if free and draw.random() < 0.6:
+                children[tensor.producer] = child
+                parented.add(child)
+    return children

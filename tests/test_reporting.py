@@ -202,7 +202,7 @@ def test_the_text_says_what_matters():
     flat = " ".join(text.split())
     assert "One step takes 60 ns on 2 of 2 devices; no placement can take less than" in flat
     assert "The fullest device is cpu:0: 130 B of 1000 B (13%)." in flat
-    assert "30 B move between devices in 1 transfers." in flat
+    assert "30 B move between devices in 1 transfer." in flat
     assert re.search(r"cpu:0 +2 +25% +130 B +1000 B +13% +0 B +30 B", text)
     assert re.search(r"cpu:1 +1 +33% +241 B +2.0 MiB +0% +30 B +0 B", text)
     assert re.search(r"single/cpu:0 +35 ns *\n", text)

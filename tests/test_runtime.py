@@ -127,6 +127,13 @@ def _wait_until(condition: Any) -> None:
         time.sleep(0.01)
 
 
+def test_a_model_without_weights_cannot_run_and_says_so() -> None:
+    with torch.device("meta"):
+        model, x = nn.Linear(2, 2), torch.empty(1, 2)
+    with pytest.raises(baechi.InputError, match="meta device"):
+        placed_on(model, (x,), 1, "single")
+
+
 def test_an_unplaced_module_says_so() -> None:
     model, args = towers()
     placed = placed_on(model, args, 2, "round-robin")

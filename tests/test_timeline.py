@@ -179,6 +179,28 @@ def test_a_group_reserves_its_persistent_bytes_with_its_first_op():
         timeline.commit(2, 1)
 
 
+def test_in_a_pool_what_comes_later_does_not_crowd_what_starts_earlier():
+    devices = [Device("a", 100, pool="p"), Device("b", 100, pool="p")]
+    graph = OpGraph(
+        (Op("early", 20), Op("late", 5), Op("now", 5, 0, 50)),
+        (Tensor(0, (1,), 0), Tensor(1, (), 90, kept=True)),
+    )
+    timeline = Timeline(graph, Cluster.connected(devices, LINK))
+    timeline.commit(0, 0)
+    assert timeline.commit(1, 0).start_ns == 20
+    assert timeline.fits(2, 1)
+    assert not timeline.fits(2, 0)
+
+
+def test_a_kept_tensor_stays_after_its_last_consumer():
+    graph = OpGraph((Op("a", 5), Op("b", 0)), (Tensor(0, (1,), 60, kept=True), Tensor(1, (), 50)))
+    timeline = Timeline(graph, two(memory=100))
+    timeline.commit(0, 0)
+    assert not timeline.fits(1, 0)
+    # There the copy is gone when b, which takes no time, has its output.
+    assert timeline.fits(1, 1)
+
+
 def test_an_op_out_of_turn_is_refused():
     timeline = Timeline(FORK, two())
     with pytest.raises(InputError, match="'b' consumes a tensor of op 'a', which is not committed"):

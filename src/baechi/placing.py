@@ -73,7 +73,7 @@ def place(
     maker = _Maker(
         cluster, placer, training, optimizer, costs, verify, progress, threads_per_device
     )
-    placed = PlacedModule(model, {}, maker, max_shapes)
+    placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, example_args or (), dict(example_kwargs or {}))
         placed._special(model, call)

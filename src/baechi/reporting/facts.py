@@ -183,7 +183,8 @@ def summary(plan: Plan) -> tuple[str, ...]:
         missing = format_bytes(fullest.peak_bytes - fullest.memory_bytes)
         memory += f", which is {missing} too much: this placement does not fit"
     transfers = len(schedule.transfers)
-    moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfers"
+    moves = f"{format_bytes(plan.moved_bytes)} move between devices in {transfers} transfer"
+    moves += "s" if transfers != 1 else ""
     return (f"{time}.", f"{memory}.", f"{moves}.")
 
 

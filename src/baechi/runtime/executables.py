@@ -57,7 +57,8 @@ class Executable:
         backward = backward_order(self.segments, self._backward_launch(traced, placement))
         self._executor = make_executor(self.segments, backward, places, threads)
         self._position = {n: i for i, n in enumerate(self._module.graph_module.graph.nodes)}
-        self._spread_parameters()
+        self._homes = self._state_homes()
+        self.settle()
         self._codes = [self._code(segment) for segment in self.segments]
         parameters = [p for code in self._codes for p in code.parameters]
         self._parameters = list(dict.fromkeys(parameters))
@@ -95,15 +96,18 @@ class Executable:
             for segment in self.segments
         ]
 
-    def _spread_parameters(self) -> None:
-        """Move every parameter and buffer to the device of the operators that use it."""
-        done: set[int] = set()
+    def _state_homes(self) -> list[tuple[torch.Tensor, torch.device]]:
+        """Every parameter and buffer with the device of the operators that own it."""
+        homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         for segment in self.segments:
-            place = self._places[segment.device]
             for tensor in self._state_tensors(segment.nodes):
-                if id(tensor) not in done and tensor.device != place:
-                    tensor.data = tensor.data.to(place)
-                done.add(id(tensor))
+                homes.setdefault(id(tensor), (tensor, self._places[segment.device]))
+        return list(homes.values())
+
+    def settle(self) -> None:
+        """Move every parameter and buffer, and its gradient, to where this placement wants it."""
+        for tensor, place in self._homes:
+            move(tensor, place)
 
     def _state_tensors(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
         inside = set(nodes)
@@ -245,6 +249,14 @@ class Executable:
             found = sorted(rows.pop(parameter, []), key=lambda row: -row[0])
             result.append(add_up([gradient for _, gradient in found]))
         return [None if g is None else self._executor.give(g) for g in result]
+
+
+def move(tensor: torch.Tensor, place: torch.device) -> None:
+    """Move a parameter or buffer and its gradient; it stays the same object for optimizers."""
+    if tensor.device != place:
+        tensor.data = tensor.data.to(place)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(place)
 
 
 def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:

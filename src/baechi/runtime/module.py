@@ -1,7 +1,6 @@
 """The placed module: the user's model, with another way of running it."""
 
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
@@ -16,7 +15,7 @@ from baechi.graph import OpGraph
 from baechi.metering import Meter
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
-from baechi.runtime.executables import Executable, check_places
+from baechi.runtime.executables import Executable, check_places, move
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import backward_ops
@@ -75,6 +74,12 @@ def apply(
             f"this trace of {traced.name} was loaded from a file and has no model to run; "
             "trace the model again in this process."
         )
+    state = [*traced.module.model.parameters(), *traced.module.model.buffers()]
+    if any(tensor.is_meta for tensor in state):
+        raise InputError(
+            f"this {traced.name} is on the meta device and has no weights to run with; load them "
+            "(`model.to_empty(device=...)`, `load_state_dict`), then trace and apply it."
+        )
     training = _check_placement(traced, placement, graph)
     if devices is None:
         if cluster is None:
@@ -82,10 +87,11 @@ def apply(
         devices = [device.name for device in cluster.devices]
     places = [torch_device(name) for name in devices]
     check_places(max(placement.devices, default=0) + 1, places)
-    executable = Executable(traced, placement, places, training, threads_per_device)
-    special = Specialization(traced, placement, graph, cluster, executable)
     call: Call = traced.module.call
-    return PlacedModule(traced.module.model, {_key(traced.module.model, call): special}, None, 1)
+    placed = PlacedModule(traced.module.model, None, 1)
+    executable = Executable(traced, placement, places, training, threads_per_device)
+    placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
+    return placed
 
 
 def _check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
@@ -138,13 +144,7 @@ class PlacedModule(nn.Module):
     Attributes of the model that it does not have itself, such as `config`, are the model's.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        specializations: Mapping[Any, Specialization],
-        specialize: Specialize | None,
-        limit: int,
-    ) -> None:
+    def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
         object.__setattr__(self, "_model", model)
@@ -153,13 +153,12 @@ class PlacedModule(nn.Module):
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        self._specializations = dict(specializations)
+        self._specializations: dict[Any, Specialization] = {}
         self._specialize = specialize
         self._limit = limit
-        self._latest: Specialization | None = next(iter(self._specializations.values()), None)
+        self._latest: Specialization | None = None
         self._meter: Meter | None = None
-        homes = [(weakref.ref(t), t.device) for t in [*model.parameters(), *model.buffers()]]
-        self._homes = homes
+        self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
 
     def __getattr__(self, name: str) -> Any:
@@ -190,8 +189,15 @@ class PlacedModule(nn.Module):
         special = self._specializations.get(key)
         if special is None:
             special = self._specializations[key] = self._make(model, call)
-        self._latest = special
+        if special is not self._latest:
+            special.executable.settle()
+            self._latest = special
         return special
+
+    def _adopt(self, call: Call, special: Specialization) -> None:
+        """Make a specialization that `apply` made the one for its shape of call."""
+        self._specializations[_key(self.__dict__["_model"], call)] = special
+        self._latest = special
 
     def _make(self, model: nn.Module, call: Call) -> Specialization:
         shapes = ", ".join(
@@ -313,10 +319,8 @@ class PlacedModule(nn.Module):
         for special in self._specializations.values():
             special.executable.close()
         self._closed = True
-        for reference, device in self._homes:
-            tensor = reference()
-            if tensor is not None and tensor.device != device and device.type != "meta":
-                tensor.data = tensor.data.to(device)
+        for tensor, device in self._homes:
+            move(tensor, device)
         model: nn.Module = self.__dict__["_model"]
         return model
 
