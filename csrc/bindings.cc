@@ -108,6 +108,7 @@ NB_MODULE(_core, m) {
           },
           "op"_a, "device"_a)
       .def("reserve", &Timeline::reserve, "op"_a, "device"_a)
+      .def("hold_back", &Timeline::hold_back, "pool"_a, "nbytes"_a)
       .def(
           "commit",
           [](Timeline& timeline, int32_t op, int32_t device) {

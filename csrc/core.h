@@ -41,6 +41,7 @@ struct Problem {
   std::vector<int64_t> workspace;         // per op
   std::vector<int32_t> group;             // per op; an op without a group is alone in its own
   std::vector<int64_t> group_persistent;  // per group, the sum of its ops
+  Rows group_ops;                         // per group, ops ascending
   Rows inputs, outputs;                   // per op, tensors ascending
   std::vector<int64_t> output_bytes;      // per op, the sum of its outputs
 
@@ -58,7 +59,7 @@ struct Problem {
   std::vector<int64_t> rate;          // bytes per second; 0 is no path
   Ports ports = Ports::kDuplex;
 
-  // Derives inputs, outputs, output_bytes and pool_devices from the rest.
+  // Derives group_ops, inputs, outputs, output_bytes and pool_devices from the rest.
   void finish();
 
   int64_t duration(int32_t op, int32_t device) const {
@@ -137,6 +138,9 @@ class Timeline {
 
   // Reserves the persistent bytes of the op's group on `device`; its ops may go only there.
   void reserve(int32_t op, int32_t device);
+  // From now on `fit` keeps that much of the pool free of groups that are not there yet and have
+  // several ops: room for what the ops that must follow the first of a group will need.
+  void hold_back(int32_t pool, int64_t nbytes) { held_back_[pool] = nbytes; }
   // Places `op`, which is not committed and has a path; does not ask whether it fits.
   const Span& commit(int32_t op, int32_t device);
 
@@ -176,7 +180,7 @@ class Timeline {
   std::vector<int32_t> presence_of_;   // per tensor, head of a list in presences_
   std::vector<Presence> presences_;
   std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
-  std::vector<int64_t> persistent_;                              // per pool
+  std::vector<int64_t> persistent_, held_back_;                  // per pool
   std::vector<Profile> profiles_;                                // per pool, all but persistent
   std::vector<Span> spans_;
   std::vector<Transfer> transfers_;

@@ -182,12 +182,17 @@ class Scheduler {
 
   void commit(const Pair& pair) {
     const size_t transfers = timeline_.transfers().size();
+    const bool comes = timeline_.group_device(pair.op) < 0;
     timeline_.commit(pair.op, pair.device);
     last_[pair.device] = pair.op;
     for (int32_t tensor : Row(problem_.outputs, pair.op)) {
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
         if (--waiting_[consumer] == 0) push_everywhere(consumer);
       }
+    }
+    // Memory that is held back from new groups is free to this one now.
+    for (int32_t op : Row(problem_.group_ops, problem_.group[pair.op])) {
+      if (comes && ready(op)) push(op, pair.device);
     }
     // What arrived may let others start earlier in this pool.
     const int32_t pool = problem_.pool[pair.device];

@@ -41,6 +41,7 @@ Rows singletons(const std::vector<int32_t>& values) {
 }  // namespace
 
 void Problem::finish() {
+  group_ops = transpose(singletons(group), groups);
   inputs = transpose(consumers, ops);
   outputs = transpose(singletons(producer), ops);
   pool_devices = transpose(singletons(pool), pools);
@@ -143,6 +144,7 @@ Timeline::Timeline(const Problem& problem)
       send_free_(problem.devices, 0),
       receive_free_(problem.devices, 0),
       persistent_(problem.pools, 0),
+      held_back_(problem.pools, 0),
       profiles_(problem.pools) {
   for (int32_t t = 0; t < problem.tensors; ++t) remaining_[t] = problem.consumers.size(t);
   spans_.reserve(problem.ops);
@@ -213,8 +215,11 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
   if (!earliest) return Fit::kNever;
   const int32_t pool = problem_.pool[device];
   const Profile& profile = profiles_[pool];
-  const int64_t room = problem_.memory[pool] - persistent_[pool] -
-                       (group_device_[group] < 0 ? problem_.group_persistent[group] : 0);
+  int64_t room = problem_.memory[pool] - persistent_[pool];
+  if (group_device_[group] < 0) {
+    room -= problem_.group_persistent[group];
+    if (problem_.group_ops.size(group) > 1) room -= held_back_[pool];
+  }
   const int64_t start = *earliest, end = start + problem_.duration(op, device);
   const int64_t workspace = end > start ? problem_.workspace[op] : 0;
   int64_t missing = 0, staying = problem_.output_bytes[op];

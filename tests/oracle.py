@@ -33,6 +33,7 @@ class Oracle:
     transfers: list = field(default_factory=list)  # (tensor, src, dst, start, end)
     copies: dict = field(default_factory=dict)  # (tensor, pool) -> Copy
     group_device: dict = field(default_factory=dict)
+    headroom: float = 0.0
 
     def pool(self, device):
         return self.cluster.devices[device].pool or device
@@ -136,6 +137,8 @@ class Oracle:
         return start, end
 
     def fits(self, op, device):
+        group = self.group(op)
+        fresh = group not in self.group_device and len(self.members(op)) > 1
         if self.group_device.get(self.group(op), device) != device:
             return False
         if self.plan(op, device) is None:
@@ -150,6 +153,7 @@ class Oracle:
         )
         after.commit(op, device)
         memory = self.cluster.devices[device].memory_bytes
+        memory -= int(memory * self.headroom) if fresh else 0
         return after.peak(self.pool(device), final=False) <= memory
 
     def intervals(self, pool, *, final):

@@ -197,6 +197,14 @@ class Problem:
             ports=PORTS.index(self.cluster.ports),
         )
 
-    def timeline(self) -> _core.Timeline:
-        """A fresh timeline of the core."""
-        return _core.Timeline(self.core)
+    def timeline(self, headroom: float = 0.0) -> _core.Timeline:
+        """A fresh timeline of the core.
+
+        Args:
+            headroom: The share of every memory that groups of several ops leave free when they
+                come to a device, for what their later ops will need there.
+        """
+        timeline = _core.Timeline(self.core)
+        for pool, memory_bytes in enumerate(self.pool_memory):
+            timeline.hold_back(pool, int(memory_bytes * headroom))
+        return timeline

@@ -2,13 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from baechi import _core
 from baechi.placement import Placement
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
 from baechi.values import FrozenDict
+
+# Shares of every memory to hold back from new groups, one after the other, where a rule meets a
+# dead end: the room that backward ops need beyond what their forward ops showed.
+HEADROOMS: Final = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8)
 
 
 class Placer(ABC):

@@ -6,10 +6,11 @@ Repeatedly commit the pair of a ready op and a device with the smallest (earlies
 device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
 `csrc/list_schedule.cc`).
 
-Where we leave the paper: the earliest start is the exact clock's, with ports and copies; a pair
-without room comes back when memory is freed; and a dead end is met again with the largest group
-that found no device pinned in advance to the one with the most memory that is not promised, at
-most `retries` times.
+Where we leave the paper: the earliest start is the exact clock's, with ports and copies, and a pair
+without room comes back when memory is freed. A forward op takes a device without knowing what its
+backward will need there, so a dead end is met again, first with ever more of every memory held
+back from new groups (`HEADROOMS`), then with the largest group that found no device pinned in
+advance to the one with the most memory that is not promised, at most `retries` times.
 Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample.
 """
 
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of
+from baechi.placers.base import HEADROOMS, Placer, placement_of
 from baechi.problem import Problem
 
 
@@ -55,6 +56,10 @@ def schedule_list(
         favorites: Favorite child of every op, or -1; empty for ETF's rule.
         retries: How many groups to pin at most.
     """
+    for headroom in HEADROOMS:
+        timeline = problem.timeline(headroom)
+        if timeline.list_schedule(favorites):
+            return timeline, 0
     pins: dict[int, int] = {}
     while True:
         timeline = problem.timeline()

@@ -5,14 +5,17 @@ is the memory of an op and n the number of devices. Complexity: O(ops * log ops 
 
 Where we leave the paper: d is a whole group's, since its ops cannot be apart; a device also closes
 when the exact account says that an op does not fit there, so that the cap never breaks the real
-limit; on unequal devices the mean is shared out in proportion to their memory.
+limit; on unequal devices the mean is shared out in proportion to their memory; and a dead end (a
+backward op that no longer fits beside its forward op) is met again with ever lower caps and ever
+more of every memory held back (`HEADROOMS`).
 """
 
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of
+from baechi.placers.base import HEADROOMS, Placer, placement_of
 from baechi.problem import Problem
 
 
@@ -30,9 +33,16 @@ class MTopo(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """As the class says; a device that closed stays closed."""
+        for headroom in HEADROOMS:
+            timeline = problem.timeline(headroom)
+            if self._fill(problem, timeline, headroom):
+                return placement_of(problem, timeline, self.name)
+        return None
+
+    def _fill(self, problem: Problem, timeline: _core.Timeline, headroom: float) -> bool:
+        """Commit every op; false at a dead end."""
         loads = problem.group_bytes
-        caps = self._caps(problem, loads)
-        timeline = problem.timeline()
+        caps = [int(cap * (1 - headroom)) for cap in self._caps(problem, loads)]
         device, filled = 0, 0
 
         def closes(op: int, load: int) -> bool:
@@ -45,13 +55,13 @@ class MTopo(Placer):
                 while device < len(caps) and closes(op, loads[group]):
                     device, filled = device + 1, 0
                 if device == len(caps):
-                    return None
+                    return False
                 target = device
                 filled += loads[group]
             elif not timeline.fits(op, target):
-                return None
+                return False
             timeline.commit(op, target)
-        return placement_of(problem, timeline, self.name)
+        return True
 
     def _caps(self, problem: Problem, loads: tuple[int, ...]) -> list[int]:
         memory = [device.memory_bytes for device in problem.cluster.devices]
