@@ -71,7 +71,7 @@ class Meter:
             key: What it is: a second borrower of the same thing counts nothing more.
             tensor: The borrower.
         """
-        nbytes = tensor.untyped_storage().nbytes()
+        nbytes = tensor.numel() * tensor.element_size()  # a view is sent without its base
         with self._lock:
             count = self._loans.get((account, key), 0)
             self._loans[account, key] = count + 1
