@@ -185,7 +185,10 @@ def test_what_does_not_fit_leaves_with_code_3(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["estimate"], "computed costs come in a later version. `baechi profile MODEL"),
+        (
+            ["estimate", "model.py:net", "--kind", "H100"],
+            "computed costs come in a later version. `baechi profile MODEL",
+        ),
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),

@@ -214,3 +214,14 @@ def test_solving_a_graph_loads_no_torch() -> None:
         "assert baechi.simulate(graph, cluster, placement).makespan_ns == 10"
     )
     assert "torch" not in loaded
+
+
+def test_what_needs_torch_says_so_where_there_is_none() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import baechi\n"
+        "try: baechi.trace\n"
+        "except ModuleNotFoundError as error: print(error.name, error)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.startswith("torch baechi.trace needs torch 2.11 or later")
+    assert "pip install" in run.stdout

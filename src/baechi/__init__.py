@@ -85,7 +85,16 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 (a list of str, computed from the one t
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'baechi' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    try:
+        value = getattr(import_module(_HOME[name]), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ModuleNotFoundError(
+            f"baechi.{name} needs torch 2.11 or later, which is not installed here: "
+            "pip install 'baechi[torch]'. Solving, simulating and reporting do without.",
+            name="torch",
+        ) from None
     globals()[name] = value
     return value
 

@@ -180,7 +180,7 @@ def profile(
         _write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def estimate() -> None:
     """Compute what every operator costs, without the device (comes in a later version).
 
