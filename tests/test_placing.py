@@ -142,3 +142,48 @@ def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:
     assert placed(torch.ones(2))[1] == 2.0
     assert placed(torch.full((2,), 4.0))[1] == 8.0
     assert placed.traced.rung == "torch.fx.symbolic_trace"
+
+
+def test_the_first_call_draws_what_the_unsplit_model_would_draw() -> None:
+    """Tracing and measuring take nothing from the random stream."""
+    it = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    x = torch.randn(4, 8)
+    torch.manual_seed(3)
+    expected = it(x)
+    placed = baechi.place(it, {"cpu:0": "1GiB"}, progress=False)
+    torch.manual_seed(3)
+    assert torch.equal(placed(x), expected)
+
+
+@pytest.mark.parametrize("placer", ["auto", "round-robin", baechi.RandomPlacer(1)])
+def test_a_parameter_or_buffer_that_is_returned_is_that_very_object(placer: object) -> None:
+    class Returns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.register_buffer("shift", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            return x * self.scale + self.shift, self.scale, self.shift
+
+    it = Returns()
+    placed = baechi.place(it, DEVICES, placer=placer, progress=False)
+    y, scale, shift = placed(torch.ones(3))
+    assert scale is it.scale
+    assert shift is it.shift
+    (y.sum() + scale.sum()).backward()
+    torch.testing.assert_close(it.scale.grad, torch.full((3,), 2.0))
+
+
+def test_a_model_without_inputs_runs() -> None:
+    class Constant(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+        def forward(self) -> torch.Tensor:
+            return self.weight * 2
+
+    placed = baechi.place(Constant(), DEVICES, progress=False)
+    placed().sum().backward()
+    torch.testing.assert_close(placed.weight.grad, torch.full((3,), 2.0))

@@ -30,13 +30,19 @@ class Problem:
         cluster: The devices and links.
 
     Raises:
-        InputError: Times or bytes add up to 2**62 or more.
+        InputError: They are no graph and no cluster, or times or bytes add up to 2**62 or more.
     """
 
     graph: OpGraph
     cluster: Cluster
 
     def __post_init__(self) -> None:
+        for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
+            if not isinstance(value, kind):
+                raise InputError(
+                    f"a {type(value).__name__} stands where a baechi.{kind.__name__} belongs; the "
+                    "order is graph, cluster, placement."
+                )
         self._check_times()
         self._check_bytes()
 

@@ -62,7 +62,7 @@ def profile(
         )
     place = torch_device(device)
     module: TracedModule = traced.module
-    with _threads(threads) as count:
+    with _threads(threads) as count, torch.random.fork_rng([place] if place.type == "cuda" else []):
         clock = _Clock(place)
         overhead = _Overhead(clock)
         example = _ExampleValues(module, place)

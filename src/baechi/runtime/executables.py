@@ -74,14 +74,12 @@ class Executable:
         for code in self._codes:
             for node in set(code.extract.inputs):
                 self._readers[node] = self._readers.get(node, 0) + 1
-        owned = {node for code in self._codes for node in code.state}
-        self._travelling = [
-            node
-            for node in graph.nodes
-            if node.op == "get_attr"
-            and node not in owned
-            and (node in self._readers or node in self._kept)
-        ]
+        self._travelling = {
+            node: None
+            for code in self._codes
+            for node in code.extract.inputs
+            if node.op == "get_attr" and node not in code.state
+        }
 
     def _backward_launch(self, traced: Traced, placement: Placement) -> list[int]:
         """For every segment where in the placement's order its backward begins."""
@@ -211,7 +209,9 @@ class Executable:
         return Step(self._codes, values, self._readers, kept, differentiate, self._executor, meter)
 
     def _result(self, step: Step, node: Any) -> Any:
-        return step.values[node].value if isinstance(node, fx.Node) else node
+        if not isinstance(node, fx.Node):
+            return node
+        return self._attribute(node) if node.op == "get_attr" else step.values[node].value
 
     def _finish(self, call: Call, values: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""
@@ -302,8 +302,10 @@ class _Plan:
             count = 0
             for leaf in pytree.tree_leaves(value):
                 if isinstance(leaf, torch.Tensor):
-                    published = self.step.values[node]
-                    if published.device != CALLER and published.differentiable[count]:
+                    published = self.step.values.get(node)  # None: a parameter is returned
+                    flags = () if published is None else published.differentiable
+                    made = published is not None and published.device != CALLER
+                    if made and flags[count]:
                         slot = slot_of.setdefault((node, count), len(outputs))
                         if slot == len(outputs):
                             outputs.append(leaf)
