@@ -8,7 +8,7 @@ Complexity: O(nodes + edges), with a sort.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -34,7 +34,8 @@ class TracedModule:
         call: The example call, with its tensors.
         returned: The structure around the outputs.
         nodes: The fx nodes of every op, in program order.
-        state: get_attr node to the user's own qualified name, for parameters and buffers.
+        travelling: get_attr nodes whose values are sent to their readers; the state behind all
+            others is where its readers are.
     """
 
     model: nn.Module
@@ -43,7 +44,7 @@ class TracedModule:
     call: Call
     returned: Structure
     nodes: tuple[tuple[fx.Node, ...], ...]
-    state: Mapping[fx.Node, str]
+    travelling: frozenset[fx.Node]
 
 
 def lower(
@@ -53,7 +54,7 @@ def lower(
     lowering = _Lowering(model, module, facts)
     rows = lowering.tensors()
     nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
-    traced = (model, module, facts, call, returned, nodes, lowering.state)
+    traced = (model, module, facts, call, returned, nodes, lowering.partition.travelling)
     return lowering.ops(rows), tuple(tensor for tensor, _ in rows), traced
 
 
@@ -67,12 +68,6 @@ class _Lowering:
         self.partition = self._parts = Partition(module, facts)
         named = [*model.named_buffers(), *model.named_parameters()]
         self._owner = {id(tensor): name for name, tensor in named}
-        self.state: dict[fx.Node, str] = {}
-        for node in self._parts.program:
-            if node.op == "get_attr" and facts.nodes[node].values:
-                name = self._owner.get(id(attribute(module, str(node.target))))
-                if name is not None:
-                    self.state[node] = name
 
     def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """Which operators read each storage of another; and which come after which without one.
@@ -240,7 +235,7 @@ class _Lowering:
         """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
         if node.op == "get_attr" and self._facts.nodes[node].values:
             tensor = attribute(self._module, str(node.target))
-            name = self.state.get(node, str(node.target))
+            name = self._owner.get(id(tensor), str(node.target))
             return [(name, tensor, self._facts.nodes[node].values[0].storage)]
         if node.op != "call_module":
             return []

@@ -235,6 +235,11 @@ class Partition:
                 return self.op_of[node] if travels else None
         return None
 
+    @property
+    def travelling(self) -> frozenset[fx.Node]:
+        """The get_attr nodes that run and whose values are sent to their readers."""
+        return frozenset(n for n in self.op_of if n.op == "get_attr" and self.travels(n))
+
     def travels_as_tensor(self, storage: int) -> bool:
         """Whether it is of a buffer or constant that is sent to its readers."""
         return any(

@@ -113,18 +113,16 @@ class Executable:
         for node in nodes:
             for argument in [node, *node.all_input_nodes]:
                 # A buffer that travels lives where its own segment is.
-                if argument.op == "get_attr" and (argument in inside or argument in self._owned):
+                if argument.op == "get_attr" and (
+                    argument in inside or not self._travels(argument)
+                ):
                     tensors += _tensors(self._attribute(argument))
         for leaf in opaque_leaves(self._module.graph_module, nodes).values():
             tensors += [*leaf.parameters(), *leaf.buffers()]
         return tensors
 
-    @property
-    def _owned(self) -> set[fx.Node]:
-        """get_attr nodes that are no operators of their own: their readers own them."""
-        running = {node for segment in self.segments for node in segment.nodes}
-        nodes = self._module.graph_module.graph.nodes
-        return {node for node in nodes if node.op == "get_attr" and node not in running}
+    def _travels(self, node: fx.Node) -> bool:
+        return node in self._module.travelling
 
     def _attribute(self, node: fx.Node) -> Any:
         value: Any = self._module.graph_module
@@ -143,7 +141,7 @@ class Executable:
         state = {
             node: self._attribute(node)
             for node in part.inputs
-            if node.op == "get_attr" and (node in self._owned or node in inside)
+            if node.op == "get_attr" and (node in inside or not self._travels(node))
         }
         parameters = [value for value in state.values() if isinstance(value, torch.nn.Parameter)]
         for leaf in opaque_leaves(self._module.graph_module, running).values():
