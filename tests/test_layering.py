@@ -15,13 +15,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values graph devices placement costs",
-    1: "serialization traced training coarsening problem bounds _core",
+    1: "serialization codec traced training coarsening problem bounds _core",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
     "estimation",
     5: "runtime.*",
-    6: "placing demo __main__",
+    6: "placing demo demo_models named_models __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -40,7 +40,7 @@ ALLOWED = {
     "coarsening": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
-    "serialization": {"traced"},
+    "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
     "placers.baselines": {"placers.base"},
@@ -106,7 +106,8 @@ ALLOWED = {
     "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
     "runtime.module": {"runtime.executables"},
     # Layer 6.
-    "__main__": {"demo"},
+    "demo": {"demo_models"},
+    "__main__": {"demo", "named_models"},
 }
 
 

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baechi.codec import codec
 from baechi.costs import OpCost, Profile
 from baechi.devices import PORTS, Cluster, Device, Link
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement, Schedule, Span, Transfer
-from baechi.serialization import TYPES, _codec, dump, dumps, load, loads, write_whole
+from baechi.serialization import TYPES, dump, dumps, load, loads, write_whole
 from baechi.traced import Attempt, Traced, TracedOp, TracedTensor
 from baechi.values import INT64_MAX
 
@@ -342,7 +343,7 @@ def test_a_write_follows_links_and_does_not_replace_devices(tmp_path):
     assert stat.S_ISCHR(os.stat(os.devnull).st_mode)
 
 
-def test_every_type_of_every_field_has_a_codec():
+def test_every_type_of_every_field_has_acodec():
     assert set(TYPES) == {
         *("Op", "Tensor", "OpGraph", "Device", "Link", "Cluster", "Placement", "Span"),
         *("Transfer", "Schedule", "OpCost", "Profile", "Traced"),
@@ -351,7 +352,7 @@ def test_every_type_of_every_field_has_a_codec():
         assert is_dataclass(kind)
         for field in fields(kind):
             if field.metadata.get("json", True):
-                assert _codec(get_type_hints(kind)[field.name])
+                assert codec(get_type_hints(kind)[field.name])
 
 
 def test_a_hint_without_a_json_form_is_an_error_of_the_dataclass():
@@ -360,4 +361,4 @@ def test_a_hint_without_a_json_form_is_an_error_of_the_dataclass():
         table: Mapping[int, int]
 
     with pytest.raises(TypeError, match="no JSON form is known"):
-        _codec(Odd)
+        codec(Odd)

@@ -4,10 +4,6 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
-import importlib
-import importlib.util
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +14,7 @@ from baechi import __version__
 from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.graph import OpGraph
+from baechi.named_models import load_model
 from baechi.placement import Placement, Schedule
 from baechi.serialization import dump, load
 from baechi.traced import Traced
@@ -368,66 +365,6 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
-
-
-def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model, args and kwargs that the function named `name` returns.
-
-    Args:
-        name: `path/to/file.py:function` or `package.module:function`.
-
-    Raises:
-        InputError: There is no such file, module or function, or it returns something else.
-    """
-    where, colon, attribute = name.rpartition(":")
-    if not colon or not where or not attribute:
-        raise InputError(
-            f"model {name!r} cannot be read; write file.py:function or package.module:function."
-        )
-    found: Any = _import_file(Path(where)) if where.endswith(".py") else _import_name(where)
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            public = [n for n in vars(found) if not n.startswith("_") and callable(vars(found)[n])]
-            raise InputError(f"{where} has no {attribute!r}; it has {', '.join(public) or 'none'}.")
-        found = getattr(found, part)
-    return _checked(name, found)
-
-
-def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    shape = "it must return (model, args) or (model, args, kwargs), with args a tuple"
-    if not isinstance(function, Callable):  # type: ignore[arg-type]
-        raise InputError(f"{name} is {function!r}, no function; {shape}.")
-    returned = function()
-    if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        raise InputError(f"{name} returned a {type(returned).__name__}; {shape}.")
-    model, args, kwargs = (*returned, {})[:3]
-    if not isinstance(args, tuple) or not isinstance(kwargs, dict):
-        kinds = f"{type(args).__name__} args and {type(kwargs).__name__} kwargs"
-        raise InputError(f"{name} returned {kinds}; {shape} and kwargs a dict.")
-    return model, args, kwargs
-
-
-def _import_file(path: Path) -> Any:
-    if not path.is_file():
-        raise InputError(f"there is no file {str(path)!r}.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{str(path)!r} cannot be imported.")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # where classes look for their module
-    sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
-    spec.loader.exec_module(module)
-    return module
-
-
-def _import_name(name: str) -> Any:
-    sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
-            raise  # the module is there, and what it imports is not
-        raise InputError(f"there is no module {error.name!r}; is {name!r} a file.py?") from error
 
 
 def _trace(model: str) -> Traced:

@@ -10,30 +10,26 @@ may be too, so that a graph can be written by hand or by a scheduler in another 
 digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
 all.
 
-One codec serves all types: `_codec` reads a type hint and builds the pair of functions that write
-and read it. A new dataclass needs a name in `_KINDS` and nothing else.
+One codec serves all types (`codec.py`): a new dataclass needs a name in `_KINDS` and nothing else.
 """
 
 import hashlib
 import json
-import math
 import os
 import secrets
-import types
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
 
+from baechi.codec import Refusal, codec
 from baechi.costs import OpCost, Profile
 from baechi.devices import Cluster, Device, Link
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.traced import Traced
-from baechi.values import INT64_MAX, FrozenDict
+from baechi.values import FrozenDict
 
 VERSION: Final = 1
 _KINDS = (
@@ -62,8 +58,8 @@ def dumps(value: object) -> str:
     if TYPES.get(kind.__name__) is not kind:
         raise InputError(f"type {kind.__name__} cannot be saved; give one of {', '.join(TYPES)}.")
     try:
-        raw = _codec(kind).write(value)
-    except _Refusal as refusal:
+        raw = codec(kind).write(value)
+    except Refusal as refusal:
         raise InputError(f"cannot save this {kind.__name__}: {refusal.text()}") from refusal
     envelope = {"format": "baechi", "type": kind.__name__, "version": VERSION}
     return _layout({**envelope, "digest": _digest(raw), "value": raw}) + "\n"
@@ -136,8 +132,8 @@ def _parse(text: str, expect: type | None, source: str) -> Any:
         raw = _load_json(text)
         kind, value = _open_envelope(raw, expect)
         try:
-            return _codec(kind).read(value)
-        except _Refusal as refusal:
+            return codec(kind).read(value)
+        except Refusal as refusal:
             raise FormatError(refusal.text()) from refusal
     except RecursionError as error:
         raise FormatError(f"{source}: nested too deeply for a Baechi file.") from error
@@ -231,204 +227,3 @@ def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
         row += cell + ", "
     rows.append(row.removesuffix(", "))
     return "[\n" + "\n".join(rows) + "\n" + " " * indent + "]"
-
-
-class _Refusal(Exception):  # noqa: N818 (never leaves this module)
-    """A wrong value, and where it is; the path is filled from the inside out."""
-
-    def __init__(self, reason: str, *, sentence: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        self.sentence = sentence  # the reason stands alone, as those of the constructors do
-        self.path: list[str] = []
-
-    def text(self) -> str:
-        where = "".join(reversed(self.path)).removeprefix(".")
-        if not where:
-            return self.reason if self.sentence else f"value {self.reason}"
-        return f"{where}: {self.reason}" if self.sentence else f"{where} {self.reason}"
-
-
-class _Codec(NamedTuple):
-    """How one type hint is written and read; both refuse what the hint does not allow."""
-
-    name: str
-    write: Callable[[Any], Any]
-    read: Callable[[Any], Any]
-
-
-@cache
-def _codec(hint: Any) -> _Codec:
-    """The codec of a type hint, built once.
-
-    Raises:
-        TypeError: No codec is known for the hint: an error of the dataclass, not of a file.
-    """
-    if hint in _SCALARS:
-        return _scalar(hint)
-    origin, arguments = get_origin(hint), get_args(hint)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _sequence(_codec(arguments[0]))
-    if origin in (types.UnionType, Union):
-        return _union(arguments)
-    if origin is Mapping and arguments[0] is str:
-        return _mapping(_codec(arguments[1]))
-    if isinstance(hint, type) and is_dataclass(hint):
-        return _record(hint)
-    raise TypeError(f"no JSON form is known for {hint!r}")
-
-
-_SCALARS: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
-
-
-def _scalar(kind: Any) -> _Codec:
-    name = _SCALARS[kind]
-
-    def check(value: Any) -> Any:
-        if type(value) is not kind:
-            if kind is float and type(value) is int:
-                return float(value)
-            raise _Refusal(f"is {_show(value)}; it must be {name}.")
-        if kind is int and not -INT64_MAX <= value <= INT64_MAX:
-            raise _Refusal(f"is {_show(value)}; it does not fit 64 bits.")
-        if kind is float and not math.isfinite(value):
-            raise _Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
-        return value
-
-    return _Codec(name, check, check)
-
-
-def _union(members: tuple[Any, ...]) -> _Codec:
-    """One of several scalars, or `None` and one other type."""
-    others = [_codec(member) for member in members if member is not type(None)]
-    optional = len(others) < len(members)
-    name = " or ".join([*(codec.name for codec in others), *(["null"] if optional else [])])
-    if len(others) == 1:
-        (inner,) = others
-        write, read = inner.write, inner.read
-    else:
-        by_kind = {member: _codec(member) for member in members if member in _SCALARS}
-        if len(by_kind) != len(others):
-            raise TypeError(f"no JSON form is known for a union of {name}")
-
-        def read(value: Any) -> Any:
-            if type(value) not in by_kind:
-                raise _Refusal(f"is {_show(value)}; it must be {name}.")
-            return by_kind[type(value)].read(value)
-
-        write = read
-
-    def none_or(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return (lambda value: None if value is None else step(value)) if optional else step
-
-    return _Codec(name, none_or(write), none_or(read))
-
-
-def _sequence(inner: _Codec) -> _Codec:
-    def each(step: Callable[[Any], Any], values: Any) -> list[Any]:
-        done: list[Any] = []
-        try:
-            for value in values:
-                done.append(step(value))  # noqa: PERF401 (len(done) says where it failed)
-        except _Refusal as refusal:
-            refusal.path.append(f"[{len(done)}]")
-            raise
-        return done
-
-    def write(values: Any) -> list[Any]:
-        if not isinstance(values, tuple):
-            raise _Refusal(f"is {_show(values)}; it must be a tuple.")
-        return each(inner.write, values)
-
-    def read(raw: Any) -> tuple[Any, ...]:
-        if not isinstance(raw, list):
-            raise _Refusal(f"is {_show(raw)}; it must be a list.")
-        return tuple(each(inner.read, raw))
-
-    return _Codec("a list", write, read)
-
-
-def _mapping(inner: _Codec) -> _Codec:
-    def each(step: Callable[[Any], Any], items: Mapping[str, Any]) -> dict[str, Any]:
-        done = {}
-        for key, value in items.items():
-            try:
-                done[key] = step(value)
-            except _Refusal as refusal:
-                refusal.path.append(f"[{key!r}]")
-                raise
-        return done
-
-    def write(items: Any) -> dict[str, Any]:
-        if not isinstance(items, Mapping) or not all(isinstance(key, str) for key in items):
-            raise _Refusal(f"is {_show(items)}; it must be a mapping of strings.")
-        return each(inner.write, {key: items[key] for key in sorted(items)})
-
-    def read(raw: Any) -> Mapping[str, Any]:
-        if not isinstance(raw, dict):
-            raise _Refusal(f"is {_show(raw)}; it must be an object.")
-        return FrozenDict(each(inner.read, raw))
-
-    return _Codec("an object", write, read)
-
-
-def _record(kind: type) -> _Codec:
-    """The codec of a dataclass: its fields in order, those that equal their default left out."""
-    hints = get_type_hints(kind)
-    saved = [field for field in fields(kind) if field.metadata.get("json", True)]
-    codecs = {field.name: _codec(hints[field.name]) for field in saved}
-    defaults = {field.name: _default(field) for field in saved}
-
-    def write(value: Any) -> dict[str, Any]:
-        if type(value) is not kind:
-            raise _Refusal(f"is {_show(value)}; it must be of type {kind.__name__}.")
-        raw = {}
-        for name, codec in codecs.items():
-            entry = getattr(value, name)
-            if defaults[name] is MISSING or entry != defaults[name]:
-                try:
-                    raw[name] = codec.write(entry)
-                except _Refusal as refusal:
-                    refusal.path.append(f".{name}")
-                    raise
-        return raw
-
-    def read(raw: Any) -> Any:
-        if not isinstance(raw, dict):
-            raise _Refusal(f"is {_show(raw)}; it must be an object of type {kind.__name__}.")
-        found = {}
-        for name, entry in raw.items():
-            codec = codecs.get(name)
-            try:
-                if codec is None:
-                    known = ", ".join(codecs)
-                    raise _Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
-                found[name] = codec.read(entry)
-            except _Refusal as refusal:
-                refusal.path.append(f".{name}")
-                raise
-        for name, default in defaults.items():
-            if default is MISSING and name not in found:
-                missing = _Refusal(f"is missing; every {kind.__name__} has it.")
-                missing.path.append(f".{name}")
-                raise missing
-        try:
-            return kind(**found)
-        except InputError as error:
-            raise _Refusal(str(error), sentence=True) from error
-
-    return _Codec(kind.__name__, write, read)
-
-
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _show(value: Any) -> str:
-    """A wrong value for an error text, short, with its kind."""
-    kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
-    name = kinds.get(type(value), f"a {type(value).__name__}")
-    if value is None or isinstance(value, bool | dict | list):
-        return {True: "true", False: "false"}[value] if isinstance(value, bool) else name
-    text = repr(value)
-    return f"{text if len(text) <= 40 else text[:37] + '...'}, {name}"
