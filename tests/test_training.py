@@ -141,3 +141,13 @@ def test_a_profile_of_another_model_is_refused() -> None:
 def test_an_unknown_optimizer_is_refused() -> None:
     with pytest.raises(baechi.InputError, match=r"'lion'.*adamw"):
         training_graph("gpt2", "lion")
+
+
+def test_gradients_of_a_tied_parameter_have_room_until_they_are_added_up() -> None:
+    traced = traced_of("gpt2")
+    graph = training_graph("gpt2")
+    tied = [op for op in traced.ops if op.shared_bytes]
+    assert [op.parameters for op in tied] == [("transformer.wte.weight",)]
+    assert tied[0].shared_bytes == tied[0].trained_bytes
+    (backward,) = [op for op in graph.ops if op.name == BACKWARD + tied[0].name]
+    assert backward.workspace_bytes >= 2 * tied[0].shared_bytes

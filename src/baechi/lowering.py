@@ -9,7 +9,7 @@ Complexity: O(nodes + edges), with a sort.
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -56,6 +56,17 @@ def lower(
     nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
     traced = (model, module, facts, call, returned, nodes, lowering.partition.travelling)
     return lowering.ops(rows), tuple(tensor for tensor, _ in rows), traced
+
+
+@final
+@dataclass
+class _Owned:
+    """What an operator owns: bytes and names; and by storage what it shares with later ones."""
+
+    trained: int = 0
+    frozen: int = 0
+    names: list[str] = field(default_factory=list)
+    shared: dict[int | str, int] = field(default_factory=dict)
 
 
 @final
@@ -146,7 +157,7 @@ class _Lowering:
             saved = dict.fromkeys(s for fact in facts for s in fact.saved)
             inside = [s for s in saved if s not in tensor_of and not self._parts.is_source(s)]
             inside = [s for s in inside if self._parts.home(s) in (op, None)]
-            trained, frozen, parameters = owned[op]
+            own = owned[op]
             anchor = self._anchor(nodes)
             name = unique(op_name(anchor), names)
             ops.append(
@@ -154,9 +165,10 @@ class _Lowering:
                     name=name,
                     nodes=tuple(node.name for node in nodes),
                     key=op_key(self._module, self._facts, nodes),
-                    parameters=tuple(parameters),
-                    trained_bytes=trained,
-                    frozen_bytes=frozen,
+                    parameters=tuple(own.names),
+                    trained_bytes=own.trained,
+                    frozen_bytes=own.frozen,
+                    shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
                     differentiable=any(
@@ -172,56 +184,50 @@ class _Lowering:
             )
         return tuple(ops)
 
-    def _ownership(self) -> tuple[list[tuple[int, int, list[str]]], dict[int, str]]:
-        """Per op the (trained bytes, frozen bytes, names) that it owns, and the ops' groups.
+    def _ownership(self) -> tuple[list[_Owned], dict[int, str]]:
+        """What every op owns, and the groups of ops that share a parameter.
 
         State is counted once, by storage, at the first operator that uses it.
         """
-        users: dict[int | str, list[int]] = defaultdict(list)
-        names: dict[int, list[str]] = defaultdict(list)
-        trained: dict[int, int] = defaultdict(int)
-        frozen: dict[int, int] = defaultdict(int)
+        n = len(self._parts.nodes_of_op)
+        owned = [_Owned() for _ in range(n)]
+        users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
-        seen: set[int | str] = set()
-        union = UnionFind(len(self._parts.nodes_of_op))
+        union = UnionFind(n)
         for node in self._parts.program:
             for label, tensor, storage in self._state_of(node):
                 readers = self._readers(node, storage)
                 if not readers:
                     continue
                 key = storage if storage >= 0 else label
-                users[key] += readers
-                movable = (
-                    node.op == "get_attr"
-                    and node in self._parts.op_of
-                    and self._parts.travels(node)
-                )
-                if not movable and len(set(users[key])) > 1:
-                    union.union(users[key])
-                    labels[key] = labels.get(key, label)
-                if key in seen:
-                    continue
-                seen.add(key)
-                first = min(readers)
-                names[first].append(label)
+                new = key not in users
+                users[key].update(readers)
+                runs = node.op == "get_attr" and node in self._parts.op_of
+                travels = runs and self._parts.travels(node)
                 nbytes = tensor.untyped_storage().nbytes()
-                if tensor.requires_grad:
-                    trained[first] += nbytes
-                elif not movable:
-                    frozen[first] += nbytes
+                if not travels and len(users[key]) > 1:
+                    union.union(users[key])
+                    labels.setdefault(key, label)
+                if tensor.requires_grad and not runs:
+                    for op in sorted(users[key])[:-1]:
+                        owned[op].shared.setdefault(key, nbytes)
+                if new:
+                    owner = owned[min(readers)]
+                    owner.names.append(label)
+                    owner.trained += nbytes if tensor.requires_grad else 0
+                    owner.frozen += 0 if tensor.requires_grad or travels else nbytes
         self._join_split_views(union)
         members: dict[int, list[int]] = defaultdict(list)
-        for op in range(len(self._parts.nodes_of_op)):
+        for op in range(n):
             members[union.find(op)].append(op)
-        titles = {union.find(users[key][0]): label for key, label in labels.items()}
+        titles = {union.find(min(users[key])): label for key, label in labels.items()}
         groups = {
             op: f"shared:{titles.get(root, self._parts.nodes_of_op[root][0].name)}"
             for root, ops in members.items()
             if len(ops) > 1
             for op in ops
         }
-        rows = [(trained[op], frozen[op], names[op]) for op in range(len(self._parts.nodes_of_op))]
-        return rows, groups
+        return owned, groups
 
     def _join_split_views(self, union: UnionFind) -> None:
         """A view that could not join its base's operator at least shares its device."""

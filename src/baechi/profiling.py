@@ -369,10 +369,21 @@ def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
 
 
 def _workspace(alone: _Alone) -> int:
-    """Bytes that were live inside the forward and are free at its end; the first run warms up."""
+    """Bytes that were live inside the forward or the backward and are free at its end.
+
+    These first runs warm up, too.
+    """
     meter = Meter([0])
     with meter.counting(0):
-        kept = alone.call()
-    workspace = meter.peak_bytes[0] - meter.live_bytes[0]
-    del kept
-    return max(workspace, 0)
+        kept = alone.forward()
+    forward = meter.peak_bytes[0] - meter.live_bytes[0]
+    if not alone.differentiable or not kept.outputs:
+        return max(forward, 0)
+    meter = Meter([0])
+    with meter.counting(0):
+        gradients = torch.autograd.grad(
+            kept.outputs, alone.differentiable, kept.gradients, allow_unused=True
+        )
+    backward = meter.peak_bytes[0] - meter.live_bytes[0]
+    del kept, gradients
+    return max(forward, backward, 0)

@@ -26,6 +26,8 @@ class TracedOp:
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those that have gradients.
         frozen_bytes: Bytes of the others.
+        shared_bytes: Bytes of the parameters with gradients that a later op reads, too: their
+            gradients exist once for each until they are added up.
         saves: Tensors (indices) that autograd keeps for its backward.
         saved_bytes: Bytes that autograd keeps besides those: storage made inside.
         differentiable: Whether it has a backward.
@@ -40,6 +42,7 @@ class TracedOp:
     parameters: tuple[str, ...] = ()
     trained_bytes: int = 0
     frozen_bytes: int = 0
+    shared_bytes: int = 0
     saves: tuple[int, ...] = ()
     saved_bytes: int = 0
     differentiable: bool = False

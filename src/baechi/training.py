@@ -99,7 +99,14 @@ def _mirror(
     home = max(graded, default=-1)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
     mirrored = [
-        Op(BACKWARD + forward[op].name, backward_ns[op], 0, 0, grouped[op].group) for op in order
+        Op(
+            BACKWARD + forward[op].name,
+            backward_ns[op],
+            # A shared parameter's gradient so far, this op's, and their sum.
+            workspace_bytes=forward[op].workspace_bytes + 2 * ops[op].shared_bytes,
+            group=grouped[op].group,
+        )
+        for op in order
     ]
     savers: list[list[int]] = [[] for _ in tensors]
     for op in order:
