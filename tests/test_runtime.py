@@ -3,6 +3,7 @@
 import gc
 import threading
 import time
+import unittest.mock
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 
 import baechi
 import zoo
+from baechi.runtime.segments import backward_order, cut
+from baechi.runtime.streams import CudaExecutor
 
 
 def placed_on(
@@ -132,6 +135,30 @@ def test_a_model_without_weights_cannot_run_and_says_so() -> None:
         model, x = nn.Linear(2, 2), torch.empty(1, 2)
     with pytest.raises(baechi.InputError, match="meta device"):
         placed_on(model, (x,), 1, "single")
+
+
+def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_too() -> None:
+    """Its CPU devices run inline, in launch order; what streams add is tested on a GPU."""
+    model, args, kwargs = zoo.MODELS["t5"]()
+    traced = baechi.trace(model, args, kwargs)
+    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
+    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(3)})
+    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(5))
+    segments = cut(traced, placement.devices, [op for op in placement.order if op < len(costs)])
+    order = backward_order(segments, [-segment.index for segment in segments])
+    executor = CudaExecutor(segments, order, [torch.device("cpu")] * 3)
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    loss = model(*args, **kwargs).loss
+    loss.backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    with unittest.mock.patch.object(placed._current.executable, "_executor", executor):
+        other = placed(*args, **kwargs).loss
+        other.backward()
+    torch.testing.assert_close(other, loss)
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_an_unplaced_module_says_so() -> None:

@@ -1,6 +1,8 @@
 """The ladder, and what a trace says of operators, storages and what autograd keeps."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -47,6 +49,21 @@ def test_a_lower_rung_is_taken_with_the_reason_and_the_models_own_line() -> None
     assert all(attempt.reason for attempt in traced.attempts[:-1])
     assert any("x * 2 if bool" in attempt.reason for attempt in traced.attempts)
     assert any("test_tracing.py" in attempt.reason for attempt in traced.attempts)
+
+
+def test_rungs_that_fail_print_nothing() -> None:
+    """In a fresh process, since torch sets its logs up once."""
+    code = (
+        "import torch, baechi\n"
+        "from torch import nn\n"
+        "class Branch(nn.Module):\n"
+        "    def forward(self, x): return x * 2 if bool(x.sum() > 0) else x\n"
+        "model = nn.Sequential(nn.Linear(4, 4), Branch())\n"
+        "print(baechi.trace(model, (torch.ones(2, 4),)).rung)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "module granularity, opaque leaves\n"
+    assert run.stderr == ""
 
 
 def test_a_model_that_no_rung_takes_says_why_for_each() -> None:

@@ -8,10 +8,11 @@ Only when fake tensors cannot run it (an opaque leaf that looks at values) the e
 Complexity: one fake run, 10 to 100 us a node.
 """
 
+import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -265,8 +266,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence the warnings and logs of torch's tracers, which are about torch and not the model."""
-    handlers = logging.getLogger("torch").handlers
-    with warnings.catch_warnings():
+    # torch gives many of its loggers a handler of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    # And torch.export prints the graph that it could not finish to stderr (2.13, _trace.py).
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         for handler in handlers:
             handler.addFilter(_nothing)
