@@ -215,6 +215,30 @@ def test_backward_twice_with_retain_graph_adds_up() -> None:
     placed.zero_grad()
 
 
+def test_a_second_backward_without_retain_graph_is_refused() -> None:
+    model, args = towers()
+    placed = placed_on(model, args, 2, "round-robin")
+    loss = placed(*args).square().mean()
+    loss.backward()
+    with pytest.raises(RuntimeError):
+        loss.backward()
+    y = placed(*args)
+    y.sum().backward()
+    with pytest.raises(baechi.ExecutionError, match="retain_graph=True"):
+        (2 * y).sum().backward()
+    placed.zero_grad()
+
+
+def test_one_tensor_given_twice_gets_both_gradients() -> None:
+    class Weighs(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return 2 * x + 5 * y
+
+    x = torch.ones(3, requires_grad=True)
+    placed_on(Weighs(), (x, x), 2, "round-robin")(x, x).sum().backward()
+    torch.testing.assert_close(x.grad, torch.full((3,), 7.0))
+
+
 def test_gradients_of_gradients_are_refused_not_wrong() -> None:
     model, args = towers()
     placed = placed_on(model, args, 2, "round-robin")

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
-from baechi.errors import InputError
+from baechi.errors import ExecutionError, InputError
 from baechi.extraction import extract, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
@@ -62,9 +62,6 @@ class Executable:
         self._codes = [self._code(segment) for segment in self.segments]
         parameters = [p for code in self._codes for p in code.parameters]
         self._parameters = list(dict.fromkeys(parameters))
-        self._parameter_home = {
-            p: code.segment.device for code in reversed(self._codes) for p in code.parameters
-        }
         graph = self._module.graph_module.graph
         self._placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         output = next(node for node in graph.nodes if node.op == "output")
@@ -187,7 +184,7 @@ class Executable:
         step = self._step(call, True, meter)
         trained = [p for p in self._parameters if p.requires_grad]
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = _Plan(self, step, meter, call, trained, inputs)
+        plan = _Plan(self, step, meter, call, trained)
         seed = torch.empty(0, requires_grad=True)
         outputs = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         results = list(outputs)
@@ -233,15 +230,24 @@ class Executable:
         gradients: Sequence[torch.Tensor | None],
         keep: bool,
     ) -> list[torch.Tensor | None]:
-        """Gradients of the plan's inputs and parameters, given those of its outputs."""
+        """Gradients of the plan's inputs and parameters, given those of its outputs.
+
+        Raises:
+            ExecutionError: The graph was freed by an earlier backward.
+        """
+        if plan.spent:
+            raise ExecutionError(
+                "this step's graph was freed by its first backward; to go backward twice, give "
+                "retain_graph=True the first time."
+            )
+        plan.spent = not keep
         step = plan.step
         for (node, leaf), gradient in zip(plan.differentiable, gradients, strict=True):
             if gradient is not None:
                 step.seed_gradient(node, leaf, gradient)
         self._executor.backward(step, keep, plan.meter)
-        given = dict(zip(self._placeholders, plan.call.tensors, strict=True))
-        by_input = {id(t): step.input_gradient(n) for n, t in given.items() if t.requires_grad}
-        result = [_to(by_input[id(tensor)], tensor.device) for tensor in plan.inputs]
+        given = zip(self._placeholders, plan.call.tensors, strict=True)
+        result = [_to(step.input_gradient(n), t.device) for n, t in given if t.requires_grad]
         rows = step.parameter_gradients
         for parameter in plan.trained:
             found = sorted(rows.pop(parameter, []), key=lambda row: -row[0])
@@ -276,14 +282,13 @@ class _Plan:
         meter: Meter | None,
         call: Call,
         trained: list[torch.nn.Parameter],
-        inputs: list[torch.Tensor],
     ) -> None:
         self.executable = executable
         self.step = step
         self.meter = meter
         self.call = call
         self.trained = trained
-        self.inputs = inputs
+        self.spent = False
         self.spec: pytree.TreeSpec | None = None
         self.differentiable: list[tuple[fx.Node, int]] = []
         self._leaves: list[Any] = []
