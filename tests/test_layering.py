@@ -91,7 +91,7 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
-    "profiling": {"extraction", "lowering", "metering", "propagation"},
+    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     "probing": {"profiling"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},

@@ -87,6 +87,24 @@ class Meets(nn.Module):
         return meet(x) * meet(y)
 
 
+def test_an_error_names_the_operator_among_many_and_the_models_own_line() -> None:
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.table = nn.Embedding(3, 4)
+
+        def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+            y = self.linear(x).relu()
+            return y * self.table(i) + self.linear(y)
+
+    x, i = torch.ones(2, 4), torch.tensor([0, 2])
+    placed = placed_on(Looks(), (x, i), 1, "single")
+    with pytest.raises(baechi.ExecutionError, match=r"^table/embedding \(.*\.py:\d+ in forward"):
+        placed(x, torch.tensor([0, 3]))
+    assert placed(x, i).shape == (2, 4)
+
+
 def test_logical_devices_run_side_by_side_with_their_share_of_threads() -> None:
     """Two branches that wait for each other can only end if both run at once."""
     x = torch.ones(3)

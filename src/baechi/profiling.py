@@ -26,6 +26,7 @@ from baechi.errors import InputError
 from baechi.extraction import extract, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
+from baechi.partition import attribute
 from baechi.propagation import Value
 from baechi.traced import Traced
 
@@ -193,7 +194,7 @@ class _ExampleValues:
     def _evaluate(self, node: fx.Node, writes: frozenset[int]) -> None:
         graph_module = self._module.graph_module
         if node.op == "get_attr":
-            value = _fetch(graph_module, node)
+            value = attribute(graph_module, str(node.target))
             if not value.is_meta:
                 self._known[node] = value.detach()
             return
@@ -208,7 +209,7 @@ class _ExampleValues:
         """A value for a node that an operator reads."""
         facts = self._module.facts.nodes[node]
         if not facts.values:
-            return _fetch(self._module.graph_module, node)
+            return attribute(self._module.graph_module, str(node.target))
         if node in self._known:
             known = self._known[node]
             return pytree.tree_map_only(  # a copy: an operator may count in it
@@ -230,13 +231,6 @@ class _ExampleValues:
             flat = torch.zeros(extent, dtype=value.dtype, device=self._device)
         tensor = flat.as_strided(value.shape, value.stride)
         return tensor.requires_grad_(value.requires_grad)
-
-
-def _fetch(module: fx.GraphModule, node: fx.Node) -> Any:
-    value: Any = module
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _is_discrete(values: Sequence[Value]) -> bool:

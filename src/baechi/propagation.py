@@ -87,7 +87,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
     try:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             return _Recorder(module, _FakeWorld(mode)).record(inputs)
-    except Exception:
+    except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
         with torch.random.fork_rng(devices=[]):

@@ -153,7 +153,7 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
             module = _symbolic_module(flat, tracer)
             propagate(module, call.tensors)
             return _Capture(module, returned[-1])
-        except Exception:
+        except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
             inner = tracer.path[-1] if tracer.path else "model"
             if inner == "model":
                 raise

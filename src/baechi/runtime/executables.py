@@ -17,6 +17,7 @@ from baechi.errors import ExecutionError, InputError
 from baechi.extraction import extract, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
+from baechi.partition import attribute
 from baechi.placement import Placement
 from baechi.runtime.executors import make_executor
 from baechi.runtime.segments import backward_order, cut
@@ -122,10 +123,7 @@ class Executable:
         return node in self._module.travelling
 
     def _attribute(self, node: fx.Node) -> Any:
-        value: Any = self._module.graph_module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
-        return value
+        return attribute(self._module.graph_module, str(node.target))
 
     def _code(self, segment: Any) -> Code:
         place = self._places[segment.device]

@@ -9,8 +9,10 @@ by `_Enter`, and only gradient edges are remembered, so no activation lives long
 itself needs it. A step belongs to one call; nothing in it is shared between calls.
 """
 
+import linecache
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, final
@@ -23,6 +25,7 @@ from torch.utils import _pytree as pytree
 from baechi.errors import ExecutionError
 from baechi.extraction import Extract
 from baechi.metering import Meter
+from baechi.naming import op_name, source_line
 from baechi.runtime.segments import Segment
 
 CALLER: Final = -1  # where the caller's own values are
@@ -325,12 +328,24 @@ def add_up(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return total
 
 
-def _located(error: Exception, segment: Segment) -> Exception:
-    """The error with the operators that were running, for people."""
-    names = ", ".join(dict.fromkeys(node.name for node in segment.nodes[:3]))
-    more = f" and {len(segment.nodes) - 3} more" if len(segment.nodes) > 3 else ""
-    text = (
-        f"segment {segment.index} on logical device {segment.device} failed while running "
-        f"{names}{more}: {type(error).__name__}: {error}"
+def _located(error: Exception, segment: Segment) -> ExecutionError:
+    """The error with the operator that was running and the model's own line."""
+    node = _running(error, segment)
+    if node is None:
+        where = f"one of {len(segment.nodes)} operators from {segment.nodes[0].name} on"
+    else:
+        source = source_line(node)
+        where = f"{op_name(node)} ({source})" if source else op_name(node)
+    return ExecutionError(
+        f"{where} failed on logical device {segment.device}: {type(error).__name__}: {error}"
     )
-    return ExecutionError(text)
+
+
+def _running(error: Exception, segment: Segment) -> fx.Node | None:
+    """The node whose generated line the error passed through; fx gives each a line of its own."""
+    by_name = {node.name: node for node in segment.nodes}
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if "eval_with_key" in frame.f_code.co_filename:
+            line = linecache.getline(frame.f_code.co_filename, number)
+            return by_name.get(line.split("=")[0].split(":")[0].strip())
+    return None
