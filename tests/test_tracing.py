@@ -203,6 +203,12 @@ def test_every_op_names_its_module_and_the_models_own_line() -> None:
     assert fc.parameters == ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias")
 
 
+def test_a_submodule_called_model_keeps_its_name() -> None:
+    traced = trace_of("llama")
+    assert any(op.name.startswith("model.layers.0.self_attn.q_proj/") for op in traced.ops)
+    assert not any(op.name.startswith(".") for op in traced.ops)
+
+
 def test_two_traces_of_one_model_are_equal() -> None:
     assert trace_of("t5") == trace_of("t5")
 

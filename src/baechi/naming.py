@@ -62,7 +62,8 @@ def op_name(node: fx.Node) -> str:
 
 def _own_path(path: str) -> str:
     """A path in the user's model, without the flat module around it."""
-    return path.removeprefix("L['self'].").removeprefix("model.").removeprefix("model")
+    path = path.removeprefix("L['self'].")
+    return "" if path == "model" else path.removeprefix("model.")
 
 
 def source_line(node: fx.Node) -> str:
