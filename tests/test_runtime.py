@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
@@ -255,6 +256,35 @@ def test_one_tensor_given_twice_gets_both_gradients() -> None:
     x = torch.ones(3, requires_grad=True)
     placed_on(Weighs(), (x, x), 2, "round-robin")(x, x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((3,), 7.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_order(
+    seed: int,
+) -> None:
+    """CLIP's logits are returned, viewed, returned as the view, and read by the loss."""
+    model, args, kwargs = zoo.MODELS["clip"]()
+    traced = baechi.trace(model, args, kwargs)
+    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
+    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(3)})
+    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+
+    def gradients(module: nn.Module) -> list[torch.Tensor]:
+        module.zero_grad()
+        outputs = [t for t in pytree.tree_leaves(module(*args, **kwargs)) if t.requires_grad]
+        torch.stack([tensor.square().mean() for tensor in outputs]).sum().backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for one, other in zip(gradients(model), gradients(placed), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(threads)
+        placed.unplace()
 
 
 def test_gradients_of_gradients_are_refused_not_wrong() -> None:

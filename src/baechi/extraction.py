@@ -18,13 +18,15 @@ class Extract:
         inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node that is
             read apart stands once for each of its readers.
         readers: For each input the node that reads it, or `None` where all of them share it.
-        outputs: Nodes inside whose values it gives.
+        outputs: Nodes inside whose values it gives, and after them those of `exits`.
+        exits: (node, position) of the values that leave through an alias of their own.
     """
 
     function: Callable[..., tuple[Any, ...]]
     inputs: tuple[fx.Node, ...]
     readers: tuple[fx.Node | None, ...]
     outputs: tuple[fx.Node, ...]
+    exits: tuple[tuple[fx.Node, int], ...] = ()
 
 
 def extract(
@@ -33,6 +35,7 @@ def extract(
     outputs: Sequence[fx.Node],
     *,
     apart: frozenset[fx.Node] = frozenset(),
+    exits: Sequence[tuple[fx.Node, int, fx.Node | None]] = (),
     device: torch.device | None = None,
     leaves: Mapping[str, torch.nn.Module] | None = None,
 ) -> Extract:
@@ -44,6 +47,9 @@ def extract(
         outputs: Which of them to return.
         apart: Inputs that each reader gets as an argument of its own, so that their gradients
             can be told apart and added up in the order of the unsplit model.
+        exits: (node, position, next): values that also leave through an alias, so that autograd
+            adds the gradient of a reader at that program position up in its turn; the alias is
+            made before `next` runs, or at the end. Sorted by position.
         device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
     """
@@ -58,8 +64,16 @@ def extract(
     for node, reader in inputs:
         name = node.name if reader is None else f"{node.name}_for_{reader.name}"
         copy_of[node, reader] = graph.placeholder(name)
+    left: list[fx.Node] = []
+
+    def leave(before: fx.Node | None) -> None:
+        while len(left) < len(exits) and exits[len(left)][2] is before:
+            value = copy_of[exits[len(left)][0], None]
+            left.append(graph.call_function(torch.ops.aten.alias.default, (value,)))
+
     for node in nodes:
         if node in inside:
+            leave(node)
 
             def argument(old: fx.Node, node: fx.Node = node) -> fx.Node:
                 return copy_of[old, node if old in apart else None]
@@ -67,12 +81,15 @@ def extract(
             copy_of[node, None] = copy = graph.node_copy(node, argument)
             if device is not None:
                 _allocate_on(copy, device)
-    graph.output(tuple(copy_of[node, None] for node in outputs))
+    leave(None)
+    graph.output((*(copy_of[node, None] for node in outputs), *left))
     root = torch.nn.Module()
     _attach(root, opaque_leaves(module, nodes) if leaves is None else leaves)
     function = fx.GraphModule(root, graph).forward
     names = tuple(node for node, _ in inputs)
-    return Extract(function, names, tuple(reader for _, reader in inputs), tuple(outputs))
+    readers = tuple(reader for _, reader in inputs)
+    ways_out = tuple((node, position) for node, position, _ in exits)
+    return Extract(function, names, readers, tuple(outputs), ways_out)
 
 
 def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:

@@ -4,6 +4,7 @@ To autograd the whole step is one node, whose inputs are the caller's tensors an
 so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -131,7 +132,14 @@ class Executable:
         running = [node for node in segment.nodes if node.op not in ("get_attr", "placeholder")]
         outputs = [node for node in segment.outputs if node.op not in ("get_attr", "placeholder")]
         apart = self._read_apart(running)
-        part = extract(self._module.graph_module, running, outputs, apart=apart, device=device)
+        part = extract(
+            self._module.graph_module,
+            running,
+            outputs,
+            apart=apart,
+            exits=self._exits(running, outputs),
+            device=device,
+        )
         inside = {node for node in segment.nodes if node.op == "get_attr"}
         state = {
             node: self._attribute(node)
@@ -160,6 +168,38 @@ class Executable:
             and any(value.requires_grad for value in facts[argument].values)
             and not any(value.storage in written for value in facts[argument].values)
         ) - set(nodes)
+
+    def _exits(
+        self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> list[tuple[fx.Node, int, fx.Node | None]]:
+        """Ways out for the gradients of values that are read inside and outside a segment.
+
+        Autograd adds up from the last reader to the first, and an alias is in its turn where it is
+        made. Values that are written in place are left out: a view would not follow.
+        """
+        facts = self._module.facts.nodes
+        inside = set(nodes)
+        written = {storage for node in nodes for storage in facts[node].writes}
+        rows = []
+        for node in outputs:
+            values = facts[node].values
+            readers = [user for user in node.users if user in self._position]
+            within = any(user in inside for user in readers)
+            if not within or len(readers) < 3 or len(values) != 1 or not values[0].requires_grad:
+                continue
+            if values[0].storage in written:
+                continue
+            for reader in readers:
+                if reader in inside:
+                    continue
+                position = sys.maxsize if reader.op == "output" else self._position[reader]
+                after = (n for n in nodes if self._position[n] > position)
+                rows.append((node, position, next(after, None)))
+        order = {node: self._position[node] for node in nodes}
+        end = len(self._position)
+        return sorted(
+            rows, key=lambda row: (end if row[2] is None else order[row[2]], row[1], order[row[0]])
+        )
 
     def close(self) -> None:
         """Stop the workers."""

@@ -66,11 +66,12 @@ class _Tape:
     Attributes:
         entered: (node, leaf, position, edge) of every value that entered with a gradient; where
             its reader is in the program, or -1 for all readers together.
-        published: (node, leaf, edge) of every value that left with one.
+        published: (node, leaf, position, edge) of every value that left with one; through which
+            the gradient of the reader at that position goes, or, at -1, all that have no other.
     """
 
     entered: list[tuple[fx.Node, int, int, GradientEdge]] = field(default_factory=list)
-    published: list[tuple[fx.Node, int, GradientEdge]] = field(default_factory=list)
+    published: list[tuple[fx.Node, int, int, GradientEdge]] = field(default_factory=list)
 
 
 @final
@@ -149,8 +150,13 @@ class Step:
         except Exception as error:
             raise _located(error, segment) from error
         del arguments
-        for node, value in zip(code.extract.outputs, results, strict=True):
+        ways_out = results[len(code.extract.outputs) :]
+        for (node, position), way in zip(code.extract.exits, ways_out, strict=True):
+            if self.differentiate and way.requires_grad:
+                tape.published.append((node, 0, position, get_gradient_edge(way)))
+        for node, value in zip(code.extract.outputs, results, strict=False):
             self.values[node] = self._publish(node, value, segment.device, tape)
+        del results, ways_out
         if tape.published:
             self._tapes[index] = tape
         self._forget_inputs(code)
@@ -229,7 +235,7 @@ class Step:
             if not isinstance(tensor, torch.Tensor):
                 continue
             if tensor.requires_grad:
-                tape.published.append((node, len(flags), get_gradient_edge(tensor)))
+                tape.published.append((node, len(flags), -1, get_gradient_edge(tensor)))
             flags.append(tensor.requires_grad)
             leaves[i] = tensor.detach()
         return Published(pytree.tree_unflatten(leaves, spec), device, tuple(flags))
@@ -266,8 +272,9 @@ class Step:
             return
         code = self.codes[index]
         outputs, seeds = [], []
-        for node, leaf, edge in tape.published:
-            gradient = self._collect(node, leaf, code.segment.device)
+        # Those at a position first: what is left goes the common way.
+        for node, leaf, position, edge in tape.published:
+            gradient = self._collect(node, leaf, position, code.segment.device)
             if gradient is not None:
                 outputs.append(edge)
                 seeds.append(gradient)
@@ -297,10 +304,15 @@ class Step:
                     shares = self.parameter_gradients.setdefault(parameter, [])
                     shares.append((index, gradient))
 
-    def _collect(self, node: fx.Node, leaf: int, device: int) -> torch.Tensor | None:
-        """The sum of a value's gradients, brought to the device that made it."""
+    def _collect(self, node: fx.Node, leaf: int, position: int, device: int) -> torch.Tensor | None:
+        """The sum of a value's gradients of one position, brought to the device that made it."""
         with self._lock:
             rows = self._gradients.pop((node, leaf), [])
+            if position != -1:
+                others = [row for row in rows if row[0] != position]
+                rows = [row for row in rows if row[0] == position]
+                if others:
+                    self._gradients[node, leaf] = others
         brought = []
         for _, source, gradient in sorted(rows, key=lambda row: row[:2], reverse=True):
             src = self.codes[source].segment.device if source < len(self.codes) else device
