@@ -103,6 +103,18 @@ def test_verify_finds_a_trace_that_does_not_follow_the_model() -> None:
         )
 
 
+def test_verify_writes_into_no_argument() -> None:
+    class Counts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x.add_(1)
+            return x * 2
+
+    x = torch.zeros(3)
+    placed = baechi.place(Counts(), DEVICES, verify=True, progress=False)
+    torch.testing.assert_close(placed(x), torch.full((3,), 2.0))
+    torch.testing.assert_close(x, torch.ones(3))
+
+
 def test_a_given_profile_is_used_and_a_wrong_one_refused() -> None:
     x = torch.randn(2, 8)
     it = model()

@@ -10,7 +10,7 @@ Complexity: O(nodes + edges), with a sort.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import fx, nn
@@ -49,12 +49,13 @@ class TracedModule:
 
 def lower(
     model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
-) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], tuple[Any, ...]]:
-    """The operators and tensors of a flat graph, and the fields of its `TracedModule`."""
+) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
+    """The operators and tensors of a flat graph, and what runs of them."""
     lowering = _Lowering(model, module, facts)
     rows = lowering.tensors()
     nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
-    traced = (model, module, facts, call, returned, nodes, lowering.partition.travelling)
+    travelling = lowering.partition.travelling
+    traced = TracedModule(model, module, facts, call, returned, nodes, travelling)
     return lowering.ops(rows), tuple(tensor for tensor, _ in rows), traced
 
 

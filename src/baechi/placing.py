@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -148,10 +148,10 @@ def _verify(reference: nn.Module, model: nn.Module, special: Specialization, cal
     """
     before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     state = torch.get_rng_state()
-    args, kwargs = call.structure.fill(call.tensors)
+    args, kwargs = call.structure.fill(_copies(call))
     expected = reference(*args, **kwargs)
     torch.set_rng_state(state)
-    actual = special.executable(call)
+    actual = special.executable(replace(call, tensors=_copies(call)))
     torch.set_rng_state(state)
     rows = list(zip(_floats(expected), _floats(actual), strict=True))
     if special.executable.training:
@@ -164,7 +164,13 @@ def _verify(reference: nn.Module, model: nn.Module, special: Specialization, cal
             wanted = torch.autograd.grad(
                 _total(theirs), [twins[n] for n in trained], allow_unused=True
             )
-            rows += [(w, g) for w, g in zip(wanted, grads, strict=True) if w is not None]
+            pairs = zip(wanted, grads, strict=True)
+            # A gradient that only one of them has is compared with zero.
+            rows += [
+                (torch.zeros_like(g) if w is None else w, torch.zeros_like(w) if g is None else g)
+                for w, g in pairs
+                if w is not None or g is not None
+            ]
     rows += list(zip(dict(reference.named_buffers()).values(), model.buffers(), strict=True))
     try:
         for one, other in rows:
@@ -177,6 +183,11 @@ def _verify(reference: nn.Module, model: nn.Module, special: Specialization, cal
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(before[name])
+
+
+def _copies(call: Call) -> tuple[torch.Tensor, ...]:
+    """The call's tensors anew, for a run that may write into them."""
+    return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
 
 
 def _floats(value: Any) -> list[torch.Tensor]:

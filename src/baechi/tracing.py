@@ -21,7 +21,7 @@ from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.errors import InputError, TraceError
-from baechi.lowering import TracedModule, lower
+from baechi.lowering import lower
 from baechi.propagation import propagate, quiet
 from baechi.traced import Attempt, Traced
 
@@ -79,7 +79,7 @@ def _finish(
     facts = propagate(captured.module, call.tensors)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
     name = type(model).__name__
-    return Traced(name, ops, tensors, attempts, model.training, TracedModule(*module))
+    return Traced(name, ops, tensors, attempts, model.training, module)
 
 
 def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
