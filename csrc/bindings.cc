@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "core.h"
+#include "local_search.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,6 +88,19 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
+// Devices and order, and what they take: makespan, overflow, evaluations.
+std::tuple<std::vector<int32_t>, std::vector<int32_t>, int64_t, int64_t, int64_t> search(
+    const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
+    const std::vector<Array<int32_t>>& clusters, int64_t budget, uint64_t seed) {
+  const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
+  std::vector<std::vector<int32_t>> levels;
+  for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+  nb::gil_scoped_release unlocked;
+  Found found = local_search(problem, start, launches, levels, budget, seed);
+  return {std::move(found.devices), std::move(found.order), found.makespan, found.overflow,
+          found.evaluations};
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -124,6 +138,9 @@ NB_MODULE(_core, m) {
       .def("peaks", &Timeline::peaks)
       .def("left", &Timeline::left)
       .def("need", &Timeline::need, "op"_a);
+
+  m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
+        "seed"_a);
 
   m.def(
       "heads_and_tails",

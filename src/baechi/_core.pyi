@@ -42,3 +42,11 @@ class Timeline:
     def need(self, op: int) -> int: ...
 
 def heads_and_tails(problem: Problem, best: NDArray[int64]) -> tuple[list[int], list[int]]: ...
+def local_search(
+    problem: Problem,
+    devices: NDArray[int32],
+    order: NDArray[int32],
+    clusters: list[NDArray[int32]],
+    budget: int,
+    seed: int,
+) -> tuple[list[int], list[int], int, int, int]: ...

@@ -1,0 +1,284 @@
+// Local search over placements, by simulated annealing with restarts from the best.
+//
+// A state is a device per group and an order of all ops; `Trial` says what it takes. A step proposes
+// one change, draws how much worse it may be before looking at it, and asks for the time up to that
+// limit alone, so that most proposals end early. Memory is looked at where the time is good enough.
+// From a start that does not fit, changes are taken that lessen the overflow, until it does.
+//
+// Everything is integers and one seeded generator: equal input gives equal output, and the budget is
+// counted in evaluated ops.
+#include "local_search.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "trial.h"
+
+namespace baechi {
+
+namespace {
+
+// splitmix64.
+class Random {
+ public:
+  explicit Random(uint64_t seed) : state_(seed) {}
+  uint64_t next() {
+    uint64_t x = (state_ += 0x9e3779b97f4a7c15u);
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+    return x ^ (x >> 31);
+  }
+  int32_t below(int32_t n) {
+    return static_cast<int32_t>((next() >> 32) * static_cast<uint64_t>(n) >> 32);
+  }
+  // In (0, 1].
+  double unit() { return static_cast<double>((next() >> 11) + 1) * 0x1.0p-53; }
+
+ private:
+  uint64_t state_;
+};
+
+class Search {
+ public:
+  Search(const Problem& problem, const std::vector<int32_t>& devices,
+         const std::vector<int32_t>& order, const std::vector<std::vector<int32_t>>& clusters,
+         uint64_t seed)
+      : problem_(problem), trial_(problem, devices, order), random_(seed) {
+    for (const std::vector<int32_t>& cluster_of : clusters) {
+      int32_t count = 0;
+      for (int32_t cluster : cluster_of) count = std::max(count, cluster + 1);
+      Rows rows;
+      rows.begin.assign(static_cast<size_t>(count) + 1, 0);
+      for (int32_t cluster : cluster_of) ++rows.begin[cluster + 1];
+      for (int32_t i = 0; i < count; ++i) rows.begin[i + 1] += rows.begin[i];
+      rows.values.resize(cluster_of.size());
+      std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
+      for (size_t group = 0; group < cluster_of.size(); ++group) {
+        rows.values[next[cluster_of[group]]++] = static_cast<int32_t>(group);
+      }
+      levels_.push_back(std::move(rows));
+      cluster_of_.push_back(cluster_of);
+    }
+  }
+
+  Found run(int64_t budget) {
+    overflow_ = trial_.overflow();
+    remember();
+    const int64_t n = problem_.ops;
+    if (n == 0 || problem_.devices == 0) return best_;
+    while (overflow_ > 0 && spent() < budget) repair();
+    if (overflow_ > 0) return best_;
+    const double scale = static_cast<double>(best_.makespan);
+    const int64_t begin = spent();
+    while (spent() < budget) {
+      const double progress = static_cast<double>(spent() - begin) /
+                              static_cast<double>(std::max<int64_t>(1, budget - begin));
+      const double cycle = progress * kCycles - std::floor(progress * kCycles);
+      const double heat = scale * kHot * std::pow(kCold / kHot, cycle);
+      if (++proposals_ % 64 == 0) critical_ = trial_.critical();
+      if (cycle < last_cycle_) restart();
+      last_cycle_ = cycle;
+      if (!propose()) {
+        trial_.undo();
+        continue;
+      }
+      const double worse = -heat * std::log(random_.unit());
+      const int64_t limit = cost() + static_cast<int64_t>(worse * kWeight);
+      if (trial_.evaluate(limit / kWeight) && candidate_cost() <= limit && fits()) {
+        const bool better = candidate_cost() < best_cost_;
+        trial_.keep();
+        current_ = {trial_.makespan(), trial_.finishes()};
+        if (better) remember();
+      } else {
+        trial_.undo();
+      }
+    }
+    return best_;
+  }
+
+ private:
+  static constexpr double kCycles = 3, kHot = 3e-3, kCold = 1e-5;
+  static constexpr int64_t kWeight = 64;
+
+  int64_t cost() const { return current_.first * kWeight + current_.second / problem_.devices; }
+  int64_t candidate_cost() const {
+    return trial_.makespan() * kWeight + trial_.finishes() / problem_.devices;
+  }
+
+  void remember() {
+    best_ = {trial_.devices(), trial_.order(), trial_.makespan(), overflow_, spent()};
+    current_ = {trial_.makespan(), trial_.finishes()};
+    best_cost_ = cost();
+    critical_ = trial_.critical();
+  }
+
+  void restart() {
+    trial_.reset(best_.devices, best_.order);
+    current_ = {trial_.makespan(), trial_.finishes()};
+    critical_ = trial_.critical();
+  }
+
+  bool fits() { return trial_.overflow() == 0; }
+
+  // A proposal costs something, too, even one that changes nothing.
+  int64_t spent() const { return trial_.evaluations() + proposals_; }
+
+  // A change that lessens the overflow, if one is found among a few.
+  void repair() {
+    ++proposals_;
+    if (!propose() || !trial_.evaluate(kForever)) {
+      trial_.undo();
+      return;
+    }
+    const int64_t overflow = trial_.overflow();
+    if (overflow <= overflow_) {
+      overflow_ = overflow;
+      trial_.keep();
+      remember();
+    } else {
+      trial_.undo();
+    }
+  }
+
+  bool propose() {
+    const int32_t op = random_.below(2) == 0 && !critical_.empty()
+                           ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
+                           : random_.below(problem_.ops);
+    const int32_t kind = random_.below(16);
+    if (problem_.devices == 1 || kind < 5) return shift(op);
+    if (kind < 9) return move(problem_.group[op], target(op));
+    if (kind < 12) return move_cluster(op, target(op));
+    if (kind < 14) return swap(op);
+    return move_run(op, target(op));
+  }
+
+  bool move(int32_t group, int32_t device) {
+    if (trial_.device(*problem_.group_ops.first(group)) == device) return false;
+    trial_.move_group(group, device);
+    return true;
+  }
+
+  // The device of a neighbor, if that is another one; else any other.
+  int32_t target(int32_t op) {
+    const int32_t here = trial_.device(op);
+    const int64_t in = problem_.inputs.size(op), out = problem_.outputs.size(op);
+    if (in + out > 0 && random_.below(4) > 0) {
+      const int64_t pick = random_.below(static_cast<int32_t>(in + out));
+      int32_t other = op;
+      if (pick < in) {
+        other = problem_.producer[problem_.inputs.first(op)[pick]];
+      } else {
+        const int32_t tensor = problem_.outputs.first(op)[pick - in];
+        const int64_t readers = problem_.consumers.size(tensor);
+        if (readers > 0) {
+          other = problem_.consumers.first(tensor)[random_.below(static_cast<int32_t>(readers))];
+        }
+      }
+      if (trial_.device(other) != here) return trial_.device(other);
+    }
+    const int32_t device = random_.below(problem_.devices - 1);
+    return device + (device >= here ? 1 : 0);
+  }
+
+  // The groups of a cluster that are where this op is, to another device.
+  bool move_cluster(int32_t op, int32_t device) {
+    if (levels_.empty()) return false;
+    const int32_t level = random_.below(static_cast<int32_t>(levels_.size()));
+    const int32_t here = trial_.device(op);
+    for (int32_t group : Row(levels_[level], cluster_of_[level][problem_.group[op]])) {
+      if (trial_.device(*problem_.group_ops.first(group)) == here) {
+        trial_.move_group(group, device);
+      }
+    }
+    return true;
+  }
+
+  // Two groups change places.
+  bool swap(int32_t op) {
+    const int32_t here = trial_.device(op);
+    int32_t other = random_.below(problem_.ops);
+    if (random_.below(2) == 0) {
+      // One that runs at about the same time.
+      const int32_t at = trial_.position(op) + random_.below(33) - 16;
+      if (at >= 0 && at < problem_.ops) other = trial_.order()[at];
+    }
+    const int32_t there = trial_.device(other);
+    if (here == there) return false;
+    trial_.move_group(problem_.group[op], there);
+    trial_.move_group(problem_.group[other], here);
+    return true;
+  }
+
+  // Some ops in a row on one device, from this one on forward or backward, to another device.
+  bool move_run(int32_t op, int32_t device) {
+    const int32_t here = trial_.device(op), step = random_.below(2) == 0 ? 1 : -1;
+    int32_t left = 2 + random_.below(1 << (1 + random_.below(6)));
+    const std::vector<int32_t>& order = trial_.order();
+    for (int32_t at = trial_.position(op); at >= 0 && at < problem_.ops && left > 0; at += step) {
+      if (trial_.device(order[at]) == here) {
+        trial_.move_group(problem_.group[order[at]], device);
+        --left;
+      }
+    }
+    return true;
+  }
+
+  // Earlier or later in the order, past one or more ops of its device.
+  bool shift(int32_t op) {
+    const int32_t at = trial_.position(op), here = trial_.device(op);
+    const std::vector<int32_t>& order = trial_.order();
+    int32_t passes = 1 + random_.below(1 << random_.below(4)), to = at;
+    if (random_.below(2) == 0) {
+      int32_t low = 0;
+      for (int32_t tensor : Row(problem_.inputs, op)) {
+        low = std::max(low, trial_.position(problem_.producer[tensor]) + 1);
+      }
+      for (int32_t i = at - 1; i >= low && passes > 0; --i) {
+        if (trial_.device(order[i]) == here) {
+          to = i;
+          --passes;
+        }
+      }
+      if (to == at && low < at) to = low + random_.below(at - low);
+    } else {
+      int32_t high = problem_.ops - 1;
+      for (int32_t tensor : Row(problem_.outputs, op)) {
+        for (int32_t consumer : Row(problem_.consumers, tensor)) {
+          high = std::min(high, trial_.position(consumer) - 1);
+        }
+      }
+      for (int32_t i = at + 1; i <= high && passes > 0; ++i) {
+        if (trial_.device(order[i]) == here) {
+          to = i;
+          --passes;
+        }
+      }
+      if (to == at && high > at) to = at + 1 + random_.below(high - at);
+    }
+    if (to == at) return false;
+    trial_.move_op(op, to);
+    return true;
+  }
+
+  const Problem& problem_;
+  Trial trial_;
+  Random random_;
+  std::vector<Rows> levels_;
+  std::vector<std::vector<int32_t>> cluster_of_;
+  std::vector<int32_t> critical_;
+  std::pair<int64_t, int64_t> current_;
+  int64_t best_cost_ = 0, overflow_ = 0, proposals_ = 0;
+  double last_cycle_ = 0;
+  Found best_;
+};
+
+}  // namespace
+
+Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
+                   const std::vector<int32_t>& order,
+                   const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
+                   uint64_t seed) {
+  return Search(problem, devices, order, clusters, seed).run(budget);
+}
+
+}  // namespace baechi

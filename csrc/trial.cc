@@ -1,0 +1,336 @@
+#include "trial.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace baechi {
+
+namespace {
+
+// Ops between two checkpoints: a resumed evaluation repeats half of them on average, and saving one
+// costs as much as a few ops.
+constexpr int32_t kStride = 16;
+
+}  // namespace
+
+Trial::Trial(const Problem& problem, const std::vector<int32_t>& devices,
+             const std::vector<int32_t>& order)
+    : problem_(problem),
+      position_(problem.ops),
+      end_(problem.ops, 0),
+      copies_(static_cast<size_t>(problem.tensors) * problem.pools),
+      state_(static_cast<size_t>(problem.devices) * 4),
+      events_(problem.pools) {
+  std::vector<int64_t> fastest(problem.ops, 0);
+  for (int32_t op = 0; op < problem.ops; ++op) {
+    int64_t least = kForever;
+    for (int32_t d = 0; d < problem.devices; ++d) least = std::min(least, problem.duration(op, d));
+    fastest[op] = least;
+  }
+  tail_ = heads_and_tails(problem, fastest).second;
+  const size_t checkpoints = static_cast<size_t>(problem.ops / kStride) + 1;
+  checkpoints_.resize(2 * checkpoints * state_.size());
+  live_.assign(checkpoints, 0);
+  sent_before_.assign(2 * checkpoints, 0);
+  reset(devices, order);
+}
+
+void Trial::reset(const std::vector<int32_t>& devices, const std::vector<int32_t>& order) {
+  device_ = devices;
+  order_ = order;
+  for (int32_t i = 0; i < problem_.ops; ++i) position_[order_[i]] = i;
+  work_.assign(problem_.devices, 0);
+  for (int32_t op = 0; op < problem_.ops; ++op) {
+    work_[device_[op]] += problem_.duration(op, device_[op]);
+  }
+  groups_on_.assign(problem_.devices, 0);
+  for (int32_t group = 0; group < problem_.groups; ++group) {
+    ++groups_on_[device_[*problem_.group_ops.first(group)]];
+  }
+  for (Copy& copy : copies_) copy.by = -1;
+  sent_.clear();
+  moved_.clear();
+  first_ = 0;
+  evaluate(kForever);
+  keep();
+}
+
+int64_t* Trial::checkpoint(int32_t index, bool trial) {
+  const size_t version = 2 * static_cast<size_t>(index) + (live_[index] ^ (trial ? 1 : 0));
+  return checkpoints_.data() + version * state_.size();
+}
+
+void Trial::move_group(int32_t group, int32_t device) {
+  const int32_t from = device_[*problem_.group_ops.first(group)];
+  if (from == device) return;
+  moved_.push_back({group, from, true});
+  --groups_on_[from];
+  ++groups_on_[device];
+  for (int32_t op : Row(problem_.group_ops, group)) {
+    work_[from] -= problem_.duration(op, from);
+    work_[device] += problem_.duration(op, device);
+    device_[op] = device;
+    first_ = std::min(first_, position_[op]);
+  }
+}
+
+void Trial::move_op(int32_t op, int32_t to) {
+  const int32_t from = position_[op];
+  if (from == to) return;
+  moved_.push_back({op, from, false});
+  const auto begin = order_.begin();
+  if (from < to) {
+    std::rotate(begin + from, begin + from + 1, begin + to + 1);
+  } else {
+    std::rotate(begin + to, begin + from, begin + from + 1);
+  }
+  const auto [low, high] = std::minmax(from, to);
+  for (int32_t i = low; i <= high; ++i) position_[order_[i]] = i;
+  first_ = std::min(first_, low);
+}
+
+bool Trial::evaluate(int64_t limit) {
+  limit_ = limit;
+  old_makespan_ = makespan_;
+  old_finishes_ = finishes_;
+  ++epoch_;
+  sending_.clear();
+  old_ends_.clear();
+  old_copies_.clear();
+  if (first_ >= problem_.ops) {  // nothing changed
+    base_ = reached_ = problem_.ops;
+    return makespan_ <= limit;
+  }
+  const int32_t index = first_ / kStride;
+  base_ = reached_ = index * kStride;
+  if (base_ > 0) {
+    const int64_t* saved = checkpoint(index, false);
+    std::copy(saved, saved + state_.size(), state_.begin());
+  } else {
+    std::fill(state_.begin(), state_.end(), 0);
+  }
+  for (int32_t i = base_; i < problem_.ops; ++i) {
+    if (i % kStride == 0) {
+      std::copy(state_.begin(), state_.end(), checkpoint(i / kStride, true));
+      const size_t version = 2 * static_cast<size_t>(i / kStride) + (live_[i / kStride] ^ 1);
+      sent_before_[version] = static_cast<int32_t>(sending_.size());
+    }
+    const int32_t op = order_[i];
+    old_ends_.push_back(end_[op]);
+    reached_ = i + 1;
+    if (!commit(op)) {
+      evaluations_ += reached_ - base_;
+      return false;
+    }
+  }
+  evaluations_ += reached_ - base_;
+  makespan_ = finishes_ = 0;
+  for (int32_t d = 0; d < problem_.devices; ++d) {
+    makespan_ = std::max(makespan_, state_[d]);
+    finishes_ += state_[d];
+  }
+  return makespan_ <= limit;
+}
+
+bool Trial::commit(int32_t op) {
+  const int32_t devices = problem_.devices, device = device_[op], pool = problem_.pool[device];
+  int64_t *free = state_.data(), *send = free + devices, *receive = send + devices,
+          *done = receive + devices;
+  int64_t ready = free[device];
+  planned_.clear();
+  for (int32_t tensor : Row(problem_.inputs, op)) {
+    const int32_t producer = problem_.producer[tensor], src = device_[producer];
+    int64_t available = end_[producer];
+    int32_t holder = src;
+    if (src != device && problem_.pool[src] != pool) {
+      const Copy& there = copy(tensor, pool);
+      if (there.by < 0 || (there.epoch != epoch_ && position_[there.by] >= base_)) {
+        if (!problem_.has_path(src, device)) return false;
+        planned_.push_back({available, tensor});
+        continue;
+      }
+      available = there.available;
+      holder = there.holder;
+    }
+    if (holder != device) {
+      if (!problem_.has_path(holder, device)) return false;
+      available += problem_.latency_ns(holder, device);
+    }
+    ready = std::max(ready, available);
+  }
+  if (planned_.size() > 1) {
+    std::sort(planned_.begin(), planned_.end(), [](const Planned& a, const Planned& b) {
+      return a.produced != b.produced ? a.produced < b.produced : a.tensor < b.tensor;
+    });
+  }
+  for (const Planned& transfer : planned_) {
+    const int32_t src = device_[problem_.producer[transfer.tensor]];
+    int64_t begin = transfer.produced;
+    if (problem_.ports != Ports::kNone) begin = std::max({begin, send[src], receive[device]});
+    const int64_t arrival = begin + problem_.transfer_ns(transfer.tensor, src, device);
+    if (problem_.ports != Ports::kNone) {
+      send[src] = receive[device] = arrival;
+      if (problem_.ports == Ports::kShared) receive[src] = send[device] = arrival;
+    }
+    const int64_t at = static_cast<int64_t>(transfer.tensor) * problem_.pools + pool;
+    old_copies_.emplace_back(at, copies_[at]);
+    copies_[at] = {begin, arrival, 0, op, device, epoch_};
+    sending_.push_back(at);
+    ready = std::max(ready, arrival);
+  }
+  const int64_t duration = problem_.duration(op, device), end = ready + duration;
+  end_[op] = free[device] = end;
+  done[device] += duration;
+  return end + std::max(tail_[op], work_[device] - done[device]) <= limit_;
+}
+
+void Trial::keep() {
+  if (base_ < problem_.ops) {
+    // Copies of the old order from `base_` on that were not made anew are gone.
+    const int32_t index = base_ / kStride;
+    const size_t version = 2 * static_cast<size_t>(index) + live_[index];
+    const size_t before = base_ == 0 ? 0 : static_cast<size_t>(sent_before_[version]);
+    for (size_t i = before; i < sent_.size(); ++i) {
+      if (copies_[sent_[i]].epoch != epoch_) copies_[sent_[i]].by = -1;
+    }
+    sent_.resize(before);
+    sent_.insert(sent_.end(), sending_.begin(), sending_.end());
+    for (int32_t i = base_; i < problem_.ops; i += kStride) {
+      live_[i / kStride] ^= 1;
+      sent_before_[2 * static_cast<size_t>(i / kStride) + live_[i / kStride]] +=
+          static_cast<int32_t>(before);
+    }
+  }
+  moved_.clear();
+  first_ = INT32_MAX;
+}
+
+void Trial::undo() {
+  for (int32_t i = base_; i < reached_; ++i) end_[order_[i]] = old_ends_[i - base_];
+  for (size_t i = old_copies_.size(); i-- > 0;) {
+    copies_[old_copies_[i].first] = old_copies_[i].second;
+  }
+  makespan_ = old_makespan_;
+  finishes_ = old_finishes_;
+  while (!moved_.empty()) {
+    const Moved moved = moved_.back();
+    moved_.pop_back();
+    if (moved.group) {
+      move_group(moved.what, moved.from);
+    } else {
+      move_op(moved.what, moved.from);
+    }
+    moved_.pop_back();
+  }
+  first_ = INT32_MAX;
+}
+
+int64_t Trial::overflow() {
+  const int32_t pools = problem_.pools;
+  std::vector<int64_t> room(problem_.memory);
+  for (int32_t group = 0; group < problem_.groups; ++group) {
+    room[problem_.pool[device_[*problem_.group_ops.first(group)]]] -=
+        problem_.group_persistent[group];
+  }
+  for (auto& events : events_) events.clear();
+  for (int32_t op = 0; op < problem_.ops; ++op) {
+    const int32_t pool = problem_.pool[device_[op]];
+    const int64_t from = start(op);
+    const int64_t workspace = problem_.workspace[op];
+    if (workspace > 0 && end_[op] > from) {
+      events_[pool].push_back({from, problem_.output_bytes[op] + workspace});
+      events_[pool].push_back({end_[op], -workspace});
+    } else if (problem_.output_bytes[op] > 0) {
+      events_[pool].push_back({from, problem_.output_bytes[op]});
+    }
+  }
+  for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
+    const int64_t nbytes = problem_.nbytes[tensor];
+    if (nbytes == 0 || problem_.consumers.size(tensor) == 0) continue;
+    const int32_t producer = problem_.producer[tensor], home = problem_.pool[device_[producer]];
+    int64_t last = end_[producer];
+    for (int32_t consumer : Row(problem_.consumers, tensor)) {
+      const int32_t pool = problem_.pool[device_[consumer]];
+      if (pool == home) {
+        last = std::max(last, end_[consumer]);
+      } else {
+        Copy& there = copy(tensor, pool);
+        last = std::max(last, there.available);
+        if (there.by == consumer) there.last_use = there.available;
+      }
+    }
+    for (int32_t consumer : Row(problem_.consumers, tensor)) {
+      const int32_t pool = problem_.pool[device_[consumer]];
+      if (pool == home) continue;
+      Copy& there = copy(tensor, pool);
+      there.last_use = std::max(there.last_use, end_[consumer]);
+    }
+    for (int32_t consumer : Row(problem_.consumers, tensor)) {
+      const int32_t pool = problem_.pool[device_[consumer]];
+      if (pool == home) continue;
+      const Copy& there = copy(tensor, pool);
+      if (there.by != consumer) continue;
+      events_[pool].push_back({there.begin, nbytes});
+      events_[pool].push_back({there.last_use, -nbytes});
+    }
+    if (!problem_.kept[tensor]) events_[home].push_back({last, -nbytes});
+  }
+  int64_t overflow = 0;
+  for (int32_t pool = 0; pool < pools; ++pool) {
+    overflow += std::max<int64_t>(0, peak(events_[pool], room[pool]) - room[pool]);
+  }
+  return overflow;
+}
+
+// The highest level of the events before the end of the step; where all of them together stay within
+// `room`, a bound of it.
+int64_t Trial::peak(std::vector<Event>& events, int64_t room) const {
+  int64_t all = 0;
+  for (const Event& event : events) all += std::max<int64_t>(0, event.delta);
+  if (all <= room) return all;
+  std::sort(events.begin(), events.end(),
+            [](const Event& a, const Event& b) { return a.time < b.time; });
+  int64_t level = 0, highest = 0;
+  for (size_t i = 0; i < events.size();) {
+    const int64_t time = events[i].time;
+    if (time >= makespan_) break;
+    for (; i < events.size() && events[i].time == time; ++i) level += events[i].delta;
+    highest = std::max(highest, level);
+  }
+  return highest;
+}
+
+std::vector<int32_t> Trial::critical() const {
+  std::vector<int32_t> before(problem_.ops, -1), last(problem_.devices, -1), path;
+  for (int32_t op : order_) {
+    before[op] = last[device_[op]];
+    last[device_[op]] = op;
+  }
+  int32_t op = -1;
+  for (int32_t other : last) {
+    if (other >= 0 && (op < 0 || end_[other] > end_[op])) op = other;
+  }
+  while (op >= 0 && static_cast<int32_t>(path.size()) <= problem_.ops) {
+    path.push_back(op);
+    const int64_t begin = start(op);
+    const int32_t previous = before[op];
+    int32_t cause = previous >= 0 && end_[previous] == begin ? previous : -1;
+    if (cause < 0) {
+      int64_t latest = -1;
+      for (int32_t tensor : Row(problem_.inputs, op)) {
+        const int32_t producer = problem_.producer[tensor];
+        const int32_t pool = problem_.pool[device_[op]];
+        const bool home = problem_.pool[device_[producer]] == pool;
+        const int64_t available = home ? end_[producer] : copy(tensor, pool).available;
+        if (available > latest) {
+          latest = available;
+          cause = producer;
+        }
+      }
+    }
+    op = cause;
+  }
+  return path;
+}
+
+}  // namespace baechi
