@@ -25,6 +25,14 @@ std::vector<T> vector_of(const Array<T>& array) {
   return std::vector<T>(array.data(), array.data() + array.shape(0));
 }
 
+// The vector as a NumPy array that owns it.
+template <typename T>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> array_of(std::vector<T>&& values) {
+  auto* kept = new std::vector<T>(std::move(values));
+  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return {kept->data(), {kept->size()}, owner};
+}
+
 int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
 
 std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows_of(
@@ -99,6 +107,17 @@ std::tuple<std::vector<int32_t>, std::vector<int32_t>, int64_t, int64_t, int64_t
   Found found = local_search(problem, start, launches, levels, budget, seed);
   return {std::move(found.devices), std::move(found.order), found.makespan, found.overflow,
           found.evaluations};
+std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Problem& problem,
+                                                                      Array<int32_t> color) {
+  const std::vector<int32_t> colors = vector_of(color);
+  std::vector<std::vector<int32_t>> levels;
+  {
+    nb::gil_scoped_release unlocked;
+    levels = group_clusters(problem, colors);
+  }
+  std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> arrays;
+  for (std::vector<int32_t>& level : levels) arrays.push_back(array_of(std::move(level)));
+  return arrays;
 }
 
 }  // namespace
@@ -148,6 +167,8 @@ NB_MODULE(_core, m) {
         return heads_and_tails(problem, vector_of(best));
       },
       "problem"_a, "best"_a);
+
+  m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
 }
 
 }  // namespace baechi

@@ -201,4 +201,11 @@ bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
 std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
     const Problem& problem, const std::vector<int64_t>& best);
 
+// Nested clusters of well-connected groups: per level and group its cluster, counted by first
+// group. Level 0 has every group alone, every other level joins clusters of the one before, and the
+// last has a handful. Groups of different `color` are never in one cluster; an empty vector is one
+// color for all.
+std::vector<std::vector<int32_t>> group_clusters(const Problem& problem,
+                                                 const std::vector<int32_t>& color);
+
 }  // namespace baechi

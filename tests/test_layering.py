@@ -37,7 +37,7 @@ ALLOWED = {
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core"},
     "bounds": {"_core", "problem"},
-    "coarsening": {"problem"},
+    "coarsening": {"_core", "problem"},
     "traced": {"training"},
     "training": {"traced"},
     "serialization": {"codec", "traced"},

@@ -34,6 +34,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
 
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
 from baechi.devices import Cluster
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
@@ -136,6 +140,27 @@ def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
         if len(joined.members) == len(parts.members):
             return Coarse(graph, tuple(joined.members))
         parts = joined
+
+
+def clusters(
+    problem: Problem, color: NDArray[np.int32] | None = None
+) -> tuple[NDArray[np.int32], ...]:
+    """Nested clusters of well-connected groups, for a local search that moves many groups at once.
+
+    A cluster may have something between its groups that is not in it: this is no coarse graph. The
+    rules are in `csrc/clusters.cc`; O(pairs of a tensor and a consumer), up to a logarithm.
+
+    Args:
+        problem: Whose groups.
+        color: A number per group; groups of different numbers (because the devices that they may
+            go to differ, say) are never in one cluster. `None` is one number for all.
+
+    Returns:
+        Per level and group its cluster, counted by first group. On level 0 every group is alone;
+        every other level joins clusters of the one before; the last has a handful.
+    """
+    colors = np.empty(0, np.int32) if color is None else color
+    return tuple(_core.group_clusters(problem.core, colors))
 
 
 @final
