@@ -15,8 +15,18 @@ from baechi import Op, OpGraph, Tensor
 STATE_FACTOR = 4
 
 
-def mirrored(forward: OpGraph, backward_ns: Sequence[int]) -> OpGraph:
-    """Forward, loss and backward of a graph whose ops' persistent bytes are parameters."""
+def mirrored(
+    forward: OpGraph, backward_ns: Sequence[int], persistent_bytes: Sequence[int] | None = None
+) -> OpGraph:
+    """Forward, loss and backward of a graph.
+
+    Args:
+        forward: Times, sizes and groups; tensors that nobody consumes are what the model returns.
+        backward_ns: The time of every op's backward.
+        persistent_bytes: What every op holds when training; `None` where its persistent bytes are
+            parameters, which come `STATE_FACTOR` times.
+    """
+    held = persistent_bytes or [op.persistent_bytes * STATE_FACTOR for op in forward.ops]
     n = len(forward.ops)
     twin: dict[int, int] = {}
     for op in range(n - 1, -1, -1):
@@ -27,7 +37,7 @@ def mirrored(forward: OpGraph, backward_ns: Sequence[int]) -> OpGraph:
         Op(
             row.name,
             row.time_ns,
-            row.persistent_bytes * STATE_FACTOR,
+            held[op],
             row.workspace_bytes,
             row.group or (f"with {row.name}" if op in twin else None),
         )
