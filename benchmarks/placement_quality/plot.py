@@ -18,7 +18,6 @@ from benchmarks.placement_quality.rows import EXACT, Row
 # Ratios from 1 to this, on a logarithmic axis.
 _LARGEST = 4.0
 _TICKS = (1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0)
-_STEPS = 200
 _WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 900, 460, 60, 40, 150, 55
 # Okabe and Ito's colors, which people who confuse colors can tell apart; then the same, dashed.
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -27,9 +26,13 @@ Curve = list[tuple[float, float]]
 
 
 def profile(rows: Sequence[Row]) -> dict[str, Curve]:
-    """Placer to points (x, share); a case that nobody solved counts for none."""
+    """Label to steps (x, share from there on), from x = 1 on.
+
+    A case that nobody solved counts for none, and one without the placer's row not for it.
+    """
     table = by_case(rows)
     best = {name: best_ns(case) for name, case in table.items()}
+    solved = [name for name, shortest in best.items() if shortest is not None]
     curves = {}
     for placer in placers_of(rows):
         if placer == EXACT:
@@ -40,8 +43,9 @@ def profile(rows: Sequence[Row]) -> dict[str, Curve]:
         found = sorted(
             known for row in mine if (known := ratio(row.makespan_ns, best[row.case])) is not None
         )
-        xs = [_LARGEST ** (step / _STEPS) for step in range(_STEPS + 1)]
-        curves[placer] = [(x, bisect_right(found, x) / len(mine)) for x in xs]
+        xs = sorted({1.0, *found})
+        label = placer if len(mine) == len(solved) else f"{placer} ({len(mine)} cases)"
+        curves[label] = [(x, bisect_right(found, x) / len(mine)) for x in xs]
     return curves
 
 
@@ -53,7 +57,13 @@ def write_plots(rows: Sequence[Row], folder: Path) -> None:
     (folder / "profile.svg").write_text(svg(curves, title))
     figure = go.Figure(
         [
-            go.Scatter(x=[x for x, _ in curve], y=[y for _, y in curve], name=name, mode="lines")
+            go.Scatter(
+                x=[x for x, _ in curve],
+                y=[y for _, y in curve],
+                name=name,
+                mode="lines",
+                line_shape="hv",
+            )
             for name, curve in curves.items()
         ]
     )
@@ -97,9 +107,10 @@ def svg(curves: dict[str, Curve], title: str) -> str:
     for number, (name, curve) in enumerate(curves.items()):
         color = _COLORS[number % len(_COLORS)]
         dash = ' stroke-dasharray="6 3"' if number >= len(_COLORS) else ""
-        points = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in curve)
+        path = f"M{_LEFT} {y_of(curve[0][1]):.1f}"
+        path += "".join(f"H{x_of(x):.1f}V{y_of(y):.1f}" for x, y in curve if x <= _LARGEST)
         line = f'fill="none" stroke="{color}" stroke-width="2"{dash}'
-        parts.append(f'<polyline points="{points}" {line}/>')
+        parts.append(f'<path d="{path}H{right}" {line}/>')
         y = _TOP + 12 + 20 * number
         parts.append(f'<path d="M{right + 14} {y}h24" {line}/>')
         parts.append(f'<text x="{right + 44}" y="{y + 4}">{escape(name)}</text>')
