@@ -87,6 +87,20 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
+bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  nb::gil_scoped_release unlocked;
+  return ranked_schedule(timeline, rank, after);
+}
+
+bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
+                           Array<int64_t> loads) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  const std::vector<int64_t> load = vector_of(loads);
+  nb::gil_scoped_release unlocked;
+  return insertion_schedule(timeline, rank, after, load);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -118,6 +132,8 @@ NB_MODULE(_core, m) {
           "op"_a, "device"_a)
       .def("fold", &fold, "devices"_a, "order"_a)
       .def("list_schedule", &schedule, "favorites"_a)
+      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a)
+      .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
       .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
       .def("makespan", &Timeline::makespan)
@@ -131,6 +147,11 @@ NB_MODULE(_core, m) {
         return heads_and_tails(problem, vector_of(best));
       },
       "problem"_a, "best"_a);
+
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);
+  m.def("upward_ranks", &upward_ranks, "problem"_a, unlocked);
+  m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
 }
 
 }  // namespace baechi
