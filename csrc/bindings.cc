@@ -118,6 +118,18 @@ std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Prob
   std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> arrays;
   for (std::vector<int32_t>& level : levels) arrays.push_back(array_of(std::move(level)));
   return arrays;
+bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  nb::gil_scoped_release unlocked;
+  return ranked_schedule(timeline, rank, after);
+}
+
+bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
+                           Array<int64_t> loads) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  const std::vector<int64_t> load = vector_of(loads);
+  nb::gil_scoped_release unlocked;
+  return insertion_schedule(timeline, rank, after, load);
 }
 
 }  // namespace
@@ -151,6 +163,8 @@ NB_MODULE(_core, m) {
           "op"_a, "device"_a)
       .def("fold", &fold, "devices"_a, "order"_a)
       .def("list_schedule", &schedule, "favorites"_a)
+      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a)
+      .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
       .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
       .def("makespan", &Timeline::makespan)
@@ -169,6 +183,10 @@ NB_MODULE(_core, m) {
       "problem"_a, "best"_a);
 
   m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);
+  m.def("upward_ranks", &upward_ranks, "problem"_a, unlocked);
+  m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
 }
 
 }  // namespace baechi

@@ -197,6 +197,32 @@ class Timeline {
 // an empty vector the rule is ETF's and allows every pair, otherwise SCT's (`placers/sct.py`).
 bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
 
+// Per tensor, the mean ns of one transfer over all links between pools, rounded down; 0 without
+// any.
+std::vector<int64_t> mean_transfers(const Problem& problem);
+
+// Per op, HEFT's upward rank: its mean time, and the longest way from its end to the end of the
+// step, where every tensor takes its mean transfer.
+std::vector<int64_t> upward_ranks(const Problem& problem);
+
+// PEFT's table[device_class * ops + op] of what must follow at best after the op ran there, and per
+// op its mean over the devices.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Problem& problem);
+
+// Both commit all ops to `timeline`, fresh but for reservations, ready ops of the highest rank
+// first, each to the device with the smallest (end + future[device_class * ops + op], device) of
+// those that allow it; an empty `future` counts for nothing. False, with the timeline half filled,
+// at a dead end.
+//
+// With the end on the timeline, where the op fits. An op without room waits for memory.
+bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
+                     const std::vector<int64_t>& future);
+// With the end in the classical model, without ports and with idle gaps that are filled, where the
+// `loads` of the groups there stay below the memory; then committed in the order of those starts.
+// The timeline may need more memory than there is.
+bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
+                        const std::vector<int64_t>& future, const std::vector<int64_t>& loads);
+
 // Per op, the longest path of `best` durations up to its start, and from its end.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
     const Problem& problem, const std::vector<int64_t>& best);

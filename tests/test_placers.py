@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baechi import (
+    HEFT,
     METF,
     MSCT,
+    PEFT,
     Auto,
     Cluster,
     Device,
@@ -32,7 +34,17 @@ from oracle import Oracle, list_schedule
 from strategies import clusters, dense, graphs, random_favorites, tight
 
 LINK = Link(10, 10**9)
-SEARCHING = (MTopo(), MTopo(capped=False), METF(), METF(retries=0), MSCT(), Packing(), Auto())
+SEARCHING = (
+    MTopo(),
+    MTopo(capped=False),
+    METF(),
+    METF(retries=0),
+    MSCT(),
+    HEFT(),
+    PEFT(),
+    Packing(),
+    Auto(),
+)
 FIXED = (SingleDevice(), RoundRobin(), RandomPlacer(0))
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from baechi.placers.baselines import RoundRobin as RoundRobin
     from baechi.placers.baselines import SingleDevice as SingleDevice
     from baechi.placers.etf import METF as METF
+    from baechi.placers.heft import HEFT as HEFT
+    from baechi.placers.peft import PEFT as PEFT
     from baechi.placers.sct import MSCT as MSCT
     from baechi.placers.topo import MTopo as MTopo
     from baechi.placing import place as place
@@ -65,6 +67,8 @@ _HOMES = {
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
     "baechi.placers.etf": ("METF",),
+    "baechi.placers.heft": ("HEFT",),
+    "baechi.placers.peft": ("PEFT",),
     "baechi.placers.sct": ("MSCT",),
     "baechi.placers.topo": ("MTopo",),
     "baechi.placing": ("place",),

@@ -14,11 +14,14 @@ from baechi.devices import Cluster, Device
 from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.placement import Placement
+from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
 from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.etf import METF
-from baechi.placers.packing import arrangements, shortest
+from baechi.placers.heft import HEFT
+from baechi.placers.packing import arrangements
+from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
 from baechi.placers.topo import MTopo
 from baechi.problem import LIMIT, Problem
@@ -33,6 +36,8 @@ _PLACERS: Final[dict[str, Placer]] = {
         MTopo(),
         METF(),
         MSCT(),
+        HEFT(),
+        PEFT(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -55,8 +60,8 @@ def solve(
     Args:
         graph: What to place.
         cluster: What is left to place it on.
-        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"single"`, `"round-robin"`, `"random"`,
-            in any case, or a placer.
+        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"single"`,
+            `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
 
     Raises:

@@ -14,6 +14,7 @@ advance to the one with the most memory that is not promised, at most `retries` 
 Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -56,16 +57,30 @@ def schedule_list(
         favorites: Favorite child of every op, or -1; empty for ETF's rule.
         retries: How many groups to pin at most.
     """
+    return past_dead_ends(problem, lambda timeline: timeline.list_schedule(favorites), retries)
+
+
+def past_dead_ends(
+    problem: Problem, schedule: Callable[[_core.Timeline], bool], retries: int
+) -> tuple[_core.Timeline | None, int]:
+    """The first complete timeline, as the module says of a dead end; and how many groups it pins.
+
+    Args:
+        problem: Graph and cluster.
+        schedule: Commits all ops to a timeline, in which some groups may be reserved and memory be
+            held back; false at a dead end.
+        retries: How many groups to pin at most.
+    """
     for headroom in HEADROOMS:
         timeline = problem.timeline(headroom)
-        if timeline.list_schedule(favorites):
+        if schedule(timeline):
             return timeline, 0
     pins: dict[int, int] = {}
     while True:
         timeline = problem.timeline()
         for group, device in pins.items():
             timeline.reserve(problem.group_ops[group][0], device)
-        if timeline.list_schedule(favorites):
+        if schedule(timeline):
             return timeline, len(pins)
         pin = _next_pin(problem, timeline, pins) if len(pins) < retries else None
         if pin is None:

@@ -18,23 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from baechi import _core
 from baechi.bounds import running_bytes
 from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of
+from baechi.placers.assignments import group_loads, in_both_orders, shortest
+from baechi.placers.base import Placer
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
-from baechi.simulation import fits_memory
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
-# Shares of the outputs that count as if they stayed: none as in inference, all as in training.
-_SHARES: Final = ((0, 1), (1, 4), (1, 1))
 # All assignments are tried up to this number of them: a second or so.
 _ASSIGNMENTS: Final = 2048
 
@@ -49,11 +43,6 @@ class Packing(Placer):
     def place(self, problem: Problem) -> Placement | None:
         """As the class says."""
         return shortest(packings(problem))
-
-
-def shortest(placements: Iterator[Placement]) -> Placement | None:
-    """The first of those with the shortest step."""
-    return min(placements, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
 
 def arrangements(problem: Problem) -> Iterator[Placement]:
@@ -82,16 +71,12 @@ def arrangements(problem: Problem) -> Iterator[Placement]:
 def packings(problem: Problem) -> Iterator[Placement]:
     """The packings that fit."""
     seen = set()
-    for numerator, denominator in _SHARES:
-        loads = [
-            persistent + (total - persistent) * numerator // denominator
-            for persistent, total in zip(problem.group_persistent, problem.group_bytes, strict=True)
-        ]
+    for loads in group_loads(problem):
         for pack in (_contiguous, _best_fit):
             for assignment in _fillings(problem, loads, pack):
                 if assignment not in seen:
                     seen.add(assignment)
-                    yield from _in_both_orders(problem, assignment)
+                    yield from in_both_orders(problem, assignment, Packing.name)
 
 
 # From a problem, loads of groups and caps of pools to a device per group.
@@ -160,34 +145,7 @@ def _every_assignment(problem: Problem) -> Iterator[Placement]:
         for group, device in enumerate(assignment):
             held[problem.device_pool[device]] += problem.group_persistent[group]
         if all(h <= m for h, m in zip(held, problem.pool_memory, strict=True)):
-            yield from _in_both_orders(problem, assignment)
-
-
-def _in_both_orders(problem: Problem, assignment: Sequence[int]) -> Iterator[Placement]:
-    """The assignment of devices to groups in index order and in list order, where it fits."""
-    devices = np.array(assignment, np.int32)[np.array(problem.op_group, np.int64)]
-    for order in (_index_order, _list_order):
-        timeline = problem.timeline()
-        if order(problem, timeline, devices) and fits_memory(problem, timeline):
-            yield placement_of(problem, timeline, Packing.name)
-
-
-def _index_order(
-    problem: Problem,
-    timeline: _core.Timeline,
-    devices: NDArray[np.int32],
-) -> bool:
-    return timeline.fold(devices, np.arange(len(problem.graph.ops), dtype=np.int32)) < 0
-
-
-def _list_order(
-    problem: Problem,
-    timeline: _core.Timeline,
-    devices: NDArray[np.int32],
-) -> bool:
-    for ops in problem.group_ops:
-        timeline.reserve(ops[0], int(devices[ops[0]]))
-    return timeline.list_schedule(np.empty(0, np.int32))
+            yield from in_both_orders(problem, assignment, Packing.name)
 
 
 def _is_hopeless(problem: Problem) -> bool:

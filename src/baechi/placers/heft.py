@@ -1,0 +1,95 @@
+"""HEFT: heterogeneous earliest finish time, under memory.
+
+Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
+heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1. Take the ops by falling upward rank,
+rank(i) = w(i) + max over children j of (c(i, j) + rank(j)) with mean times w and mean transfers c
+(`upward_ranks` in `csrc/ranked.cc`), each to the device where it ends first, in the first gap there
+that is long enough.
+
+Where we leave the paper: its model has no memory and no ports, and fills gaps between ops that were
+placed before; the exact clock has both and only appends. So there are two candidates, and the one
+with the shorter step is returned (`by_rank`):
+
+- the ranks on the exact clock, without gaps: an op goes to the device where it fits and ends first,
+  and one without room waits for memory; dead ends as in `placers/etf.py`;
+- the paper's schedule with gaps, in its own model, where static loads of groups (`distinct_loads`)
+  stand for memory; then its devices and the order of its starts on the exact clock, if it fits.
+
+Means are rounded down to ns. The first op of a group decides for the others.
+Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gaps are few.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.placement import Placement
+from baechi.placers.assignments import distinct_loads, shortest
+from baechi.placers.base import Placer, placement_of
+from baechi.placers.etf import past_dead_ends
+from baechi.problem import Problem
+from baechi.simulation import fits_memory
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class HEFT(Placer):
+    """Heterogeneous earliest finish time.
+
+    Attributes:
+        retries: How often a dead end is met with one more group pinned.
+    """
+
+    name: ClassVar[str] = "heft"
+    retries: int = 16
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the module says."""
+        ranks = np.array(_core.upward_ranks(problem.core), np.int64)
+        return by_rank(problem, ranks, np.empty(0, np.int64), self.name, self.retries)
+
+
+def by_rank(
+    problem: Problem,
+    ranks: NDArray[np.int64],
+    future: NDArray[np.int64],
+    placer: str,
+    retries: int,
+) -> Placement | None:
+    """The shorter of the two schedules by rank; `None` where neither fits.
+
+    Args:
+        problem: Graph and cluster.
+        ranks: Rank of every op; of the ready ops the highest is next.
+        future: What counts besides the end of an op on a device, as the core's
+            `ranked_schedule` reads it.
+        placer: Its name.
+        retries: How often a dead end is met with one more group pinned.
+    """
+    return shortest(_schedules(problem, ranks, future, placer, retries))
+
+
+def _schedules(
+    problem: Problem,
+    ranks: NDArray[np.int64],
+    future: NDArray[np.int64],
+    placer: str,
+    retries: int,
+) -> Iterator[Placement]:
+    appended, pins = past_dead_ends(
+        problem, lambda timeline: timeline.ranked_schedule(ranks, future), retries
+    )
+    if appended is not None:
+        stats: dict[str, int | float | str] = {"schedule": "appended"}
+        if pins:
+            stats["pinned groups"] = pins
+        yield placement_of(problem, appended, placer, stats)
+    for loads in distinct_loads(problem):
+        timeline = problem.timeline()
+        inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
+        if inserted and fits_memory(problem, timeline):
+            yield placement_of(problem, timeline, placer, {"schedule": "inserted"})
