@@ -107,6 +107,8 @@ std::tuple<std::vector<int32_t>, std::vector<int32_t>, int64_t, int64_t, int64_t
   Found found = local_search(problem, start, launches, levels, budget, seed);
   return {std::move(found.devices), std::move(found.order), found.makespan, found.overflow,
           found.evaluations};
+}
+
 std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Problem& problem,
                                                                       Array<int32_t> color) {
   const std::vector<int32_t> colors = vector_of(color);
@@ -118,6 +120,8 @@ std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Prob
   std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> arrays;
   for (std::vector<int32_t>& level : levels) arrays.push_back(array_of(std::move(level)));
   return arrays;
+}
+
 bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
   const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
   nb::gil_scoped_release unlocked;
