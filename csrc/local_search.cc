@@ -62,33 +62,43 @@ class Search {
   }
 
   Found run(int64_t budget) {
-    overflow_ = trial_.overflow();
+    current_ = state();
     remember();
-    const int64_t n = problem_.ops;
-    if (n == 0 || problem_.devices == 0) return best_;
-    while (overflow_ > 0 && spent() < budget) repair();
-    if (overflow_ > 0) return best_;
-    const double scale = static_cast<double>(best_.makespan);
+    if (problem_.ops == 0) return best_;
+    int64_t memory = 0;
+    for (int64_t nbytes : problem_.memory) memory += nbytes;
+    least_price_ = 1e-2 * static_cast<double>(kWeight * best_.makespan) /
+                   static_cast<double>(std::max<int64_t>(1, memory));
+    price_ = least_price_ * 100;
+    relist();
     const int64_t begin = spent();
     while (spent() < budget) {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * kCycles - std::floor(progress * kCycles);
-      const double heat = scale * kHot * std::pow(kCold / kHot, cycle);
+      const double heat =
+          static_cast<double>(best_.makespan) * kHot * std::pow(kCold / kHot, cycle);
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
-      if (!propose()) {
+      const bool listing = cycle < kListing && problem_.devices > 1;
+      if (listing ? !reassign() : !propose()) {
         trial_.undo();
         continue;
       }
+      if (listing) list();
       const double worse = -heat * std::log(random_.unit());
-      const int64_t limit = cost() + static_cast<int64_t>(worse * kWeight);
-      if (trial_.evaluate(limit / kWeight) && candidate_cost() <= limit && fits()) {
-        const bool better = candidate_cost() < best_cost_;
+      const int64_t limit = cost(current_) + static_cast<int64_t>(worse * kWeight);
+      if (!trial_.evaluate(limit / kWeight)) {
+        trial_.undo();
+        continue;
+      }
+      const State candidate = state();
+      if (cost(candidate) <= limit) {
         trial_.keep();
-        current_ = {trial_.makespan(), trial_.finishes()};
-        if (better) remember();
+        current_ = candidate;
+        if (is_better(candidate)) remember();
+        if (++kept_ % 32 == 0) weigh();
       } else {
         trial_.undo();
       }
@@ -97,43 +107,61 @@ class Search {
   }
 
  private:
-  static constexpr double kCycles = 3, kHot = 3e-3, kCold = 1e-5;
+  static constexpr double kCycles = 3, kHot = 1e-3, kCold = 1e-6, kListing = 0.4;
   static constexpr int64_t kWeight = 64;
 
-  int64_t cost() const { return current_.first * kWeight + current_.second / problem_.devices; }
-  int64_t candidate_cost() const {
-    return trial_.makespan() * kWeight + trial_.finishes() / problem_.devices;
+  // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
+  struct State {
+    int64_t makespan, finishes, overflow;
+  };
+
+  State state() { return {trial_.makespan(), trial_.finishes(), trial_.overflow()}; }
+
+  // The makespan, with the mean of the ends to tell equal ones apart, and a price per byte that does
+  // not fit.
+  int64_t cost(const State& state) const {
+    return state.makespan * kWeight + state.finishes / problem_.devices +
+           static_cast<int64_t>(static_cast<double>(state.overflow) * price_);
+  }
+
+  bool is_better(const State& state) const {
+    if (state.overflow != best_.overflow) return state.overflow < best_.overflow;
+    return state.makespan != best_.makespan ? state.makespan < best_.makespan
+                                            : state.finishes < best_finishes_;
   }
 
   void remember() {
-    best_ = {trial_.devices(), trial_.order(), trial_.makespan(), overflow_, spent()};
-    current_ = {trial_.makespan(), trial_.finishes()};
-    best_cost_ = cost();
+    best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow, spent()};
+    best_finishes_ = current_.finishes;
     critical_ = trial_.critical();
   }
 
   void restart() {
     trial_.reset(best_.devices, best_.order);
-    current_ = {trial_.makespan(), trial_.finishes()};
+    current_ = state();
     critical_ = trial_.critical();
   }
 
-  bool fits() { return trial_.overflow() == 0; }
+  // Memory becomes dearer while it does not suffice, and cheaper while it does.
+  void weigh() {
+    price_ *= current_.overflow > 0 ? 1.3 : 0.8;
+    price_ = std::clamp(price_, least_price_, least_price_ * 1e6);
+  }
 
   // A proposal costs something, too, even one that changes nothing.
-  int64_t spent() const { return trial_.evaluations() + proposals_; }
+  int64_t spent() const { return trial_.evaluations() + proposals_ + listed_; }
 
-  // A change that lessens the overflow, if one is found among a few.
-  void repair() {
-    ++proposals_;
-    if (!propose() || !trial_.evaluate(kForever)) {
-      trial_.undo();
-      return;
-    }
-    const int64_t overflow = trial_.overflow();
-    if (overflow <= overflow_) {
-      overflow_ = overflow;
+  // The order that the devices suggest.
+  void list() {
+    trial_.reorder(list_order(problem_, trial_.devices(), ranks(problem_, trial_.devices())));
+    listed_ += 2 * problem_.ops;
+  }
+
+  void relist() {
+    list();
+    if (trial_.evaluate(kForever) && is_better(state())) {
       trial_.keep();
+      current_ = state();
       remember();
     } else {
       trial_.undo();
@@ -141,14 +169,21 @@ class Search {
   }
 
   bool propose() {
-    const int32_t op = random_.below(2) == 0 && !critical_.empty()
-                           ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
-                           : random_.below(problem_.ops);
-    const int32_t kind = random_.below(16);
-    if (problem_.devices == 1 || kind < 5) return shift(op);
-    if (kind < 9) return move(problem_.group[op], target(op));
-    if (kind < 12) return move_cluster(op, target(op));
-    if (kind < 14) return swap(op);
+    return problem_.devices == 1 || random_.below(16) < 5 ? shift(pick()) : reassign();
+  }
+
+  // An op that makes the step long, or any.
+  int32_t pick() {
+    return random_.below(2) == 0 && !critical_.empty()
+               ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
+               : random_.below(problem_.ops);
+  }
+
+  bool reassign() {
+    const int32_t op = pick(), kind = random_.below(11);
+    if (kind < 4) return move(problem_.group[op], target(op));
+    if (kind < 7) return move_cluster(op, target(op));
+    if (kind < 9) return swap(op);
     return move_run(op, target(op));
   }
 
@@ -266,8 +301,9 @@ class Search {
   std::vector<Rows> levels_;
   std::vector<std::vector<int32_t>> cluster_of_;
   std::vector<int32_t> critical_;
-  std::pair<int64_t, int64_t> current_;
-  int64_t best_cost_ = 0, overflow_ = 0, proposals_ = 0;
+  State current_ = {0, 0, 0};
+  int64_t best_finishes_ = 0, proposals_ = 0, listed_ = 0, kept_ = 0;
+  double price_ = 0, least_price_ = 0;
   double last_cycle_ = 0;
   Found best_;
 };

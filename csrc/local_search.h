@@ -22,4 +22,11 @@ Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
                    uint64_t seed);
 
+// Per op the longest way from its start to the end of the step on those devices, with transfers.
+std::vector<int64_t> ranks(const Problem& problem, const std::vector<int32_t>& devices);
+
+// A topological order in which devices are not idle while an op could start, highest rank first.
+std::vector<int32_t> list_order(const Problem& problem, const std::vector<int32_t>& devices,
+                                const std::vector<int64_t>& rank);
+
 }  // namespace baechi

@@ -1,6 +1,7 @@
 #include "trial.h"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 namespace baechi {
@@ -63,7 +64,7 @@ int64_t* Trial::checkpoint(int32_t index, bool trial) {
 void Trial::move_group(int32_t group, int32_t device) {
   const int32_t from = device_[*problem_.group_ops.first(group)];
   if (from == device) return;
-  moved_.push_back({group, from, true});
+  moved_.push_back({Moved::kGroup, group, from});
   --groups_on_[from];
   ++groups_on_[device];
   for (int32_t op : Row(problem_.group_ops, group)) {
@@ -77,7 +78,7 @@ void Trial::move_group(int32_t group, int32_t device) {
 void Trial::move_op(int32_t op, int32_t to) {
   const int32_t from = position_[op];
   if (from == to) return;
-  moved_.push_back({op, from, false});
+  moved_.push_back({Moved::kOp, op, from});
   const auto begin = order_.begin();
   if (from < to) {
     std::rotate(begin + from, begin + from + 1, begin + to + 1);
@@ -87,6 +88,17 @@ void Trial::move_op(int32_t op, int32_t to) {
   const auto [low, high] = std::minmax(from, to);
   for (int32_t i = low; i <= high; ++i) position_[order_[i]] = i;
   first_ = std::min(first_, low);
+}
+
+void Trial::reorder(const std::vector<int32_t>& order) {
+  int32_t same = 0;
+  while (same < problem_.ops && order[same] == order_[same]) ++same;
+  if (same == problem_.ops) return;
+  moved_.push_back({Moved::kOrder, 0, 0});
+  old_order_ = order_;
+  order_ = order;
+  for (int32_t i = same; i < problem_.ops; ++i) position_[order_[i]] = i;
+  first_ = std::min(first_, same);
 }
 
 bool Trial::evaluate(int64_t limit) {
@@ -184,12 +196,18 @@ bool Trial::commit(int32_t op) {
   return end + std::max(tail_[op], work_[device] - done[device]) <= limit_;
 }
 
+// How many of `sent_` the order before `base_` has made.
+int32_t Trial::sent_before() const {
+  if (base_ == 0) return 0;
+  if (base_ >= problem_.ops) return static_cast<int32_t>(sent_.size());
+  const size_t index = static_cast<size_t>(base_ / kStride);
+  return sent_before_[2 * index + live_[index]];
+}
+
 void Trial::keep() {
   if (base_ < problem_.ops) {
     // Copies of the old order from `base_` on that were not made anew are gone.
-    const int32_t index = base_ / kStride;
-    const size_t version = 2 * static_cast<size_t>(index) + live_[index];
-    const size_t before = base_ == 0 ? 0 : static_cast<size_t>(sent_before_[version]);
+    const size_t before = static_cast<size_t>(sent_before());
     for (size_t i = before; i < sent_.size(); ++i) {
       if (copies_[sent_[i]].epoch != epoch_) copies_[sent_[i]].by = -1;
     }
@@ -215,12 +233,16 @@ void Trial::undo() {
   while (!moved_.empty()) {
     const Moved moved = moved_.back();
     moved_.pop_back();
-    if (moved.group) {
+    if (moved.kind == Moved::kGroup) {
       move_group(moved.what, moved.from);
-    } else {
+      moved_.pop_back();
+    } else if (moved.kind == Moved::kOp) {
       move_op(moved.what, moved.from);
+      moved_.pop_back();
+    } else {
+      order_.swap(old_order_);
+      for (int32_t i = 0; i < problem_.ops; ++i) position_[order_[i]] = i;
     }
-    moved_.pop_back();
   }
   first_ = INT32_MAX;
 }
@@ -232,14 +254,33 @@ int64_t Trial::overflow() {
     room[problem_.pool[device_[*problem_.group_ops.first(group)]]] -=
         problem_.group_persistent[group];
   }
+  // A bound that needs no order: all that is ever made or received there, as if it stayed.
+  std::vector<int64_t> most(pools, 0), workspace(pools, 0);
+  for (int32_t op = 0; op < problem_.ops; ++op) {
+    const int32_t pool = problem_.pool[device_[op]];
+    most[pool] += problem_.output_bytes[op];
+    workspace[pool] = std::max(workspace[pool], problem_.workspace[op]);
+  }
+  for (int32_t i = 0; i < sent_before(); ++i) {
+    most[sent_[i] % pools] += problem_.nbytes[sent_[i] / pools];
+  }
+  for (int64_t at : sending_) most[at % pools] += problem_.nbytes[at / pools];
+  bool ample = true;
+  for (int32_t pool = 0; pool < pools; ++pool) {
+    const int64_t running = problem_.pool_devices.size(pool) * workspace[pool];
+    ample = ample && most[pool] + running <= room[pool];
+  }
+  evaluations_ += problem_.ops / 4;
+  if (ample) return 0;
+  evaluations_ += problem_.ops * 2;
   for (auto& events : events_) events.clear();
   for (int32_t op = 0; op < problem_.ops; ++op) {
     const int32_t pool = problem_.pool[device_[op]];
     const int64_t from = start(op);
-    const int64_t workspace = problem_.workspace[op];
-    if (workspace > 0 && end_[op] > from) {
-      events_[pool].push_back({from, problem_.output_bytes[op] + workspace});
-      events_[pool].push_back({end_[op], -workspace});
+    const int64_t running = problem_.workspace[op];
+    if (running > 0 && end_[op] > from) {
+      events_[pool].push_back({from, problem_.output_bytes[op] + running});
+      events_[pool].push_back({end_[op], -running});
     } else if (problem_.output_bytes[op] > 0) {
       events_[pool].push_back({from, problem_.output_bytes[op]});
     }
@@ -282,14 +323,29 @@ int64_t Trial::overflow() {
   return overflow;
 }
 
+// By time, in passes of eleven bits from the lowest on.
+void Trial::sort(std::vector<Event>& events) {
+  constexpr int kBits = 11;
+  for (int shift = 0; shift < 63 && makespan_ >> shift != 0; shift += kBits) {
+    std::array<uint32_t, (1u << kBits) + 1> begin{};
+    const auto digit = [shift](const Event& event) {
+      return static_cast<size_t>(event.time >> shift) & ((1u << kBits) - 1);
+    };
+    for (const Event& event : events) ++begin[digit(event) + 1];
+    for (size_t i = 1; i < begin.size(); ++i) begin[i] += begin[i - 1];
+    sorted_.resize(events.size());
+    for (const Event& event : events) sorted_[begin[digit(event)]++] = event;
+    events.swap(sorted_);
+  }
+}
+
 // The highest level of the events before the end of the step; where all of them together stay within
 // `room`, a bound of it.
-int64_t Trial::peak(std::vector<Event>& events, int64_t room) const {
+int64_t Trial::peak(std::vector<Event>& events, int64_t room) {
   int64_t all = 0;
   for (const Event& event : events) all += std::max<int64_t>(0, event.delta);
   if (all <= room) return all;
-  std::sort(events.begin(), events.end(),
-            [](const Event& a, const Event& b) { return a.time < b.time; });
+  sort(events);
   int64_t level = 0, highest = 0;
   for (size_t i = 0; i < events.size();) {
     const int64_t time = events[i].time;

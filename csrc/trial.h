@@ -38,6 +38,8 @@ class Trial {
   void move_group(int32_t group, int32_t device);
   // Launches the op at another position; the caller keeps the order topological.
   void move_op(int32_t op, int32_t to);
+  // Launches all ops in another topological order; at most once before `keep` or `undo`.
+  void reorder(const std::vector<int32_t>& order);
 
   // Times with the changes: whether there is a path for every tensor and the step takes at most
   // `limit`. Otherwise only `undo` may follow.
@@ -78,7 +80,9 @@ class Trial {
   }
   int64_t* checkpoint(int32_t index, bool trial);
   bool commit(int32_t op);
-  int64_t peak(std::vector<Event>& events, int64_t room) const;
+  int32_t sent_before() const;
+  void sort(std::vector<Event>& events);
+  int64_t peak(std::vector<Event>& events, int64_t room);
 
   const Problem& problem_;
   std::vector<int32_t> device_, order_, position_;
@@ -97,17 +101,19 @@ class Trial {
 
   // What to undo.
   struct Moved {
+    enum { kGroup, kOp, kOrder } kind;
     int32_t what, from;
-    bool group;
   };
   std::vector<Moved> moved_;
+  std::vector<int32_t> old_order_;
   std::vector<int64_t> old_ends_;
   std::vector<std::pair<int64_t, Copy>> old_copies_;
   int64_t old_makespan_ = 0, old_finishes_ = 0;
   int32_t first_ = INT32_MAX, base_ = 0, reached_ = 0;
   uint32_t epoch_ = 1;
   std::vector<Planned> planned_;
-  std::vector<std::vector<Event>> events_;
+  std::vector<std::vector<Event>> events_;  // per pool
+  std::vector<Event> sorted_;
 };
 
 }  // namespace baechi
