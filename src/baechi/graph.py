@@ -18,6 +18,8 @@ from baechi.values import INT64_MAX, FrozenDict, check_count, check_name
 if TYPE_CHECKING:
     import networkx
 
+    from baechi.arrays import GraphArrays
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -145,6 +147,18 @@ class OpGraph:
         }  # fmt: skip
         text = json.dumps(rows, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def arrays(self) -> "GraphArrays":
+        """The same as NumPy arrays, made once."""
+        from baechi.arrays import arrays_of
+
+        return arrays_of(self.ops, self.tensors, self.times)
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        """The index of every op by its name."""
+        return FrozenDict({op.name: index for index, op in enumerate(self.ops)})
 
     @cached_property
     def op_inputs(self) -> tuple[tuple[int, ...], ...]:
