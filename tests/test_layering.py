@@ -44,7 +44,7 @@ ALLOWED = {
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
-    "placers.baselines": {"placers.base"},
+    "placers.baselines": {"placers.base", "placers.choices"},
     "placers.topo": {"placers.base"},
     "placers.etf": {"placers.base"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
@@ -68,6 +68,7 @@ ALLOWED = {
         "placers.auto",
         "placers.base",
         "placers.baselines",
+        "placers.choices",
         "placers.etf",
         "placers.packing",
         "placers.sct",

@@ -212,13 +212,19 @@ class Problem:
 
     @cached_property
     def pool_memory(self) -> tuple[int, ...]:
-        """The memory of every pool, without its margin."""
+        """The memory of every pool, less its margin."""
         devices = self.cluster.devices
-        margins = {} if self.constraints is None else self.constraints.margins
-        return tuple(
-            max(0, devices[row[0]].memory_bytes - max(margins.get(devices[d].name, 0) for d in row))
-            for row in self.pool_devices
-        )
+        rows = zip(self.pool_devices, self.pool_margin, strict=True)
+        return tuple(max(0, devices[row[0]].memory_bytes - margin) for row, margin in rows)
+
+    @cached_property
+    def pool_margin(self) -> tuple[int, ...]:
+        """What stays free in every pool: the largest margin of its devices."""
+        if self.constraints is None or not self.constraints.margins:
+            return (0,) * len(self.pool_devices)
+        margins = self.constraints.margins
+        names = [device.name for device in self.cluster.devices]
+        return tuple(max(margins.get(names[d], 0) for d in row) for row in self.pool_devices)
 
     @cached_property
     def op_group(self) -> tuple[int, ...]:
