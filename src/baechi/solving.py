@@ -154,8 +154,8 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     if extra is None:
         shortage = (
             f"no placement was found for {problem.group_name(op)}, and more memory would not help: "
-            "the constraints leave no devices that are linked as the graph needs it. Relax them, "
-            "or add a link."
+            "what the constraints leave is not linked as the graph needs it. Relax them, or add a "
+            "link."
         )
         nbytes, where = 0, ""
     elif extra[1] == _EVERY:
