@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 from typing import overload as typing_overload
 
 from baechi.errors import InputError
-from baechi.values import INT64_MAX, FrozenDict, check_count
+from baechi.values import FrozenDict, check_counts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,8 +37,8 @@ class Placement:
     stats: Mapping[str, int | float | str] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
-        devices = _counts(self.devices, "device of a placement")
-        order = _counts(self.order, "op in the order of a placement")
+        devices = check_counts(self.devices, "device of a placement")
+        order = check_counts(self.order, "op in the order of a placement")
         if sorted(order) != list(range(len(devices))):
             raise InputError(
                 f"the order of a placement of {len(devices)} ops is no permutation of them; "
@@ -47,13 +47,6 @@ class Placement:
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "stats", FrozenDict(self.stats))
-
-
-def _counts(values: Sequence[int], what: str) -> tuple[int, ...]:
-    row = tuple(values)
-    if set(map(type, row)) <= {int} and (not row or (min(row) >= 0 and max(row) <= INT64_MAX)):
-        return row
-    return tuple(check_count(value, what) for value in row)
 
 
 @final
