@@ -128,9 +128,11 @@ class Cluster:
                 f"links has rows of {shape} entries for {len(devices)} devices; "
                 "give one row per source with one entry per destination."
             )
-        for row in links:
-            # A row's types at once, since a table may have a million links.
-            if not set(map(type, row)) <= {Link, NoneType}:
+        equal = isinstance(links[0][-1], Link)
+        for src, row in enumerate(links):
+            # A table may have a million links; those that are one object are checked at once.
+            equal = equal and _others_equal(row, src, links[0][-1])
+            if not set(map(type, row[src : src + 1] if equal else row)) <= {Link, NoneType}:
                 wrong = next(link for link in row if type(link) not in (Link, NoneType))
                 raise InputError(f"a link is {wrong!r}; give a baechi.Link or None.")
         if self.ports not in PORTS:
@@ -155,10 +157,8 @@ class Cluster:
         link = self.links[0][-1]
         if link is None or len(self.devices) == 1:
             return None
-        for device, row in enumerate(self.links):
-            if row.count(link) - (row[device] == link) < len(row) - 1:
-                return None
-        return link
+        equal = all(_others_equal(row, device, link) for device, row in enumerate(self.links))
+        return link if equal else None
 
     @staticmethod
     def uniform(
@@ -175,6 +175,15 @@ class Cluster:
     def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
         """`devices`, each ordered pair joined by `link`."""
         n = len(devices)
-        row = (link,) * n
-        links = tuple((*row[:i], None, *row[i + 1 :]) for i in range(n))
-        return Cluster(tuple(devices), links, ports)
+        row: list[Link | None] = [link] * n
+        links = []
+        for device in range(n):
+            row[device] = None
+            links.append(tuple(row))
+            row[device] = link
+        return Cluster(tuple(devices), tuple(links), ports)
+
+
+def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
+    """Whether all links of a device's row but its own are equal to `link`."""
+    return row.count(link) - (row[device] == link) == len(row) - 1
