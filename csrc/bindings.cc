@@ -51,11 +51,21 @@ std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
   return rows;
 }
 
+// One member of every row, as an array that owns its memory.
+template <typename T, typename R>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const std::vector<R>& rows, T R::* member) {
+  T* values = new T[rows.size()];
+  for (size_t i = 0; i < rows.size(); ++i) values[i] = rows[i].*member;
+  nb::capsule owner(values, [](void* data) noexcept { delete[] static_cast<T*>(data); });
+  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {rows.size()}, owner);
+}
+
 void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> group,
                   Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
                   Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers,
                   Array<int32_t> device_class, Array<int64_t> durations, Array<int32_t> pool,
-                  Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, int ports) {
+                  Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, int ports,
+                  Array<uint8_t> allowed, int32_t max_devices) {
   new (problem) Problem();
   problem->ops = size_of(workspace.shape(0));
   problem->tensors = size_of(producer.shape(0));
@@ -76,6 +86,8 @@ void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> gro
   problem->latency = vector_of(latency);
   problem->rate = vector_of(rate);
   problem->ports = static_cast<Ports>(ports);
+  problem->allowed = vector_of(allowed);
+  problem->max_devices = max_devices;
   problem->finish();
 }
 
@@ -142,7 +154,8 @@ NB_MODULE(_core, m) {
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
            "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a, "device_class"_a,
-           "durations"_a, "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a);
+           "durations"_a, "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a, "allowed"_a,
+           "max_devices"_a);
 
   nb::class_<Timeline>(m, "Timeline")
       .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())
@@ -156,6 +169,7 @@ NB_MODULE(_core, m) {
             return timeline.fit(op, device) == Fit::kFits;
           },
           "op"_a, "device"_a)
+      .def("allows", &Timeline::allows, "op"_a, "device"_a)
       .def("reserve", &Timeline::reserve, "op"_a, "device"_a)
       .def("hold_back", &Timeline::hold_back, "pool"_a, "nbytes"_a)
       .def(
@@ -171,6 +185,19 @@ NB_MODULE(_core, m) {
       .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
       .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
+      .def("span_columns",
+           [](const Timeline& timeline) {
+             const std::vector<Span>& rows = timeline.spans();
+             return std::make_tuple(column(rows, &Span::op), column(rows, &Span::device),
+                                    column(rows, &Span::start), column(rows, &Span::end));
+           })
+      .def("transfer_columns",
+           [](const Timeline& timeline) {
+             const std::vector<Transfer>& rows = timeline.transfers();
+             return std::make_tuple(column(rows, &Transfer::tensor), column(rows, &Transfer::src),
+                                    column(rows, &Transfer::dst), column(rows, &Transfer::start),
+                                    column(rows, &Transfer::end));
+           })
       .def("makespan", &Timeline::makespan)
       .def("peaks", &Timeline::peaks)
       .def("left", &Timeline::left)

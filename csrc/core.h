@@ -55,11 +55,14 @@ struct Problem {
   std::vector<int32_t> pool;          // per device; a device without a pool is alone in its own
   Rows pool_devices;                  // per pool, devices ascending
   std::vector<int64_t> memory;        // per pool
-  std::vector<int64_t> latency;       // latency[src * devices + dst]
-  std::vector<int64_t> rate;          // bytes per second; 0 is no path
+  std::vector<int64_t> latency;       // latency[src * devices + dst]; or one number for all
+  std::vector<int64_t> rate;          // likewise; bytes per second; 0 is no path
   Ports ports = Ports::kDuplex;
+  std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
+  int32_t max_devices = INT32_MAX;  // how many devices may be used
+  std::vector<int32_t> only;        // per group, the one device that is allowed, or -1; or empty
 
-  // Derives group_ops, inputs, outputs, output_bytes and pool_devices from the rest.
+  // Derives group_ops, inputs, outputs, output_bytes, pool_devices and only from the rest.
   void finish();
 
   int64_t duration(int32_t op, int32_t device) const {
@@ -70,7 +73,9 @@ struct Problem {
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const;
 
  private:
-  int64_t link(int32_t src, int32_t dst) const { return static_cast<int64_t>(src) * devices + dst; }
+  int64_t link(int32_t src, int32_t dst) const {
+    return rate.size() == 1 ? 0 : static_cast<int64_t>(src) * devices + dst;
+  }
 };
 
 // The memory in use over time, as a treap of changes: O(log changes) to add and to ask.
@@ -111,7 +116,8 @@ struct Transfer {
 // Whether an op has room on a device, and if not, what could change that.
 enum class Fit {
   kFits,
-  kNever,    // its group is on another device, or an input has no path
+  kNever,    // its group is on another device or not allowed here, an input has no path, or the
+             // device is unused and no more devices may be used; all of that is for ever
   kFull,     // even the tensors that stay leave no room; some must be freed first
   kCrowded,  // there is room at some times but not at those that it would need
 };
@@ -135,6 +141,8 @@ class Timeline {
   std::optional<int64_t> arrival(int32_t op, int32_t device) const;
   std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
   Fit fit(int32_t op, int32_t device) const;
+  // Whether the constraints allow `op` on `device`, now that some devices are in use.
+  bool allows(int32_t op, int32_t device) const;
 
   // Reserves the persistent bytes of the op's group on `device`; its ops may go only there.
   void reserve(int32_t op, int32_t device);
@@ -180,8 +188,10 @@ class Timeline {
   std::vector<int32_t> presence_of_;   // per tensor, head of a list in presences_
   std::vector<Presence> presences_;
   std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
-  std::vector<int64_t> persistent_, held_back_;                  // per pool
-  std::vector<Profile> profiles_;                                // per pool, all but persistent
+  std::vector<uint8_t> used_;                                    // per device
+  int32_t devices_used_ = 0;
+  std::vector<int64_t> persistent_, held_back_;  // per pool
+  std::vector<Profile> profiles_;                // per pool, all but persistent
   std::vector<Span> spans_;
   std::vector<Transfer> transfers_;
   std::vector<int32_t> released_;

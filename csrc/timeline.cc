@@ -47,6 +47,15 @@ void Problem::finish() {
   pool_devices = transpose(singletons(pool), pools);
   output_bytes.assign(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) output_bytes[producer[t]] += nbytes[t];
+  if (allowed.empty()) return;
+  only.assign(groups, -1);
+  std::vector<int32_t> count(groups, 0);
+  for (int32_t device = 0; device < devices; ++device) {
+    const uint8_t* row = allowed.data() + static_cast<int64_t>(device) * groups;
+    for (int32_t g = 0; g < groups; ++g) {
+      if (row[g]) only[g] = ++count[g] == 1 ? device : -1;
+    }
+  }
 }
 
 int64_t Problem::transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
@@ -143,11 +152,16 @@ Timeline::Timeline(const Problem& problem)
       device_free_(problem.devices, 0),
       send_free_(problem.devices, 0),
       receive_free_(problem.devices, 0),
+      used_(problem.devices, 0),
       persistent_(problem.pools, 0),
       held_back_(problem.pools, 0),
       profiles_(problem.pools) {
   for (int32_t t = 0; t < problem.tensors; ++t) remaining_[t] = problem.consumers.size(t);
   spans_.reserve(problem.ops);
+  // What has but one place takes it at once, so that nobody else takes its room.
+  for (int32_t g = 0; g < static_cast<int32_t>(problem.only.size()); ++g) {
+    if (problem.only[g] >= 0) reserve(*problem.group_ops.first(g), problem.only[g]);
+  }
 }
 
 int32_t Timeline::waits_for(int32_t op) const {
@@ -208,9 +222,16 @@ std::optional<int64_t> Timeline::earliest_start(int32_t op, int32_t device) cons
   return std::max(*ready, device_free_[device]);
 }
 
+bool Timeline::allows(int32_t op, int32_t device) const {
+  const int64_t at = static_cast<int64_t>(device) * problem_.groups + problem_.group[op];
+  if (!problem_.allowed.empty() && !problem_.allowed[at]) return false;
+  return used_[device] || devices_used_ < problem_.max_devices;
+}
+
 Fit Timeline::fit(int32_t op, int32_t device) const {
   const int32_t group = problem_.group[op];
   if (group_device_[group] >= 0 && group_device_[group] != device) return Fit::kNever;
+  if (!allows(op, device)) return Fit::kNever;
   const std::optional<int64_t> earliest = earliest_start(op, device);
   if (!earliest) return Fit::kNever;
   const int32_t pool = problem_.pool[device];
@@ -270,6 +291,8 @@ void Timeline::reserve(int32_t op, int32_t device) {
   const int32_t group = problem_.group[op];
   if (group_device_[group] >= 0) return;
   group_device_[group] = device;
+  if (!used_[device]) ++devices_used_;
+  used_[device] = 1;
   persistent_[problem_.pool[device]] += problem_.group_persistent[group];
 }
 

@@ -7,6 +7,7 @@ step of a scheduler asks every ready op on every device.
 import math
 from dataclasses import dataclass, field
 
+from baechi.constraints import Constraints
 from baechi.devices import Cluster
 from baechi.graph import OpGraph
 
@@ -34,6 +35,35 @@ class Oracle:
     copies: dict = field(default_factory=dict)  # (tensor, pool) -> Copy
     group_device: dict = field(default_factory=dict)
     headroom: float = 0.0
+    constraints: Constraints = field(default_factory=Constraints)
+
+    def __post_init__(self):
+        for op in range(len(self.graph.ops)):
+            places = self.places(op)
+            if len(places) == 1 < len(self.cluster.devices):
+                self.reserve(op, places[0])
+
+    def places(self, op):
+        """The devices that the constraints leave the group of an op, by their words alone."""
+        rules = self.constraints
+        names = {self.graph.ops[o].name for o in self.members(op)} | {self.graph.ops[op].group}
+        return [
+            d
+            for d, row in enumerate(self.cluster.devices)
+            if row.name not in rules.excluded
+            and all(row.name not in rules.forbidden.get(name, ()) for name in names)
+            and all(rules.pins.get(name, row.name) == row.name for name in names)
+        ]
+
+    def memory(self, device):
+        """What a device's pool may hold."""
+        names = [
+            row.name
+            for d, row in enumerate(self.cluster.devices)
+            if self.pool(d) == self.pool(device)
+        ]
+        margin = max(self.constraints.margins.get(name, 0) for name in names)
+        return max(0, self.cluster.devices[device].memory_bytes - margin)
 
     def pool(self, device):
         return self.cluster.devices[device].pool or device
@@ -141,6 +171,11 @@ class Oracle:
         fresh = group not in self.group_device and len(self.members(op)) > 1
         if self.group_device.get(self.group(op), device) != device:
             return False
+        used = set(self.group_device.values())
+        limit = self.constraints.max_devices
+        full_house = limit is not None and len(used) >= limit and device not in used
+        if device not in self.places(op) or full_house:
+            return False
         if self.plan(op, device) is None:
             return False
         after = Oracle(
@@ -152,7 +187,7 @@ class Oracle:
             dict(self.group_device),
         )
         after.commit(op, device)
-        memory = self.cluster.devices[device].memory_bytes
+        memory = self.memory(device)
         memory -= int(memory * self.headroom) if fresh else 0
         return after.peak(self.pool(device), final=False) <= memory
 

@@ -7,7 +7,7 @@ import random
 
 from hypothesis import strategies as st
 
-from baechi import Cluster, Device, Link, Op, OpGraph, Placement, Tensor
+from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Placement, Tensor
 
 times = st.integers(0, 30)
 sizes = st.integers(0, 40)
@@ -60,6 +60,25 @@ def clusters(draw, max_devices=4, *, whole=False, memory=None, uniform=False):
         for i in range(n)
     )
     return Cluster(tuple(devices), links, draw(st.sampled_from(["duplex", "shared", "none"])))
+
+
+@st.composite
+def constraints_for(draw, graph, cluster):
+    """Constraints without a contradiction: every group keeps a device, pins are few enough."""
+    names = [device.name for device in cluster.devices]
+    keys = list(dict.fromkeys(op.group or op.name for op in graph.ops))
+    some = st.lists(st.sampled_from(keys), max_size=2, unique=True) if keys else st.just([])
+    limit = draw(st.none() | st.integers(1, len(names)))
+    home = draw(st.sampled_from(names))
+    homes = [home] if limit == 1 else [home, draw(st.sampled_from(names))]
+    excluded = tuple(name for name in names if name not in homes and draw(st.booleans()))
+    pins = {key: draw(st.sampled_from(homes)) for key in draw(some)}
+    forbidden = {
+        key: tuple(name for name in names if name != pins.get(key, home) and draw(st.booleans()))
+        for key in draw(some)
+    }
+    margins = {name: draw(sizes) for name in names if draw(st.integers(0, 3)) == 0}
+    return Constraints(pins, forbidden, excluded, limit, margins)
 
 
 @st.composite

@@ -7,7 +7,18 @@ import pytest
 from typer.testing import CliRunner
 
 import baechi
-from baechi import Cluster, InputError, Link, Op, OpGraph, Placement, Profile, Schedule, Tensor
+from baechi import (
+    Cluster,
+    Constraints,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Profile,
+    Schedule,
+    Tensor,
+)
 from baechi.__main__ import app, load_model
 from baechi.traced import Traced
 
@@ -158,6 +169,20 @@ def test_solve_on_a_uniform_cluster():
     assert baechi.load("p.json") == baechi.solve(GRAPH, baechi.load("c.json"))
 
 
+@pytest.mark.usefixtures("files")
+def test_solve_and_simulate_under_constraints():
+    baechi.dump(Constraints({"op0": "device2"}, max_devices=3), "rules.json")
+    run("solve", "a.graph.json", "--devices", 4, "--memory", "150", "--constraints", "rules.json",
+        "--max-devices", 2, "--pin", "op3=device1", "-o", "p.json", "--save-cluster",
+        "c.json")  # fmt: skip
+    placement = baechi.load("p.json")
+    assert placement.devices[::3] == (2, 1)
+    assert set(placement.devices) == {1, 2}
+    run("simulate", "a.graph.json", "c.json", "p.json", "--constraints", "rules.json")
+    text = run("simulate", "a.graph.json", "c.json", "p.json", "--pin", "op0=device0", code=2)
+    assert "op 'op0' is on 'device2', but the constraints pin op 'op0' to 'device0'" in text
+
+
 def test_report_without_files_prints_text(files):
     text = run("report", "a.graph.json", "cluster.json", "a.placement.json")
     assert "The fullest device is" in text
@@ -196,6 +221,12 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["solve", "a.graph.json", "cluster.json", "--devices", "2"], "and not both"),
         (["solve", "a.graph.json", "cluster.json", "--placer", "best"], "placer 'best' is unknown"),
         (["solve", "a.graph.json", "--devices", "2", "--memory", "10 gigs"], "'10 gigs' cannot be"),
+        (["solve", "a.graph.json", "cluster.json", "--pin", "op1"], "'op1' names no device; write"),
+        (
+            ["solve", "a.graph.json", "cluster.json", "--pin", "op1=x", "--pin", "op1=y"],
+            "'op1' is pinned to 'x' and to 'y'",
+        ),
+        (["solve", "a.graph.json", "cluster.json", "--max-devices", "0"], "max_devices is 0"),
         (["probe", "cpu:0=much"], "'much' cannot be read"),
         (["probe", "cpu:0=1GiB", "cpu:1"], "device 'cpu:1' has no limit; write cpu:1=1GiB"),
         (["probe", "cpu:0=1GiB", "cpu:0=2GiB"], "device 'cpu:0' is named twice"),

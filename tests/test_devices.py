@@ -78,6 +78,17 @@ def test_a_uniform_cluster_joins_every_pair():
     assert cluster.ports == "duplex"
 
 
+def test_where_all_links_are_equal_there_is_one():
+    other = Link(11, 10**9)
+    assert Cluster.uniform(3, 5, LINK).uniform_link == LINK
+    assert Cluster.uniform(1, 5, LINK).uniform_link is None
+    equal = Cluster((A, B), ((other, LINK), (Link(10, 10**9), None)))
+    assert equal.uniform_link == LINK
+    assert Cluster((A, B), ((LINK, LINK), (other, LINK))).uniform_link is None
+    assert Cluster((A, B), ((LINK, LINK), (None, LINK))).uniform_link is None
+    assert Cluster((A, B), ((LINK, None), (LINK, LINK))).uniform_link is None
+
+
 def test_a_cluster_is_a_value():
     cluster = Cluster.connected([A, B], LINK, ports="none")
     assert pickle.loads(pickle.dumps(cluster)) == cluster

@@ -1,10 +1,13 @@
 """Ops, tensors, graphs and placements: what they refuse, and what they derive."""
 
+import hashlib
+import json
 import pickle
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baechi import InputError, Op, OpGraph, Placement, Schedule, Span, Tensor
 from strategies import graphs
@@ -25,6 +28,8 @@ A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
         (lambda: Op("a", 0, group=""), "group of op 'a' is ''"),
         (lambda: Tensor(-1, (), 0), "producer of a tensor is -1"),
         (lambda: Tensor(0, (1.0,), 0), "consumer of a tensor of op 0 is 1.0"),
+        (lambda: Tensor(0, (1, 2**63), 0), "consumer of a tensor of op 0 is 9223372036854775808"),
+        (lambda: Tensor(0, (1, True), 0), "consumer of a tensor of op 0 is True"),
         (lambda: Tensor(0, (), -5), "nbytes of a tensor of op 0 is -5"),
         (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1; it must be a bool"),
         (lambda: OpGraph((A, A)), "two ops are named 'a'"),
@@ -53,6 +58,9 @@ def test_integers_of_numpy_are_taken_and_become_int():
     op = Op("a", np.int64(5), np.int32(6))
     assert (type(op.time_ns), type(op.persistent_bytes)) == (int, int)
     assert op == Op("a", 5, 6)
+    tensor = Tensor(np.int64(0), (np.int32(2), 1), np.int64(7))
+    assert {type(tensor.producer), type(tensor.nbytes), *map(type, tensor.consumers)} == {int}
+    assert tensor == Tensor(0, (1, 2), 7)
 
 
 def test_what_a_graph_derives():
@@ -88,6 +96,22 @@ def test_the_digest_is_of_everything():
     assert len({graph.digest, *(other.digest for other in others)}) == 6
     # Of a format that files keep: this number may not change.
     assert OpGraph(()).digest.startswith("af31b5cc")
+
+
+@settings(max_examples=100)
+@given(graphs(), st.text(min_size=1), st.none() | st.text(min_size=1))
+def test_the_digest_is_of_the_canonical_json(graph, name, group):
+    graph = OpGraph((*graph.ops, Op(f"!{name}", 5, group=group)), graph.tensors)
+    rows = {
+        "ops": [
+            [op.name, op.time_ns, op.persistent_bytes, op.workspace_bytes, op.group]
+            for op in graph.ops
+        ],
+        "tensors": [[t.producer, t.consumers, t.nbytes, t.kept] for t in graph.tensors],
+        "times": dict(graph.times),
+    }
+    text = json.dumps(rows, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    assert graph.digest == hashlib.sha256(text.encode()).hexdigest()
 
 
 @settings(max_examples=50)

@@ -14,8 +14,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values graph devices placement costs",
-    1: "serialization codec traced training coarsening problem bounds _core",
+    0: "errors units values arrays graph devices constraints placement costs",
+    1: "serialization codec traced training coarsening restrictions problem bounds _core",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -30,12 +30,13 @@ ALLOWED = {
     # Layer 0: values are built on the errors and on the checks that all share.
     "units": {"errors"},
     "values": {"errors"},
-    "graph": {"errors", "values"},
+    "graph": {"arrays", "errors", "values"},
     "devices": {"errors", "units", "values"},
+    "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
-    "problem": {"_core"},
+    "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
     "coarsening": {"_core", "problem"},
     "traced": {"training"},
@@ -43,7 +44,7 @@ ALLOWED = {
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
-    "placers.baselines": {"placers.base"},
+    "placers.baselines": {"placers.base", "placers.choices"},
     "placers.topo": {"placers.base"},
     "placers.etf": {"placers.base"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
@@ -71,6 +72,7 @@ ALLOWED = {
         "placers.auto",
         "placers.base",
         "placers.baselines",
+        "placers.choices",
         "placers.etf",
         "placers.heft",
         "placers.packing",

@@ -55,6 +55,13 @@ def test_example_arguments_specialize_at_once() -> None:
     assert placed.schedule.makespan_ns > 0
 
 
+def test_constraints_hold_for_the_placement() -> None:
+    x = torch.randn(2, 8)
+    rules = baechi.Constraints(excluded=("cpu:0",))
+    placed = baechi.place(model(), DEVICES, example_args=(x,), progress=False, constraints=rules)
+    assert set(placed.placement.devices) == {1}
+
+
 def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
     big = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
     x = torch.randn(4, 512)

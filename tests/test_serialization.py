@@ -346,7 +346,7 @@ def test_a_write_follows_links_and_does_not_replace_devices(tmp_path):
 def test_every_type_of_every_field_has_acodec():
     assert set(TYPES) == {
         *("Op", "Tensor", "OpGraph", "Device", "Link", "Cluster", "Placement", "Span"),
-        *("Transfer", "Schedule", "OpCost", "Profile", "Traced"),
+        *("Transfer", "Schedule", "OpCost", "Profile", "Traced", "Constraints"),
     }
     for kind in TYPES.values():
         assert is_dataclass(kind)

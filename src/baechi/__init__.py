@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baechi.constraints import Constraints as Constraints
     from baechi.costs import OpCost as OpCost
     from baechi.costs import Profile as Profile
     from baechi.devices import Cluster as Cluster
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "baechi.constraints": ("Constraints",),
     "baechi.costs": ("OpCost", "Profile"),
     "baechi.devices": ("Cluster", "Device", "Link"),
     "baechi.errors": (

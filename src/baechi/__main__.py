@@ -4,6 +4,7 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from baechi import __version__
+from baechi.constraints import Constraints
 from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.graph import OpGraph
@@ -80,6 +82,16 @@ def _print_version(wanted: bool) -> None:
 
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=_writable)
+]
+
+
+ConstraintsOption = Annotated[
+    Path | None, typer.Option(help="A constraints file: pins, forbidden devices, margins.")
+]
+MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
 ]
 
 
@@ -209,6 +221,9 @@ def solve(
     save_cluster: Annotated[
         Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=_writable)
     ] = None,
+    constraints: ConstraintsOption = None,
+    max_devices: MaxDevicesOption = None,
+    pin: PinOption = None,
 ) -> None:
     """Decide which device runs which operator, and in what order.
 
@@ -231,8 +246,9 @@ def solve(
         link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
         target = Cluster.uniform(devices or 1, memory, link)
     operators = load(graph, OpGraph)
-    placement = baechi.solve(operators, target, placer=placer)
-    schedule = baechi.simulate(operators, target, placement)
+    limits = _limits(constraints, max_devices, pin)
+    placement = baechi.solve(operators, target, placer=placer, constraints=limits)
+    schedule = baechi.simulate(operators, target, placement, limits)
     _print(text_report(operators, target, placement, schedule))
     _write(placement, out)
     _write(target, save_cluster)
@@ -244,11 +260,15 @@ def simulate(
     cluster: ClusterArgument,
     placement: PlacementArgument,
     out: OutOption = None,
+    *,
+    constraints: ConstraintsOption = None,
+    max_devices: MaxDevicesOption = None,
+    pin: PinOption = None,
 ) -> None:
     """Predict when everything happens: one step of a placement on a cluster.
 
     The schedule has the start and end of every operator and transfer, and the peak of every
-    device's memory.
+    device's memory. A constraint that the placement violates is an error.
 
     For example:
 
@@ -258,7 +278,8 @@ def simulate(
     import baechi
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
-    schedule = baechi.simulate(operators, target, load(placement, Placement))
+    limits = _limits(constraints, max_devices, pin)
+    schedule = baechi.simulate(operators, target, load(placement, Placement), limits)
     gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
     _say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
     for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
@@ -365,6 +386,24 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
+
+
+def _limits(
+    file: Path | None, max_devices: int | None, pins: list[str] | None
+) -> Constraints | None:
+    """The constraints of a file, and those of the options on top; `None` where there are none."""
+    limits = load(file, Constraints) if file is not None else Constraints()
+    if max_devices is not None:
+        limits = replace(limits, max_devices=max_devices)
+    pinned = dict(limits.pins)
+    for pin in pins or []:
+        name, equals, device = pin.rpartition("=")
+        if not equals:
+            raise InputError(f"pin {pin!r} names no device; write OP=DEVICE.")
+        if pinned.setdefault(name, device) != device:
+            raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
+    limits = replace(limits, pins=pinned)
+    return None if limits == Constraints() else limits
 
 
 def _trace(model: str) -> Traced:

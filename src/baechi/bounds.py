@@ -9,7 +9,8 @@ Let d(j) be the shortest time of op j on any device that could hold it. No sched
 - the work: for any weights y(p) >= 0 with sum 1, the busiest device is busy for at least
   sum over p of y(p) load(p), and so for at least sum over groups of min over p of
   y(p) time(group, p). Two choices of y are tried: equal, and proportional to the device's speed on
-  the whole graph (`_work_bound`).
+  the whole graph (`_work_bound`). Where at most k devices may be used, the sum of weights is of the
+  k largest.
 
 Transfers count for nothing here: one device needs none. The optimum of m-SCT's linear program is
 not a bound, since it pays for a transfer where one device would not.
@@ -30,7 +31,7 @@ def lower_bound_ns(problem: Problem) -> int:
     allowed = _possible(problem)
     if not allowed.any(axis=0).all():
         # No schedule is valid, so every bound holds; this one is of the graph without its memory.
-        allowed = np.ones_like(allowed)
+        allowed = problem.allowed
     # Row per device, column per op or group.
     times = problem.durations[problem.device_class]
     op_group = np.array(problem.op_group, np.int64)
@@ -41,7 +42,7 @@ def lower_bound_ns(problem: Problem) -> int:
     for device, row in enumerate(times):
         np.add.at(group_times[device], op_group, row)
     group = _group_bound(group_times, allowed, op_group, heads, tails)
-    return max(path, group, _work_bound(group_times, allowed))
+    return max(path, group, _work_bound(group_times, allowed, problem.max_devices))
 
 
 def running_bytes(problem: Problem, op: int) -> int:
@@ -52,10 +53,10 @@ def running_bytes(problem: Problem, op: int) -> int:
 
 
 def _possible(problem: Problem) -> NDArray[np.bool_]:
-    """For every device and group, whether the group alone would fit there."""
-    running = np.array([running_bytes(problem, op) for op in range(len(problem.op_group))])
+    """For every device and group, whether the group may go there and would fit there alone."""
+    running = problem.graph.arrays.running_bytes()
     persistent = np.array(problem.group_persistent, np.int64)
-    op_group = np.array(problem.op_group, np.int64)
+    op_group = problem.graph.arrays.op_group
     rows = []
     for device, pool in enumerate(problem.device_pool):
         times = problem.durations[problem.device_class[device]]
@@ -63,7 +64,7 @@ def _possible(problem: Problem) -> NDArray[np.bool_]:
         most = np.zeros_like(persistent)
         np.maximum.at(most, op_group, np.where(times > 0, running, 0))
         rows.append(persistent + most <= problem.pool_memory[pool])
-    return np.array(rows)
+    return np.array(rows) & problem.allowed
 
 
 def _group_bound(
@@ -82,14 +83,17 @@ def _group_bound(
     return int((head + shortest + tail).max())
 
 
-def _work_bound(group_times: NDArray[np.int64], allowed: NDArray[np.bool_]) -> int:
+def _work_bound(
+    group_times: NDArray[np.int64], allowed: NDArray[np.bool_], max_devices: int | None
+) -> int:
     totals = [max(1, sum(row.tolist())) for row in group_times]
     # Weights of up to 2**10, where the weighted times stay below 2**62, too.
     scale = min(2**10, 2**62 // max(totals))
     by_speed = [max(1, min(totals) * scale // total) for total in totals]
     bound = 0
+    most = max_devices or len(totals)
     for weights in ([1] * len(totals), by_speed):
         weighted = group_times * np.array(weights, np.int64)[:, None]
         busy = np.where(allowed, weighted, np.iinfo(np.int64).max).min(axis=0)
-        bound = max(bound, -(-sum(busy.tolist()) // sum(weights)))
+        bound = max(bound, -(-sum(busy.tolist()) // sum(sorted(weights)[-most:])))
     return bound

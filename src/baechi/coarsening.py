@@ -30,7 +30,7 @@ Complexity: O((ops + tensors) log ops) a round, and a handful of rounds.
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, final
 
@@ -117,13 +117,16 @@ class Coarse:
         return Placement(self.fine.digest, tuple(devices), order, placement.placer, placement.stats)
 
 
-def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
+def coarsen(
+    graph: OpGraph, cluster: Cluster | None = None, colors: Sequence[int] | None = None
+) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
 
     Args:
         graph: The fine graph.
         cluster: Whose links say what is cheap, and whose memory says what is too large; `None`
             fuses chains, mates and idle ops without limit.
+        colors: A number per op; ops of different ones are not fused. Ops of a group have one.
     """
     names: dict[str, int] = {}
     parts = _Parts(
@@ -135,6 +138,8 @@ def coarsen(graph: OpGraph, cluster: Cluster | None = None) -> Coarse:
         absorbed=[0] * len(graph.ops),
     )
     costs = _costs(graph, cluster)
+    if colors is not None:
+        costs = replace(costs, colors=colors)
     while True:
         joined = _round(graph, parts, costs)
         if len(joined.members) == len(parts.members):
@@ -189,12 +194,18 @@ class _Costs:
         idle: Whether an op has no time and no persistent bytes.
         link: The smallest latency and the smallest ns per byte; `None` where nothing is sent.
         limit: The most bytes of a group that fusing makes; `None` is no limit.
+        colors: Per op; `None` is one color.
     """
 
     times: list[int]
     idle: list[bool]
     link: tuple[int, float] | None
     limit: int | None
+    colors: Sequence[int] | None = None
+
+    def alike(self, op: int, other: int) -> bool:
+        """Whether two ops have one color."""
+        return self.colors is None or self.colors[op] == self.colors[other]
 
     def send_ns(self, nbytes: int) -> float:
         """The least time to send so much; 0 where nothing is sent."""
@@ -284,7 +295,8 @@ def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
     joined: set[int] = set()
 
     def join(u: int, v: int, cheap_ns: int = 0) -> None:
-        if groups.join(u, v, costs.limit):
+        alike = costs.alike(parts.members[u][0], parts.members[v][0])
+        if alike and groups.join(u, v, costs.limit):
             joined.update((u, v))
             a, b = union.find(u), union.find(v)
             if a != b:

@@ -6,7 +6,7 @@ tuples, mappings from strings, and dataclasses of these.
 
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -50,8 +50,8 @@ def codec(hint: Any) -> Codec:
     if hint in _SCALARS:
         return _scalar(hint)
     origin, arguments = get_origin(hint), get_args(hint)
-    if origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis:
-        return _sequence(codec(arguments[0]))
+    if origin is Sequence or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
+        return _sequence(codec(arguments[0]), origin)
     if origin in (types.UnionType, Union):
         return _union(arguments)
     if origin is Mapping and arguments[0] is str:
@@ -107,7 +107,7 @@ def _union(members: tuple[Any, ...]) -> Codec:
     return Codec(name, none_or(write), none_or(read))
 
 
-def _sequence(inner: Codec) -> Codec:
+def _sequence(inner: Codec, kind: type) -> Codec:
     def each(step: Callable[[Any], Any], values: Any) -> list[Any]:
         done: list[Any] = []
         try:
@@ -119,7 +119,7 @@ def _sequence(inner: Codec) -> Codec:
         return done
 
     def write(values: Any) -> list[Any]:
-        if not isinstance(values, tuple):
+        if not isinstance(values, kind) or isinstance(values, list | str):
             raise Refusal(f"is {show(values)}; it must be a tuple.")
         return each(inner.write, values)
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Final, final
 
 from baechi.errors import InputError
@@ -113,23 +114,27 @@ class Cluster:
         object.__setattr__(self, "links", links)
         if not devices:
             raise InputError("a cluster has no devices; give at least one.")
-        names = [device.name for device in devices]
-        for name in names:
-            if names.count(name) > 1:
+        names: set[str] = set()
+        for name in (device.name for device in devices):
+            if name in names:
                 raise InputError(
                     f"two devices are named {name!r}; names must be unique. For two logical "
                     f"devices on one torch device write {name + '/a'!r} and {name + '/b'!r}."
                 )
+            names.add(name)
         if len(links) != len(devices) or any(len(row) != len(devices) for row in links):
             shape = [len(row) for row in links]
             raise InputError(
                 f"links has rows of {shape} entries for {len(devices)} devices; "
                 "give one row per source with one entry per destination."
             )
-        for row in links:
-            for link in row:
-                if link is not None and not isinstance(link, Link):
-                    raise InputError(f"a link is {link!r}; give a baechi.Link or None.")
+        equal = isinstance(links[0][-1], Link)
+        for src, row in enumerate(links):
+            # A table may have a million links; those that are one object are checked at once.
+            equal = equal and _others_equal(row, src, links[0][-1])
+            if not set(map(type, row[src : src + 1] if equal else row)) <= {Link, NoneType}:
+                wrong = next(link for link in row if type(link) not in (Link, NoneType))
+                raise InputError(f"a link is {wrong!r}; give a baechi.Link or None.")
         if self.ports not in PORTS:
             raise InputError(f"ports is {self.ports!r}; it must be one of {', '.join(PORTS)}.")
         memory_of_pool: dict[str, Device] = {}
@@ -142,6 +147,18 @@ class Cluster:
                         f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
                         "give both the pool's memory."
                     )
+
+    @property
+    def uniform_link(self) -> Link | None:
+        """The link of every pair of devices, where all are equal; else, or of one device, `None`.
+
+        O(devices**2) comparisons, which are of identity where the links are one object.
+        """
+        link = self.links[0][-1]
+        if link is None or len(self.devices) == 1:
+            return None
+        equal = all(_others_equal(row, device, link) for device, row in enumerate(self.links))
+        return link if equal else None
 
     @staticmethod
     def uniform(
@@ -158,5 +175,15 @@ class Cluster:
     def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
         """`devices`, each ordered pair joined by `link`."""
         n = len(devices)
-        links = tuple(tuple(None if i == j else link for j in range(n)) for i in range(n))
-        return Cluster(tuple(devices), links, ports)
+        row: list[Link | None] = [link] * n
+        links = []
+        for device in range(n):
+            row[device] = None
+            links.append(tuple(row))
+            row[device] = link
+        return Cluster(tuple(devices), tuple(links), ports)
+
+
+def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
+    """Whether all links of a device's row but its own are equal to `link`."""
+    return row.count(link) - (row[device] == link) == len(row) - 1

@@ -1,11 +1,19 @@
 """The answer: where every op runs and in which order, and what that costs."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import overload as typing_overload
 
 from baechi.errors import InputError
-from baechi.values import FrozenDict, check_count
+from baechi.values import FrozenDict, check_counts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_T = TypeVar("_T")
+# The column of a span's end.
+_END: Final = 3
 
 
 @final
@@ -29,8 +37,8 @@ class Placement:
     stats: Mapping[str, int | float | str] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
-        devices = tuple(check_count(device, "device of a placement") for device in self.devices)
-        order = tuple(check_count(op, "op in the order of a placement") for op in self.order)
+        devices = check_counts(self.devices, "device of a placement")
+        order = check_counts(self.order, "op in the order of a placement")
         if sorted(order) != list(range(len(devices))):
             raise InputError(
                 f"the order of a placement of {len(devices)} ops is no permutation of them; "
@@ -39,6 +47,53 @@ class Placement:
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "order", order)
         object.__setattr__(self, "stats", FrozenDict(self.stats))
+
+
+@final
+class Rows(Sequence[_T]):
+    """The rows of a table that is kept as columns; each is made when it is asked for.
+
+    Equal to the tuple of its rows, hashed and pickled as that.
+    """
+
+    __slots__ = ("_columns", "_make")
+
+    def __init__(self, make: Callable[..., _T], columns: "Sequence[NDArray[Any]]") -> None:
+        self._make = make
+        self._columns = columns
+
+    def column(self, index: int) -> "NDArray[Any]":
+        """One column, as it was given."""
+        return self._columns[index]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @typing_overload
+    def __getitem__(self, index: int) -> _T: ...
+    @typing_overload
+    def __getitem__(self, index: slice) -> tuple[_T, ...]: ...
+    def __getitem__(self, index: int | slice) -> _T | tuple[_T, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._make, *(column[index].tolist() for column in self._columns)))
+        return self._make(*(int(column[index]) for column in self._columns))
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self._make, *(column.tolist() for column in self._columns))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | Rows):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tuple, (tuple(self),))
 
 
 @final
@@ -76,14 +131,16 @@ class Schedule:
         lower_bound_ns: No valid schedule of this graph on this cluster is shorter.
     """
 
-    spans: tuple[Span, ...]
-    transfers: tuple[Transfer, ...]
+    spans: Sequence[Span]
+    transfers: Sequence[Transfer]
     peak_bytes: tuple[int, ...]
     lower_bound_ns: int = 0
 
     @property
     def makespan_ns(self) -> int:
         """The end of the last op."""
+        if isinstance(self.spans, Rows):
+            return int(self.spans.column(_END).max(initial=0))
         return max((span.end_ns for span in self.spans), default=0)
 
     @property

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from baechi.calls import Call, canonical_call, flatten
+from baechi.constraints import Constraints
 from baechi.costs import Profile, optimizer_state_factor
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
@@ -35,6 +36,7 @@ def place(
     progress: bool = True,
     threads_per_device: int | None = None,
     max_shapes: int = MAX_SHAPES,
+    constraints: Constraints | None = None,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -56,6 +58,7 @@ def place(
         progress: Say what is going on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         max_shapes: How many shapes of call to specialize for.
+        constraints: What the placement must respect besides memory, as in `solve`.
 
     Raises:
         InputError: A device, capacity, placer, optimizer or argument is wrong.
@@ -71,7 +74,15 @@ def place(
     optimizer_state_factor(optimizer)
     cluster = probe(devices)
     maker = _Maker(
-        cluster, placer, training, optimizer, costs, verify, progress, threads_per_device
+        cluster,
+        placer,
+        training,
+        optimizer,
+        costs,
+        verify,
+        progress,
+        threads_per_device,
+        constraints,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -93,6 +104,7 @@ class _Maker:
     verify: bool
     progress: bool
     threads: int | None
+    constraints: Constraints | None
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
@@ -108,7 +120,7 @@ class _Maker:
             costs = profile(traced, place, threads=self._threads(), progress=self.progress)
         graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
-        placement = solve(graph, self.cluster, placer=self.placer)
+        placement = solve(graph, self.cluster, placer=self.placer, constraints=self.constraints)
         reference = copy.deepcopy(model) if self.verify else None
         placed = apply(
             traced,

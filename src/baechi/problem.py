@@ -4,6 +4,7 @@ The core adds times and bytes without looking for overflow; `Problem` proves bef
 that it can meet reaches 2**62.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
@@ -12,9 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
+from baechi.arrays import exact_sum
+from baechi.constraints import Constraints
 from baechi.devices import PORTS, Cluster
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.restrictions import allowed_devices, of_groups, restricted_to
 from baechi.units import format_bytes
 
 LIMIT: Final = 2**62
@@ -23,18 +27,21 @@ LIMIT: Final = 2**62
 @final
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a placer decides about: a graph and a cluster, checked together.
+    """What a placer decides about: a graph, a cluster and constraints, checked together.
 
     Attributes:
         graph: The operators and tensors.
         cluster: The devices and links.
+        constraints: What a placement must respect besides memory; `None` is nothing.
 
     Raises:
-        InputError: They are no graph and no cluster, or times or bytes add up to 2**62 or more.
+        InputError: They are no graph, no cluster and no constraints, times or bytes add up to 2**62
+            or more, or the constraints name what does not exist or contradict each other.
     """
 
     graph: OpGraph
     cluster: Cluster
+    constraints: Constraints | None = None
 
     def __post_init__(self) -> None:
         for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
@@ -43,18 +50,27 @@ class Problem:
                     f"a {type(value).__name__} stands where a baechi.{kind.__name__} belongs; the "
                     "order is graph, cluster, placement."
                 )
+        if self.constraints is not None:
+            if not isinstance(self.constraints, Constraints):
+                raise InputError(
+                    f"constraints is a {type(self.constraints).__name__}; give a "
+                    "baechi.Constraints or None."
+                )
+            self.__dict__["allowed"] = allowed_devices(self.graph, self.cluster, self.constraints)
         self._check_times()
         self._check_bytes()
 
     def _check_times(self) -> None:
-        links = [link for row in self.cluster.links for link in row if link is not None]
-        latency_ns = max((link.latency_ns for link in links), default=0)
-        rate = min((link.bytes_per_s for link in links), default=LIMIT)
-        nbytes = sum(tensor.nbytes for tensor in self.graph.tensors)
-        sent_ns = nbytes * 10**9 // rate + len(self.graph.tensors) * (1 + latency_ns)
+        latency, rate = self.links
+        paths = rate > 0
+        latency_ns = int(np.where(paths, latency, 0).max())
+        slowest = int(np.where(paths, rate, LIMIT).min())
+        tensors = len(self.graph.tensors)
+        sent_ns = self.graph.arrays.total_tensor_bytes * 10**9 // slowest
+        sent_ns += tensors * (1 + latency_ns)
         # Per op also the hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
-        total_ns = sum(self.durations.max(axis=0).tolist()) + waits_ns
+        total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
                 f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency "
@@ -63,9 +79,8 @@ class Problem:
             )
 
     def _check_bytes(self) -> None:
-        pools = len(self.pool_devices)
-        total = sum(op.persistent_bytes + op.workspace_bytes for op in self.graph.ops)
-        total += pools * sum(tensor.nbytes for tensor in self.graph.tensors)
+        arrays = self.graph.arrays
+        total = arrays.total_op_bytes + len(self.pool_devices) * arrays.total_tensor_bytes
         if total >= LIMIT:
             raise InputError(
                 f"the ops and tensors take {total} bytes ({format_bytes(total)}), more than 2**62. "
@@ -73,9 +88,60 @@ class Problem:
             )
 
     @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """Whether a device may take a group: a row per device, a column per group."""
+        shape = (len(self.cluster.devices), self.graph.arrays.groups)
+        return np.broadcast_to(np.True_, shape)
+
+    @property
+    def max_devices(self) -> int | None:
+        """How many devices may be used, where that is fewer than there are."""
+        limit = None if self.constraints is None else self.constraints.max_devices
+        return limit if limit is not None and limit < len(self.cluster.devices) else None
+
+    @cached_property
+    def free_devices(self) -> tuple[int, ...]:
+        """The devices that may take every group."""
+        return tuple(np.flatnonzero(self.allowed.all(axis=1)).tolist())
+
+    @cached_property
+    def colors(self) -> NDArray[np.int64]:
+        """A number per op, equal where the same devices are allowed."""
+        if self.constraints is None or self.allowed.all():
+            return np.zeros(len(self.graph.ops), np.int64)
+        _, color = np.unique(self.allowed, axis=1, return_inverse=True)
+        return np.asarray(color.reshape(-1)[self.graph.arrays.op_group], np.int64)
+
+    def within(self, devices: Sequence[int]) -> "Problem":
+        """The problem with no other devices; the number of devices in use has no limit then.
+
+        Raises:
+            InputError: Some group may use none of them.
+        """
+        constraints = self.constraints or Constraints()
+        return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
+
+    def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
+        """The problem of a coarser graph, each of whose ops stands for ops of one color.
+
+        Args:
+            graph: The coarser graph.
+            members: For each of its ops the ops of this problem's graph.
+        """
+        if self.constraints is None:
+            return Problem(graph, self.cluster)
+        _, first = np.unique(graph.arrays.op_group, return_index=True)
+        fine = self.graph.arrays.op_group[np.array([members[op][0] for op in first], np.int64)]
+        names = [graph.ops[op].name for op in first]
+        allowed = self.allowed[:, fine]
+        constraints = of_groups(self.constraints, self.cluster, names, allowed)
+        return Problem(graph, self.cluster, constraints)
+
+    @cached_property
     def device_class(self) -> NDArray[np.int32]:
         """Per device the row of `durations`: devices of one kind and speed share it."""
-        return np.array([self._classes.index(key) for key in self._class_of], np.int32)
+        rows = {key: row for row, key in enumerate(self._classes)}
+        return np.array([rows[key] for key in self._class_of], np.int32)
 
     @cached_property
     def _class_of(self) -> list[tuple[str, float]]:
@@ -92,23 +158,38 @@ class Problem:
 
         A speed of exactly 1.0 leaves the time as it is; any other divides it as IEEE doubles.
         """
-        rows = []
-        for kind, speed in self._classes:
-            has_times = kind in self.graph.times
-            times = self.graph.times[kind] if has_times else [op.time_ns for op in self.graph.ops]
-            row = np.array(times, np.int64)
-            if speed != 1.0:
-                with np.errstate(over="ignore"):
-                    scaled = np.ceil(row.astype(np.float64) / speed)
-                if scaled.size and scaled.max() >= LIMIT:
-                    op = self.graph.ops[int(scaled.argmax())]
-                    raise InputError(
-                        f"op {op.name!r} would take more than 2**62 ns (146 years) at speed "
-                        f"{speed!r}; leave out a device that has next to no compute left."
-                    )
-                row = scaled.astype(np.int64)
-            rows.append(row)
-        return np.array(rows, np.int64).reshape(len(rows), len(self.graph.ops))
+        arrays = self.graph.arrays
+        rows = np.empty((len(self._classes), len(self.graph.ops)), np.int64)
+        for at, (kind, speed) in enumerate(self._classes):
+            times = arrays.kind_times[kind] if kind in self.graph.times else arrays.times
+            if speed == 1.0:
+                rows[at] = times
+                continue
+            with np.errstate(over="ignore"):
+                scaled = np.ceil(times.astype(np.float64) / speed)
+            if scaled.size and scaled.max() >= LIMIT:
+                op = self.graph.ops[int(scaled.argmax())]
+                raise InputError(
+                    f"op {op.name!r} would take more than 2**62 ns (146 years) at speed "
+                    f"{speed!r}; leave out a device that has next to no compute left."
+                )
+            rows[at] = scaled
+        return rows
+
+    @cached_property
+    def links(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Latency and rate per source and destination, row behind row; rate 0 is no path.
+
+        One number each where all pairs of devices have equal links.
+        """
+        link = self.cluster.uniform_link
+        if link is not None:
+            return np.array([link.latency_ns]), np.array([link.bytes_per_s])
+        links = [link for row in self.cluster.links for link in row]
+        return (
+            np.array([link.latency_ns if link is not None else 0 for link in links], np.int64),
+            np.array([link.bytes_per_s if link is not None else 0 for link in links], np.int64),
+        )
 
     @cached_property
     def device_pool(self) -> tuple[int, ...]:
@@ -131,20 +212,24 @@ class Problem:
 
     @cached_property
     def pool_memory(self) -> tuple[int, ...]:
-        """The memory of every pool."""
-        return tuple(self.cluster.devices[row[0]].memory_bytes for row in self.pool_devices)
+        """The memory of every pool, less its margin."""
+        devices = self.cluster.devices
+        rows = zip(self.pool_devices, self.pool_margin, strict=True)
+        return tuple(max(0, devices[row[0]].memory_bytes - margin) for row, margin in rows)
+
+    @cached_property
+    def pool_margin(self) -> tuple[int, ...]:
+        """What stays free in every pool: the largest margin of its devices."""
+        if self.constraints is None or not self.constraints.margins:
+            return (0,) * len(self.pool_devices)
+        margins = self.constraints.margins
+        names = [device.name for device in self.cluster.devices]
+        return tuple(max(margins.get(names[d], 0) for d in row) for row in self.pool_devices)
 
     @cached_property
     def op_group(self) -> tuple[int, ...]:
         """The group of every op, counted by first op; an op without one is alone in its own."""
-        groups: dict[str, int] = {}
-        row: list[int] = []
-        count = 0
-        for op in self.graph.ops:
-            group = count if op.group is None else groups.setdefault(op.group, count)
-            row.append(group)
-            count += group == count
-        return tuple(row)
+        return tuple(self.graph.arrays.op_group.tolist())
 
     @cached_property
     def group_ops(self) -> tuple[tuple[int, ...], ...]:
@@ -159,20 +244,22 @@ class Problem:
     @cached_property
     def group_persistent(self) -> tuple[int, ...]:
         """The persistent bytes of every group."""
-        ops = self.graph.ops
-        return tuple(sum(ops[op].persistent_bytes for op in row) for row in self.group_ops)
+        return tuple(self._sum_per_group(self.graph.arrays.persistent).tolist())
+
+    def _sum_per_group(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        sums = np.zeros(self.graph.arrays.groups, np.int64)
+        np.add.at(sums, self.graph.arrays.op_group, values)
+        return sums
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
         """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
-        outputs = [0] * len(self.graph.ops)
-        for tensor in self.graph.tensors:
-            outputs[tensor.producer] += tensor.nbytes
-        workspace = [op.workspace_bytes for op in self.graph.ops]
-        return tuple(
-            persistent + sum(outputs[op] for op in row) + max(workspace[op] for op in row)
-            for persistent, row in zip(self.group_persistent, self.group_ops, strict=True)
-        )
+        arrays = self.graph.arrays
+        most = np.zeros(arrays.groups, np.int64)
+        np.maximum.at(most, arrays.op_group, arrays.workspace)
+        sums = self._sum_per_group(arrays.persistent) + most
+        np.add.at(sums, arrays.op_group[arrays.producer], arrays.nbytes)
+        return tuple(sums.tolist())
 
     def group_name(self, op: int) -> str:
         """How an error names the op, or the group that it cannot leave."""
@@ -182,25 +269,27 @@ class Problem:
     @cached_property
     def core(self) -> _core.Problem:
         """The same for C++."""
-        ops, tensors = self.graph.ops, self.graph.tensors
-        sizes = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
-        links = [link for row in self.cluster.links for link in row]
+        arrays = self.graph.arrays
+        latency, rate = self.links
+        free = self.constraints is None or self.allowed.all()
         return _core.Problem(
-            workspace=np.array([op.workspace_bytes for op in ops], np.int64),
-            group=np.array(self.op_group, np.int32),
-            group_persistent=np.array(self.group_persistent, np.int64),
-            producer=np.array([tensor.producer for tensor in tensors], np.int32),
-            nbytes=np.array([tensor.nbytes for tensor in tensors], np.int64),
-            kept=np.array([tensor.kept for tensor in tensors], np.uint8),
-            consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
-            consumers=np.array([c for tensor in tensors for c in tensor.consumers], np.int32),
+            workspace=arrays.workspace,
+            group=arrays.op_group,
+            group_persistent=self._sum_per_group(arrays.persistent),
+            producer=arrays.producer,
+            nbytes=arrays.nbytes,
+            kept=arrays.kept,
+            consumer_begin=arrays.consumer_begin,
+            consumers=arrays.consumers,
             device_class=self.device_class,
             durations=self.durations.reshape(-1),
             pool=np.array(self.device_pool, np.int32),
             memory=np.array(self.pool_memory, np.int64),
-            latency=np.array([link.latency_ns if link else 0 for link in links], np.int64),
-            rate=np.array([link.bytes_per_s if link else 0 for link in links], np.int64),
+            latency=latency,
+            rate=rate,
             ports=PORTS.index(self.cluster.ports),
+            allowed=np.empty(0, np.uint8) if free else self.allowed.reshape(-1).view(np.uint8),
+            max_devices=self.max_devices or len(self.cluster.devices),
         )
 
     def timeline(self, headroom: float = 0.0) -> _core.Timeline:

@@ -23,6 +23,7 @@ from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
 
 from baechi.codec import Refusal, codec
+from baechi.constraints import Constraints
 from baechi.costs import OpCost, Profile
 from baechi.devices import Cluster, Device, Link
 from baechi.errors import FormatError, InputError
@@ -33,7 +34,7 @@ from baechi.values import FrozenDict
 
 VERSION: Final = 1
 _KINDS = (
-    *(Op, Tensor, OpGraph, Device, Link, Cluster),
+    *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced),
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})

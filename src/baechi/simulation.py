@@ -19,18 +19,20 @@ The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/ora
 """
 
 from collections.abc import Sequence
-from typing import final
+from typing import NoReturn, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.bounds import lower_bound_ns
+from baechi.constraints import Constraints
 from baechi.devices import Cluster
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.placement import Placement, Rows, Schedule, Span, Transfer
 from baechi.problem import Problem
+from baechi.restrictions import check_devices, why_not
 
 
 @final
@@ -46,8 +48,10 @@ class Timeline:
 
     __slots__ = ("_core", "_problem")
 
-    def __init__(self, graph: OpGraph, cluster: Cluster) -> None:
-        self._problem = Problem(graph, cluster)
+    def __init__(
+        self, graph: OpGraph, cluster: Cluster, constraints: Constraints | None = None
+    ) -> None:
+        self._problem = Problem(graph, cluster, constraints)
         self._core = self._problem.timeline()
 
     def earliest_start(self, op: int, device: int) -> int | None:
@@ -60,7 +64,9 @@ class Timeline:
 
         Tensors with consumers that are not committed count as if they stayed, and the first op of
         a group reserves the persistent bytes of the whole group; so what fits at every commit
-        fits in the end. False where the op's group is on another device, or where there is no path.
+        fits in the end. What the constraints leave a single device is reserved there from the
+        beginning. False where the op's group is on another device, where there is no path, or where
+        a constraint says so.
         """
         self._check(op, device)
         return self._core.fits(op, device)
@@ -69,9 +75,13 @@ class Timeline:
         """Places the op, whether it fits or not.
 
         Raises:
-            InputError: Also where its group is on another device, or an input has no path.
+            InputError: Also where its group is on another device, an input has no path, or a
+                constraint but a margin is violated.
         """
         self._check(op, device)
+        constraints = self._problem.constraints
+        if constraints is not None and not self._core.allows(op, device):
+            self._forbid(constraints, op, device)
         group_device = self._core.group_device(op)
         if group_device not in (-1, device):
             names = [self._problem.cluster.devices[d].name for d in (device, group_device)]
@@ -97,6 +107,15 @@ class Timeline:
             )
         return schedule_of(self._problem, self._core)
 
+    def _forbid(self, constraints: Constraints, op: int, device: int) -> NoReturn:
+        problem = self._problem
+        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
+            raise InputError(why_not(problem.graph, problem.cluster, constraints, op, device))
+        raise InputError(
+            f"op {self._name(op)} cannot go to {problem.cluster.devices[device].name!r}: "
+            f"{constraints.max_devices} other devices are in use, and max_devices allows no more."
+        )
+
     def _name(self, op: int) -> str:
         return repr(self._problem.graph.ops[op].name)
 
@@ -118,7 +137,12 @@ class Timeline:
             )
 
 
-def simulate(graph: OpGraph, cluster: Cluster, placement: Placement) -> Schedule:
+def simulate(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    constraints: Constraints | None = None,
+) -> Schedule:
     """The schedule of a placement, exactly as a placer predicts it.
 
     It may need more memory than there is: `peak_bytes` shows it and `overflows` names it.
@@ -126,9 +150,11 @@ def simulate(graph: OpGraph, cluster: Cluster, placement: Placement) -> Schedule
 
     Raises:
         InputError: The placement is for another graph, names a device that does not exist, has an
-            order that is not topological, parts a group, or needs a path that does not exist.
+            order that is not topological, parts a group, needs a path that does not exist, or
+            violates a constraint, which is named. Margins are memory that is not there; so they are
+            a matter of `overflows`.
     """
-    problem = Problem(graph, cluster)
+    problem = Problem(graph, cluster, constraints)
     if placement.graph_digest != graph.digest:
         raise InputError(
             f"the placement is for graph {placement.graph_digest[:12]}..., but this is "
@@ -137,13 +163,23 @@ def simulate(graph: OpGraph, cluster: Cluster, placement: Placement) -> Schedule
     return schedule_of(problem, replay(problem, placement.devices, placement.order))
 
 
-def overflows(schedule: Schedule, cluster: Cluster) -> tuple[tuple[str, int], ...]:
-    """Name and missing bytes of every device whose memory the schedule exceeds."""
-    return tuple(
-        (device.name, peak - device.memory_bytes)
-        for device, peak in zip(cluster.devices, schedule.peak_bytes, strict=True)
-        if peak > device.memory_bytes
+def overflows(
+    schedule: Schedule, cluster: Cluster, constraints: Constraints | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Name and missing bytes of every device whose memory, less its margin, the schedule exceeds.
+
+    The devices of a pool share the largest of their margins.
+    """
+    margins: dict[str, int] = {}
+    for device in cluster.devices:
+        margin = 0 if constraints is None else constraints.margins.get(device.name, 0)
+        pool = device.pool or f"alone:{device.name}"
+        margins[pool] = max(margin, margins.get(pool, 0))
+    rows = (
+        (row.name, peak - max(0, row.memory_bytes - margins[row.pool or f"alone:{row.name}"]))
+        for row, peak in zip(cluster.devices, schedule.peak_bytes, strict=True)
     )
+    return tuple((name, missing) for name, missing in rows if missing > 0)
 
 
 def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
@@ -152,9 +188,10 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
     Raises:
         InputError: As `simulate`.
     """
-    _check_placement(problem, np.array(devices, np.int64), np.array(order, np.int64))
+    where, rank = np.array(devices, np.int64), np.array(order, np.int64)
+    _check_placement(problem, where, rank)
     timeline = problem.timeline()
-    stuck = timeline.fold(np.array(devices, np.int32), np.array(order, np.int32))
+    stuck = timeline.fold(where.astype(np.int32), rank.astype(np.int32))
     if stuck >= 0:
         raise InputError(_no_path(problem, stuck, devices[stuck]))
     return timeline
@@ -164,8 +201,8 @@ def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
     """The schedule of a timeline in which every op is committed."""
     peaks = timeline.peaks()
     return Schedule(
-        spans=tuple(Span(*row) for row in timeline.spans()),
-        transfers=tuple(Transfer(*row) for row in timeline.transfers()),
+        spans=Rows(Span, timeline.span_columns()),
+        transfers=Rows(Transfer, timeline.transfer_columns()),
         peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
         lower_bound_ns=lower_bound_ns(problem),
     )
@@ -191,22 +228,30 @@ def _check_placement(
         )
     rank = np.empty(len(order), np.int64)
     rank[order] = np.arange(len(order))
-    for tensor in graph.tensors:
-        for consumer in tensor.consumers:
-            if rank[consumer] < rank[tensor.producer]:
-                names = graph.ops[consumer].name, graph.ops[tensor.producer].name
-                raise InputError(
-                    f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
-                    "consumes; an order must be topological."
-                )
-    for group, members in graph.groups.items():
-        for op in members:
-            if devices[op] != devices[members[0]]:
-                first, other = (cluster.devices[devices[o]].name for o in (members[0], op))
-                raise InputError(
-                    f"group {group!r} is parted: op {graph.ops[members[0]].name!r} is on "
-                    f"{first!r} and op {graph.ops[op].name!r} on {other!r}."
-                )
+    producers, consumers = graph.arrays.edges()
+    early = rank[consumers] < rank[producers]
+    if early.any():
+        edge = int(early.argmax())
+        names = graph.ops[consumers[edge]].name, graph.ops[producers[edge]].name
+        raise InputError(
+            f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
+            "consumes; an order must be topological."
+        )
+    op_group = graph.arrays.op_group
+    home = np.empty(graph.arrays.groups, np.int64)
+    home[op_group] = devices
+    parted = home[op_group] != devices
+    if parted.any():
+        op = int(parted.argmax())
+        members = graph.groups[graph.ops[op].group or ""]
+        other = next(member for member in members if devices[member] != devices[op])
+        first, second = (cluster.devices[devices[o]].name for o in (op, other))
+        raise InputError(
+            f"group {graph.ops[op].group!r} is parted: op {graph.ops[op].name!r} is on "
+            f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
+        )
+    if problem.constraints is not None:
+        check_devices(graph, cluster, problem.constraints, problem.allowed, devices)
 
 
 def _no_path(problem: Problem, op: int, device: int) -> str:

@@ -4,13 +4,15 @@ Placers that search do not give up where `placers/packing.py` finds a placement;
 found, the error says what is missing (`_explain`).
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Final, NoReturn
 
 import numpy as np
 
-from baechi.devices import Cluster, Device
+from baechi.constraints import Constraints
+from baechi.devices import Cluster
 from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.placement import Placement
@@ -18,16 +20,17 @@ from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
 from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.choices import device_choices, device_kinds
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
 from baechi.placers.topo import MTopo
-from baechi.problem import LIMIT, Problem
+from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
 from baechi.units import format_bytes
-from baechi.values import FrozenDict
+from baechi.values import INT64_MAX, FrozenDict
 
 _PLACERS: Final[dict[str, Placer]] = {
     placer.name: placer
@@ -43,6 +46,11 @@ _PLACERS: Final[dict[str, Placer]] = {
         RandomPlacer(),
     )
 }
+# Instead of a device: all of them, and none.
+_EVERY: Final = -1
+_NONE: Final = -2
+# Choices of devices that are tried at least, to find a good one, where their number is limited.
+_CHOICES: Final = 6
 # Devices that an error text lists.
 _LISTED: Final = 8
 # Up to how many ops the missing memory is found to the byte. Above, each of the thirty or more
@@ -51,7 +59,12 @@ _EXACT_OPS: Final = 256
 
 
 def solve(
-    graph: OpGraph, cluster: Cluster, placer: str | Placer = "auto", *, effort: str = "balanced"
+    graph: OpGraph,
+    cluster: Cluster,
+    placer: str | Placer = "auto",
+    *,
+    effort: str = "balanced",
+    constraints: Constraints | None = None,
 ) -> Placement:
     """A valid placement of the graph on the cluster: it fits, and its order is topological.
 
@@ -63,16 +76,18 @@ def solve(
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"single"`,
             `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
+        constraints: What the placement must respect besides memory.
 
     Raises:
         InfeasibleError: No placement was found; says what is missing.
-        InputError: The placer or the effort is unknown, or times or bytes add up to 2**62.
+        InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
+            constraints contradict each other, or a placer that does not search violates one.
     """
     placer = _placer_of(placer)
     check_effort(effort)
     if isinstance(placer, Auto):
         placer = replace(placer, effort=effort)
-    problem = Problem(graph, cluster)
+    problem = Problem(graph, cluster, constraints)
     placement = _attempt(problem, placer, effort)
     if placement is None and placer.fixed:
         _explain_fixed(problem, placer)
@@ -96,6 +111,21 @@ def _placer_of(placer: str | Placer) -> Placer:
 def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     if placer.fixed:
         return placer.place(problem)
+    if problem.max_devices is None:
+        return _attempt_freely(problem, placer, effort)
+    found: list[Placement] = []
+    for tried, devices in enumerate(device_choices(problem)):
+        if found and tried >= _CHOICES:
+            break
+        placement = _attempt_freely(problem.within(devices), placer, effort)
+        if placement is not None:
+            found.append(placement)
+    # What takes only a few devices by itself may find one that none of the choices allows.
+    return shortest(iter(found) if found else arrangements(problem))
+
+
+def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
+    """As `_attempt`, where the number of devices has no limit."""
     if isinstance(placer, Auto):
         placement = placer.place(problem)
     else:
@@ -112,20 +142,45 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     """Raises the error that says what is missing."""
     op, needed, left = _worst(problem)
-    extra, device = _smallest_extra(problem, placer, effort)
+    extra = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
-    room = [f"{name} {format_bytes(b)} left" for name, b in zip(names, left, strict=True)]
+    may = problem.allowed[:, problem.graph.arrays.op_group[op]]
+    room = [
+        f"{name} {format_bytes(nbytes)} left"
+        for name, nbytes, here in zip(names, left, may, strict=True)
+        if here
+    ]
     if len(room) > _LISTED:
         room[_LISTED:] = [f"and {len(room) - _LISTED} more devices"]
-    raise InfeasibleError(
+    shortage = (
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
-        f"device has room then ({', '.join(room)}). Give {format_bytes(extra)} more to "
-        f"{names[device]}, add a device, or shrink the batch.",
+        f"device{'' if may.all() else ' that it may use'} has room then ({', '.join(room)})."
+    )
+    if extra is None:
+        shortage = (
+            f"no placement was found for {problem.group_name(op)}, and more memory would not help: "
+            "what the constraints leave is not linked as the graph needs it. Relax them, or add a "
+            "link."
+        )
+        nbytes, where = 0, ""
+    elif extra[1] == _EVERY:
+        nbytes, where = extra[0], "every device"
+        shortage += (
+            f" Under these constraints no single device can help: give {format_bytes(nbytes)} more "
+            "to every device, relax the constraints, or shrink the batch."
+        )
+    else:
+        nbytes, where = extra[0], names[extra[1]]
+        shortage += (
+            f" Give {format_bytes(nbytes)} more to {where}, add a device, or shrink the batch."
+        )
+    raise InfeasibleError(
+        shortage,
         problem.graph.ops[op].group or problem.graph.ops[op].name,
         needed,
         tuple(zip(names, left, strict=True)),
-        extra,
-        names[device],
+        nbytes,
+        where,
     )
 
 
@@ -133,64 +188,73 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...]]:
     """An op that finds no room, what it needs, and what each device has left then.
 
     That is the op with the largest need of those that earliest task first cannot place; or one
-    that is too large for every device, if there is one.
+    that is too large for every device that it may use, if there is one.
     """
     timeline = problem.timeline()
-    needs = [timeline.need(op) for op in range(len(problem.graph.ops))]
-    largest = max(range(len(needs)), key=lambda op: (needs[op], -op))
+    n = len(problem.graph.ops)
+    fresh = Problem(problem.graph, problem.cluster).timeline()
+    needs = [fresh.need(op) for op in range(n)]
     left = problem.pool_memory
-    if needs[largest] <= max(left):
-        timeline.list_schedule(np.empty(0, np.int32))
-        stuck = [
-            op
-            for op in range(len(needs))
-            if not timeline.committed(op) and timeline.waits_for(op) < 0
+    memory = np.array(left, np.int64)[np.array(problem.device_pool)]
+    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[problem.graph.arrays.op_group]
+    candidates = [op for op in range(n) if needs[op] > most[op]]
+    if not candidates and not timeline.list_schedule(np.empty(0, np.int32)):
+        candidates = [
+            op for op in range(n) if not timeline.committed(op) and timeline.waits_for(op) < 0
         ]
-        needs = [timeline.need(op) for op in range(len(needs))]
-        largest = max(stuck, key=lambda op: (needs[op], -op))
+        needs = [timeline.need(op) for op in range(n)]
         left = tuple(max(0, nbytes) for nbytes in timeline.left())
-    return largest, needs[largest], tuple(left[pool] for pool in problem.device_pool)
+    op = max(candidates or range(n), key=lambda op: (needs[op], -op))
+    return op, needs[op], tuple(left[pool] for pool in problem.device_pool)
 
 
-def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int]:
+def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
     """The smallest extra memory of one device with which `solve` succeeds, and that device.
 
     Found by bisection between what fails and what everything on that device needs: so `solve`
     succeeds with it, and fails with one byte less, though it might succeed with still less. For
     more than `_EXACT_OPS` ops it is a multiple of a unit, and `solve` fails with one unit less.
+
+    Under constraints it may be that no single device can help. Then the device is -1, and every
+    device must get so much; `None` where not even that helps.
     """
 
     def arranged(units: int, device: int) -> bool:
-        return next(arrangements(_grown(problem, device, units * unit)), None) is not None
+        return _is_arranged(_grown(problem, device, units * unit))
 
     def solved(units: int, device: int) -> bool:
         return _attempt(_grown(problem, device, units * unit), placer, effort) is not None
 
-    missing = [_missing_for_all(problem, d) for d in range(len(problem.device_pool))]
-    device = missing.index(min(missing))
-    unit = 1 if len(problem.graph.ops) <= _EXACT_OPS else 1 + (missing[device] >> 10)
-    units = -(-missing[device] // unit)
-    for other in _different_devices(problem):
-        if arranged(units - 1, other):
-            units, device = _bisected(arranged, units - 1, other), other
+    kinds = device_kinds(problem)
+    different = [device for device, kind in enumerate(kinds) if device == kind]
+    missing = _missing_for_all(problem)
+    device = min(problem.free_devices, key=lambda d: (missing[d], d), default=-1)
+    most = missing[device] if device >= 0 else _ample_bytes(problem)
+    unit = 1 if len(problem.graph.ops) <= _EXACT_OPS else 1 + (most >> 10)
+    units = -(-most // unit)
+    if device < 0:
+        device = next((other for other in (*different, _EVERY) if solved(units, other)), _NONE)
+        if device == _NONE:
+            return None
+        units = _bisected(solved, units, device)
+    if device != _EVERY:
+        for other in different:
+            if arranged(units - 1, other):
+                units, device = _bisected(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not.
     if solved(units - 1, device):
         units = _bisected(solved, units - 1, device)
     return units * unit, device
 
 
-def _different_devices(problem: Problem) -> list[int]:
-    """The devices without those that are like an earlier one in everything but the name."""
-    cluster = problem.cluster
-    links = {
-        link for src, row in enumerate(cluster.links) for dst, link in enumerate(row) if src != dst
-    }
-    if len(links) > 1 or len(problem.pool_memory) < len(cluster.devices):
-        return list(range(len(cluster.devices)))
-    first: dict[Device, int] = {}
-    for index, device in enumerate(cluster.devices):
-        first.setdefault(replace(device, name="any"), index)
-    return list(first.values())
+def _is_arranged(problem: Problem) -> bool:
+    """Whether `placers/packing.py` finds a placement."""
+    if next(arrangements(problem), None) is not None:
+        return True
+    if problem.max_devices is None:
+        return False
+    choices = itertools.islice(device_choices(problem), _CHOICES)
+    return any(next(arrangements(problem.within(row)), None) is not None for row in choices)
 
 
 def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
@@ -202,40 +266,59 @@ def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> i
     return high
 
 
-def _missing_for_all(problem: Problem, device: int) -> int:
-    """What the device lacks to hold the whole graph."""
+def _missing_for_all(problem: Problem) -> list[int]:
+    """What every device lacks to hold the whole graph."""
     n = len(problem.graph.ops)
-    timeline = problem.timeline()
-    timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
-    pool = problem.device_pool[device]
-    return timeline.peaks()[pool] - problem.pool_memory[pool]
+    free = Problem(problem.graph, problem.cluster)
+    missing = []
+    for device, pool in enumerate(problem.device_pool):
+        timeline = free.timeline()
+        timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
+        missing.append(timeline.peaks()[pool] - _bare_memory(problem, pool))
+    return missing
+
+
+def _bare_memory(problem: Problem, pool: int) -> int:
+    """A pool's memory less its margin, which may be more than the memory."""
+    devices = problem.pool_devices[pool]
+    return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
+
+
+def _ample_bytes(problem: Problem) -> int:
+    """So much more memory is more than enough on any device."""
+    arrays = problem.graph.arrays
+    return arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
 
 
 def _grown(problem: Problem, device: int, extra: int) -> Problem:
-    """The problem with so much more memory on the device, and so in its pool."""
-    pool = problem.device_pool[device]
+    """The problem with so much more memory on the device, and so in its pool; or on every one."""
     devices = tuple(
-        replace(row, memory_bytes=row.memory_bytes + extra)
-        if problem.device_pool[index] == pool
+        replace(row, memory_bytes=min(row.memory_bytes + extra, INT64_MAX))
+        if device == _EVERY or problem.device_pool[index] == problem.device_pool[device]
         else row
         for index, row in enumerate(problem.cluster.devices)
     )
-    return Problem(problem.graph, replace(problem.cluster, devices=devices))
+    cluster = replace(problem.cluster, devices=devices)
+    return Problem(problem.graph, cluster, problem.constraints)
 
 
 def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
     """Raises the error that says what a placer that does not search would need."""
-    ample = tuple(replace(device, memory_bytes=LIMIT) for device in problem.cluster.devices)
-    ample_problem = Problem(problem.graph, replace(problem.cluster, devices=ample))
     if placer == SingleDevice():
-        n = len(ample)
-        placer = SingleDevice(min(range(n), key=lambda d: (_missing_for_all(problem, d), d)))
-    placement = placer.place(ample_problem)
+        if not problem.free_devices:
+            raise InputError(
+                "the constraints allow no single device for all ops; relax them, or let a placer "
+                "that splits decide, such as 'auto'."
+            )
+        missing_for_all = _missing_for_all(problem)
+        placer = SingleDevice(min(problem.free_devices, key=lambda d: (missing_for_all[d], d)))
+    placement = placer.place(_grown(problem, _EVERY, _ample_bytes(problem)))
     if placement is None:
         raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
     peaks = replay(problem, placement.devices, placement.order).peaks()
     missing, device = max(
-        (peaks[pool] - problem.pool_memory[pool], -d) for d, pool in enumerate(problem.device_pool)
+        (peaks[problem.device_pool[d]] - _bare_memory(problem, problem.device_pool[d]), -d)
+        for d in set(placement.devices)
     )
     name = problem.cluster.devices[-device].name
     there = [g for g, ops in enumerate(problem.group_ops) if placement.devices[ops[0]] == -device]

@@ -51,7 +51,12 @@ def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]
 
 
 def in_both_orders(problem: Problem, assignment: Sequence[int], placer: str) -> Iterator[Placement]:
-    """The assignment of devices to groups in index order and in list order, where it fits."""
+    """The assignment of devices to groups in index order and in list order, where it fits.
+
+    Nothing where it uses too many devices.
+    """
+    if problem.max_devices is not None and len(set(assignment)) > problem.max_devices:
+        return
     devices = op_devices(problem, assignment)
     orders: tuple[Callable[[_core.Timeline], bool], ...] = (
         lambda timeline: in_order(timeline, devices, range(len(devices))),

@@ -67,11 +67,11 @@ def portfolio(
     problem: Problem, placers: tuple[Placer, ...], effort: str
 ) -> list[tuple[str, Placement | None]]:
     """Label and placement of every placer on every grain that the effort asks for."""
-    coarse = coarsen(problem.graph, problem.cluster)
+    coarse = coarsen(problem.graph, problem.cluster, problem.colors.tolist())
     smaller = len(coarse.members) < len(problem.graph.ops)
     candidates: list[tuple[str, Placement | None]] = []
     if smaller:
-        coarse_problem = Problem(coarse.graph, problem.cluster)
+        coarse_problem = problem.lumped(coarse.graph, coarse.members)
         for placer in placers:
             placement = placer.place(coarse_problem)
             if placement is not None:
@@ -102,8 +102,9 @@ def best(candidates: list[tuple[str, Placement | None]], name: str) -> Placement
 
 
 def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
-    for index, device in enumerate(problem.cluster.devices):
-        yield f"single/{device.name}", SingleDevice(index).place(problem)
+    for index in problem.free_devices:
+        name = problem.cluster.devices[index].name
+        yield f"single/{name}", SingleDevice(index).place(problem)
 
 
 def _expanded(problem: Problem, placement: Placement) -> Placement | None:

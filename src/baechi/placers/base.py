@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final
 
+import numpy as np
+
 from baechi import _core
 from baechi.placement import Placement
 from baechi.problem import Problem
@@ -43,13 +45,13 @@ def placement_of(
     stats: Mapping[str, int | float | str] | None = None,
 ) -> Placement:
     """The placement that a complete timeline holds."""
-    devices = [0] * len(problem.graph.ops)
-    order = []
-    for op, device, _, _ in timeline.spans():
-        devices[op] = device
-        order.append(op)
+    order, where, _, _ = timeline.span_columns()
+    devices = np.empty_like(where)
+    devices[order] = where
     known = FrozenDict({"makespan_ns": timeline.makespan(), **(stats or {})})
-    return Placement(problem.graph.digest, tuple(devices), tuple(order), placer, known)
+    return Placement(
+        problem.graph.digest, tuple(devices.tolist()), tuple(order.tolist()), placer, known
+    )
 
 
 def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Placement | None:

@@ -7,9 +7,12 @@ import random
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import numpy as np
+
 from baechi.errors import InputError
 from baechi.placement import Placement
 from baechi.placers.base import Placer, in_index_order
+from baechi.placers.choices import device_choices
 from baechi.problem import Problem
 from baechi.values import check_count
 
@@ -32,7 +35,7 @@ class SingleDevice(Placer):
         n = len(problem.cluster.devices)
         if self.device is not None and not 0 <= self.device < n:
             raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
-        devices = range(n) if self.device is None else (self.device,)
+        devices = problem.free_devices if self.device is None else (self.device,)
         found = [
             in_index_order(problem, [device] * len(problem.graph.ops), self.name)
             for device in devices
@@ -41,25 +44,38 @@ class SingleDevice(Placer):
         return min(fitting, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
 
+def _choices(problem: Problem) -> list[list[int]]:
+    """The devices of every group; of the first choice of devices, where their number is limited."""
+    if problem.max_devices is not None:
+        devices = next(device_choices(problem), None)
+        problem = problem if devices is None else problem.within(devices)
+    if problem.constraints is None:
+        return [list(range(len(problem.cluster.devices)))] * len(problem.group_ops)
+    return [np.flatnonzero(column).tolist() for column in problem.allowed.T]
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class RoundRobin(Placer):
-    """Group by group, in the order of their first op, to the next device; index order."""
+    """Group by group, in the order of their first op, to the next device; index order.
+
+    A group that may not use every device takes turns among its own.
+    """
 
     name: ClassVar[str] = "round-robin"
     fixed: ClassVar[bool] = True
 
     def place(self, problem: Problem) -> Placement | None:
         """As the class says."""
-        n = len(problem.cluster.devices)
-        devices = [group % n for group in problem.op_group]
+        choices = _choices(problem)
+        devices = [choices[group][group % len(choices[group])] for group in problem.op_group]
         return in_index_order(problem, devices, self.name)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class RandomPlacer(Placer):
-    """Every group on a device drawn uniformly; index order.
+    """Every group on a device drawn uniformly from those that it may use; index order.
 
     Attributes:
         seed: Equal seeds give equal placements.
@@ -72,8 +88,7 @@ class RandomPlacer(Placer):
     def place(self, problem: Problem) -> Placement | None:
         """As the class says."""
         draw = random.Random(self.seed)
-        n = len(problem.cluster.devices)
-        of_group = [draw.randrange(n) for _ in problem.group_ops]
+        of_group = [row[draw.randrange(len(row))] for row in _choices(problem)]
         devices = [of_group[group] for group in problem.op_group]
         return in_index_order(problem, devices, self.name)
 

@@ -98,9 +98,14 @@ def _next_pin(
     if not homeless:
         return None
     group = max(homeless, key=lambda group: (problem.group_persistent[group], -group))
-    room = list(problem.pool_memory)
+    fresh = problem.timeline()
     for pinned, device in pins.items():
-        room[problem.device_pool[device]] -= problem.group_persistent[pinned]
-    device = max(range(len(problem.device_pool)), key=lambda d: (room[problem.device_pool[d]], -d))
+        fresh.reserve(problem.group_ops[pinned][0], device)
+    room = fresh.left()
+    op = problem.group_ops[group][0]
+    devices = [d for d in range(len(problem.device_pool)) if fresh.allows(op, d)]
+    if not devices:
+        return None
+    device = max(devices, key=lambda d: (room[problem.device_pool[d]], -d))
     fits = problem.group_persistent[group] <= room[problem.device_pool[device]]
     return (group, device) if fits and problem.group_persistent[group] else None

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from baechi.bounds import running_bytes
+import numpy as np
+
 from baechi.placement import Placement
 from baechi.placers.assignments import group_loads, in_both_orders, shortest
 from baechi.placers.base import Placer
@@ -53,8 +54,8 @@ def arrangements(problem: Problem) -> Iterator[Placement]:
     held = sum(problem.group_persistent)
     singles = [
         SingleDevice(device)
-        for device, row in enumerate(problem.cluster.devices)
-        if held <= row.memory_bytes
+        for device in problem.free_devices
+        if held <= problem.pool_memory[problem.device_pool[device]]
     ]
     for placer in (*singles, MTopo(), MTopo(capped=False), METF()):
         placement = placer.place(problem)
@@ -105,14 +106,30 @@ def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[t
 def _contiguous(
     problem: Problem, loads: Sequence[int], caps: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Groups in the order of their first op, to device after device; a full one is left."""
+    """Groups in the order of their first op, to device after device; a full one is left.
+
+    What may not go to the present device goes to the next with room that it may use, or else to
+    the first; so that nothing else moves.
+    """
     assignment = []
-    device = 0
+    order = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+    at = 0
     filled = [0] * len(caps)
-    for load in loads:
-        while filled[problem.device_pool[device]] + load > caps[problem.device_pool[device]]:
-            device += 1
-            if device == len(problem.device_pool):
+
+    def full(device: int, load: int) -> bool:
+        return filled[problem.device_pool[device]] + load > caps[problem.device_pool[device]]
+
+    for group, load in enumerate(loads):
+        may = problem.allowed[:, group]
+        while at < len(order) and may[order[at]] and full(order[at], load):
+            at += 1
+        if at == len(order):
+            return None
+        device = order[at]
+        if not may[device]:
+            later = (*order[at:], *order[:at])
+            device = next((d for d in later if may[d] and not full(d, load)), -1)
+            if device < 0:
                 return None
         filled[problem.device_pool[device]] += load
         assignment.append(device)
@@ -122,25 +139,37 @@ def _contiguous(
 def _best_fit(
     problem: Problem, loads: Sequence[int], caps: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The largest group first, to the pool where it leaves the least room."""
+    """The largest group first, to the pool where it leaves the least room.
+
+    Those that may use a single device come before all others.
+    """
     assignment = [0] * len(loads)
     room = list(caps)
-    for group in sorted(range(len(loads)), key=lambda group: (-loads[group], group)):
-        fitting = [pool for pool, left in enumerate(room) if left >= loads[group]]
+    free = (problem.allowed.sum(axis=0) > 1).tolist()
+    for group in sorted(range(len(loads)), key=lambda g: (free[g], -loads[g], g)):
+        may = problem.allowed[:, group].tolist()
+        fitting = [
+            pool
+            for pool, left in enumerate(room)
+            if left >= loads[group] and any(may[d] for d in problem.pool_devices[pool])
+        ]
         if not fitting:
             return None
         pool = min(fitting, key=lambda pool: room[pool])
         room[pool] -= loads[group]
-        assignment[group] = problem.pool_devices[pool][0]
+        assignment[group] = next(d for d in problem.pool_devices[pool] if may[d])
     return tuple(assignment)
 
 
 def _every_assignment(problem: Problem) -> Iterator[Placement]:
     """All assignments of groups to devices whose persistent bytes fit, if they are few."""
-    n, groups = len(problem.device_pool), len(problem.group_ops)
-    if n**groups > _ASSIGNMENTS:
-        return
-    for assignment in itertools.product(range(n), repeat=groups):
+    choices = [np.flatnonzero(column).tolist() for column in problem.allowed.T]
+    count = 1
+    for row in choices:
+        count *= len(row)
+        if count > _ASSIGNMENTS:
+            return
+    for assignment in itertools.product(*choices):
         held = [0] * len(problem.pool_memory)
         for group, device in enumerate(assignment):
             held[problem.device_pool[device]] += problem.group_persistent[group]
@@ -150,12 +179,19 @@ def _every_assignment(problem: Problem) -> Iterator[Placement]:
 
 def _is_hopeless(problem: Problem) -> bool:
     """Whether a group is too large for every pool, or all of them are for all pools together."""
-    largest = max(problem.pool_memory)
-    if sum(problem.group_persistent) > sum(problem.pool_memory):
+    arrays = problem.graph.arrays
+    if not arrays.groups:
+        return False
+    memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
+    usable = problem.allowed.any(axis=1)
+    pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
+    room = sorted(problem.pool_memory[pool] for pool in pools)
+    # Fewer devices than pools: of the pools at most as many.
+    held = sum(problem.group_persistent)
+    if held > sum(room[-(problem.max_devices or len(room)) :]):
         return True
-    fastest = problem.durations.min(axis=0)
-    for persistent, ops in zip(problem.group_persistent, problem.group_ops, strict=True):
-        running = max((running_bytes(problem, op) for op in ops if fastest[op]), default=0)
-        if persistent + running > largest:
-            return True
-    return False
+    running = np.where(problem.durations.min(axis=0) > 0, arrays.running_bytes(), 0)
+    most = np.zeros(arrays.groups, np.int64)
+    np.maximum.at(most, arrays.op_group, running)
+    largest = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
+    return bool((np.array(problem.group_persistent, np.int64) + most > largest).any())

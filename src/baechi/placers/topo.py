@@ -43,27 +43,37 @@ class MTopo(Placer):
         """Commit every op; false at a dead end."""
         loads = problem.group_bytes
         caps = [int(cap * (1 - headroom)) for cap in self._caps(problem, loads)]
-        device, filled = 0, 0
+        filled = [0] * len(caps)
+        device = 0
 
-        def closes(op: int, load: int) -> bool:
-            over = self.capped and filled > 0 and filled + load > caps[device]
+        def closed(op: int, load: int, device: int) -> bool:
+            over = self.capped and filled[device] > 0 and filled[device] + load > caps[device]
             return over or not timeline.fits(op, device)
 
         for op, group in enumerate(problem.op_group):
             target = timeline.group_device(op)
             if target < 0:
-                while device < len(caps) and closes(op, loads[group]):
-                    device, filled = device + 1, 0
-                if device == len(caps):
-                    return False
+                may = problem.allowed[:, group]
+                while device < len(caps) and may[device] and closed(op, loads[group], device):
+                    device += 1
+                # A device that the group may not use stays open for others.
                 target = device
-                filled += loads[group]
+                while target < len(caps) and (
+                    not may[target] or (target > device and closed(op, loads[group], target))
+                ):
+                    target += 1
+                if target == len(caps):
+                    return False
+                filled[target] += loads[group]
             elif not timeline.fits(op, target):
                 return False
             timeline.commit(op, target)
         return True
 
     def _caps(self, problem: Problem, loads: tuple[int, ...]) -> list[int]:
-        memory = [device.memory_bytes for device in problem.cluster.devices]
-        total = max(1, sum(memory))
+        memory = [
+            problem.pool_memory[pool] * bool(problem.allowed[device].any())
+            for device, pool in enumerate(problem.device_pool)
+        ]
+        total = max(1, sum(sorted(memory)[-(problem.max_devices or len(memory)) :]))
         return [-(-sum(loads) * m // total) + max(loads, default=0) for m in memory]

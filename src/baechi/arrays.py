@@ -1,0 +1,127 @@
+"""An operator graph as flat NumPy arrays, for what would take Python too long one by one.
+
+`OpGraph.arrays` makes them once per graph, so that a scheduler that asks again and again about the
+same graph pays for them once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Sums of at most this much of int64 values are computed as int64; larger ones as Python's integers.
+_SAFE: Final = 2**62
+
+
+@final
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphArrays:
+    """The columns of a graph; nobody writes to them.
+
+    Attributes:
+        times: ns per op on a device of speed 1 without times of its kind.
+        kind_times: ns per op of every kind in `OpGraph.times`.
+        persistent: Bytes per op.
+        workspace: Bytes per op.
+        op_group: Per op; groups are counted by first op, and an op without one is alone in its own.
+        producer: Op per tensor.
+        nbytes: Per tensor.
+        kept: Per tensor, 0 or 1.
+        consumer_begin: Where the consumers of every tensor begin in `consumers`, and their number.
+        consumers: Ops, ascending per tensor.
+        total_op_bytes: Persistent and workspace bytes of all ops, exact.
+        total_tensor_bytes: Bytes of all tensors, exact.
+    """
+
+    times: NDArray[np.int64]
+    kind_times: dict[str, NDArray[np.int64]]
+    persistent: NDArray[np.int64]
+    workspace: NDArray[np.int64]
+    op_group: NDArray[np.int32]
+    producer: NDArray[np.int32]
+    nbytes: NDArray[np.int64]
+    kept: NDArray[np.uint8]
+    consumer_begin: NDArray[np.int64]
+    consumers: NDArray[np.int32]
+    total_op_bytes: int
+    total_tensor_bytes: int
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return int(self.op_group.max()) + 1 if len(self.op_group) else 0
+
+    def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Producer and consumer of every pair of a tensor and its consumer, in tensor order."""
+        return np.repeat(self.producer, np.diff(self.consumer_begin)), self.consumers
+
+    def running_bytes(self) -> NDArray[np.int64]:
+        """What every op needs while it runs besides persistent bytes: inputs, outputs, workspace.
+
+        Exact where the ops and tensors take less than 2**62 bytes, as a `Problem` has made sure.
+        """
+        running = self.workspace.copy()
+        np.add.at(running, self.producer, self.nbytes)
+        np.add.at(running, self.consumers, np.repeat(self.nbytes, np.diff(self.consumer_begin)))
+        return running
+
+
+def arrays_of(
+    ops: Sequence[Any], tensors: Sequence[Any], times: Mapping[str, tuple[int, ...]]
+) -> GraphArrays:
+    """The columns of a graph's `Op` and `Tensor` values and times; O(ops + tensors)."""
+    persistent = np.array([op.persistent_bytes for op in ops], np.int64)
+    workspace = np.array([op.workspace_bytes for op in ops], np.int64)
+    nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
+    sizes = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
+    columns = GraphArrays(
+        times=np.array([op.time_ns for op in ops], np.int64),
+        kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
+        persistent=persistent,
+        workspace=workspace,
+        op_group=_op_groups(ops),
+        producer=np.array([tensor.producer for tensor in tensors], np.int32),
+        nbytes=nbytes,
+        kept=np.array([tensor.kept for tensor in tensors], np.uint8),
+        consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
+        consumers=_consumers(tensors, int(sizes.sum())),
+        total_op_bytes=exact_sum(persistent) + exact_sum(workspace),
+        total_tensor_bytes=exact_sum(nbytes),
+    )
+    for name in GraphArrays.__dataclass_fields__:
+        value = getattr(columns, name)
+        if isinstance(value, np.ndarray):
+            value.setflags(write=False)
+    return columns
+
+
+def exact_sum(values: NDArray[np.int64]) -> int:
+    """The sum of non-negative values, however large.
+
+    As doubles n values add up to their sum within a relative error of n * 2**-52; so what is below
+    `_SAFE` then is far from 2**63 in truth, and int64 holds it.
+    """
+    if float(values.sum(dtype=np.float64)) < _SAFE:
+        return int(values.sum())
+    return sum(values.tolist())
+
+
+def _op_groups(ops: Sequence[Any]) -> NDArray[np.int32]:
+    names = [op.group for op in ops]
+    if names.count(None) == len(names):
+        return np.arange(len(names), dtype=np.int32)
+    groups: dict[str, int] = {}
+    row: list[int] = []
+    count = 0
+    for name in names:
+        group = count if name is None else groups.setdefault(name, count)
+        row.append(group)
+        count += group == count
+    return np.array(row, np.int32)
+
+
+def _consumers(tensors: Sequence[Any], size: int) -> NDArray[np.int32]:
+    flat = (consumer for tensor in tensors for consumer in tensor.consumers)
+    return np.fromiter(flat, np.int32, size)

@@ -1,0 +1,119 @@
+"""Columns of graphs and schedules: the same as the values that they stand for."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baechi import (
+    Cluster,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Schedule,
+    Span,
+    Tensor,
+    dump,
+    load,
+    simulate,
+)
+from baechi.arrays import exact_sum
+from baechi.bounds import running_bytes
+from baechi.placement import Rows
+from baechi.problem import Problem
+from strategies import clusters, graphs
+
+INT64_MAX = 2**63 - 1
+
+
+@settings(max_examples=100)
+@given(graphs())
+def test_arrays_are_the_columns_of_the_graph(graph):
+    arrays = graph.arrays
+    assert arrays is graph.arrays
+    assert arrays.times.tolist() == [op.time_ns for op in graph.ops]
+    assert {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()} == graph.times
+    assert arrays.persistent.tolist() == [op.persistent_bytes for op in graph.ops]
+    assert arrays.workspace.tolist() == [op.workspace_bytes for op in graph.ops]
+    assert arrays.nbytes.tolist() == [tensor.nbytes for tensor in graph.tensors]
+    assert arrays.kept.tolist() == [tensor.kept for tensor in graph.tensors]
+    producers, consumers = (row.tolist() for row in arrays.edges())
+    assert list(zip(producers, consumers, strict=True)) == [
+        (tensor.producer, consumer) for tensor in graph.tensors for consumer in tensor.consumers
+    ]
+    for op, row in enumerate(graph.ops):
+        for other, same in enumerate(graph.ops):
+            together = op == other or (row.group is not None and row.group == same.group)
+            assert (arrays.op_group[op] == arrays.op_group[other]) == together
+    first = [arrays.op_group.tolist().index(group) for group in range(arrays.groups)]
+    assert first == sorted(first)
+    problem = Problem(graph, Cluster.uniform(2, 1, Link(1, 10**9)))
+    running = [running_bytes(problem, op) for op in range(len(graph.ops))]
+    assert arrays.running_bytes().tolist() == running
+    with pytest.raises(ValueError, match="read-only"):
+        arrays.times[:] = 1
+
+
+@given(st.lists(st.integers(0, INT64_MAX) | st.integers(INT64_MAX - 3, INT64_MAX)))
+def test_sums_are_exact(values):
+    assert exact_sum(np.array(values, np.int64)) == sum(values)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs(), clusters(whole=True), st.data())
+def test_links_are_those_of_the_cluster(graph, cluster, data):
+    latency, rate = Problem(graph, cluster).links
+    n = len(cluster.devices)
+    src, dst = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
+    if src != dst:
+        at = src * n + dst if latency.size > 1 else 0
+        assert Link(int(latency[at]), int(rate[at])) == cluster.links[src][dst]
+
+
+def test_rows_are_the_tuple_of_them():
+    columns = tuple(np.array(row) for row in ([0, 1, 2], [0, 1, 0], [0, 0, 5], [5, 7, 9]))
+    rows = Rows(Span, columns)
+    spans = (Span(0, 0, 0, 5), Span(1, 1, 0, 7), Span(2, 0, 5, 9))
+    assert (rows == spans, spans == rows, rows == Rows(Span, columns)) == (True, True, True)
+    assert rows != spans[:2]
+    assert rows != (*spans[:2], spans[0])
+    assert rows != list(spans)
+    assert (rows[0], rows[-1], rows[1:]) == (spans[0], spans[2], spans[1:])
+    assert type(rows[2].end_ns) is type(rows[1:][0].op) is int
+    assert (len(rows), tuple(rows), spans[1] in rows) == (3, spans, True)
+    assert (hash(rows), repr(rows)) == (hash(spans), repr(spans))
+    assert type(pickle.loads(pickle.dumps(rows))) is tuple
+    with pytest.raises(IndexError):
+        rows[3]
+
+
+@settings(max_examples=50, deadline=None)
+@given(graphs(), st.data())
+def test_a_schedule_of_columns_is_one_of_tuples(graph, data):
+    cluster = data.draw(clusters(whole=True))
+    n = len(cluster.devices)
+    homes = data.draw(st.lists(st.integers(0, n - 1), min_size=20, max_size=20))
+    devices = tuple(homes[group] for group in graph.arrays.op_group)
+    schedule = simulate(graph, cluster, Placement(graph.digest, devices, range(len(devices))))
+    plain = Schedule(
+        tuple(schedule.spans),
+        tuple(schedule.transfers),
+        schedule.peak_bytes,
+        schedule.lower_bound_ns,
+    )
+    assert schedule == plain
+    assert hash(schedule) == hash(plain)
+    assert (schedule.makespan_ns, schedule.gap) == (plain.makespan_ns, plain.gap)
+    assert pickle.loads(pickle.dumps(schedule)) == plain
+
+
+def test_a_schedule_of_columns_survives_a_file(tmp_path):
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 7),))
+    cluster = Cluster.uniform(2, 100, Link(1, 10**9))
+    schedule = simulate(graph, cluster, Placement(graph.digest, (0, 1), (0, 1)))
+    dump(schedule, tmp_path / "s.json")
+    assert load(tmp_path / "s.json") == schedule
+    assert type(load(tmp_path / "s.json").spans) is tuple
