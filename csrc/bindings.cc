@@ -146,6 +146,42 @@ bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64
   const std::vector<int64_t> load = vector_of(loads);
   nb::gil_scoped_release unlocked;
   return insertion_schedule(timeline, rank, after, load);
+template <typename T>
+using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+// Per level the part of every op, and the first part of every part's group.
+std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> coarse_levels(const Problem& problem,
+                                                                           Array<uint8_t> idle,
+                                                                           Array<int32_t> color,
+                                                                           int64_t limit,
+                                                                           Array<int32_t> targets) {
+  std::vector<CoarseLevel> levels;
+  {
+    nb::gil_scoped_release unlocked;
+    levels = coarsen(problem, vector_of(idle), vector_of(color), limit, vector_of(targets));
+  }
+  std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> arrays;
+  for (CoarseLevel& level : levels) {
+    arrays.emplace_back(array_of(std::move(level.part_of)), array_of(std::move(level.group)));
+  }
+  return arrays;
+}
+
+// The workspace of every part; the tensors that leave their part; and the parts that consume them,
+// as rows behind each other.
+std::tuple<OutArray<int64_t>, OutArray<int32_t>, OutArray<int64_t>, OutArray<int32_t>>
+coarse_arrays(const Problem& problem, Array<int32_t> part_of, int32_t parts) {
+  std::vector<int64_t> workspace;
+  CoarseTensors tensors;
+  {
+    nb::gil_scoped_release unlocked;
+    const std::vector<int32_t> part = vector_of(part_of);
+    workspace = coarse_workspace(problem, part, parts);
+    tensors = coarse_tensors(problem, part, parts);
+  }
+  return {array_of(std::move(workspace)), array_of(std::move(tensors.tensors)),
+          array_of(std::move(tensors.consumers.begin)),
+          array_of(std::move(tensors.consumers.values))};
 }
 
 }  // namespace
@@ -213,6 +249,8 @@ NB_MODULE(_core, m) {
       },
       "problem"_a, "best"_a);
 
+  m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
+  m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
   m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);

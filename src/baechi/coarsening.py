@@ -1,44 +1,55 @@
 """Coarsening: fuse what no good placement separates, and expand a placement back.
 
-A *part* is a set of ops that become one op of the coarse graph. Every op begins as its own part; a
-round (`_round`) joins pairs of neighbors, and undoes what would lie on a cycle (`_joined`); rounds
-end when nothing changes. With G(u) the group of part u, u and v are joined where a rule says so:
+A *part* is a set of ops that become one op of a coarse graph. Every op begins as its own part; a
+round (`csrc/coarsening.cc`) proposes sets of parts and splits those that make a cycle; rounds end
+when nothing changes. With G(u) the group of part u, u and v are joined where a rule says so:
 
-- chain (`_chained`): all successors of u outside G(u) are in G(v), all predecessors of v outside
-  G(v) are in G(u), and u -> v is the first such edge. So a forward op and the next one are fused
-  although both feed their own backward ops.
-- mates (`_chained`): v is in G(u) and u's only successor. They share a device, and nobody else
-  waits for u.
-- idle (`_idle_target`): u takes no time and has no persistent bytes; v is its only neighbor on one
-  side, on the side where more bytes flow if both have only one.
-- cheap (`_round`): v is u's only neighbor on one side, and u takes no longer than the fastest link
-  needs for what flows between them. What v takes in like this runs there one after the other
-  although it might run side by side, so all of it together may take no longer either: this bounds
-  what is lost where many small branches meet.
+- chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
+  G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
+  feed their own backward ops.
+- mates: v is in G(u) and u's only successor. They share a device, and nobody else waits for u.
+- idle: u takes no time and has no persistent bytes; v is its only neighbor on one side, on the side
+  where more bytes flow if both have only one.
+- cheap: v is u's only neighbor on one side, and u takes no longer than the fastest link needs for
+  what flows between them. What v takes in like this runs there one after the other although it
+  might run side by side, so all of it together may take no longer either: this bounds what is lost
+  where many small branches meet.
 
-Joining parts joins their groups, so two limits apply (`_Groups.join`). Every part of the group
-with fewer parts must have a neighbor in the other: a forward op joins the next one where their
-backward ops are neighbors too, but groups that merely touch do not grow into one. And no group
-becomes larger than a share of the largest memory, so that every lump has a device, with room for
-others.
+Joining parts joins their groups, so limits apply. Every part of the group with fewer parts must
+have a neighbor in the other: a forward op joins the next one where their backward ops are neighbors
+too, but groups that merely touch do not grow into one. No group becomes larger than a share of the
+largest memory, so that every lump has a device, with room for others. And groups of different color
+are not joined.
 
-Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion. Where we
-leave the paper: fusing never makes a cycle, a lump has a limit, and branches survive.
-Complexity: O((ops + tensors) log ops) a round, and a handful of rounds.
+Grains go on from there (`grains`). A round matches groups, by falling t^2 / (w * w'), where t is
+the time to send what flows between two groups, and w and w' are their works. It joins their parts
+along edges u -> v for which the longest path to v is one edge longer than that to u, or the longest
+path from u one edge longer than that from v: so no other path leads from u to v. Where that finds
+nothing, it joins parts next to each other among the neighbors of one part, if the longest paths to
+both, or from both, are equally long: so no path leads from one to the other. The limits stay, and
+no group takes more work than a few parts' mean at the target, or half a device's even share:
+devices can still work side by side.
+
+A round's sets may make cycles together. Kahn's algorithm finds them; where it is stuck it splits
+the set of the first part that is left, and goes on: nothing is split but what stood in the way.
+
+Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion; the
+matching is multilevel partitioning's, kept acyclic (Herrmann et al., SIAM J. Sci. Comput. 41,
+2019). Where we leave the paper: fusing never makes a cycle, a lump has a limit, and branches
+survive. Complexity: O((ops + tensors) log ops) a round, and a handful of rounds a level.
 """
 
-import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.devices import Cluster
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement
@@ -47,20 +58,49 @@ from baechi.problem import Problem
 # The largest memory holds this many of the largest groups that fusing makes: then first fit wastes
 # at most about an eighth of a device, and a graph that fills devices has several lumps for each.
 _GROUPS_PER_DEVICE: Final = 8
+# The default numbers of parts: about a third each, down to a few for every device.
+_TARGETS: Final = (2048, 768, 256, 96, 32)
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Coarse:
     """A coarse graph and the fine one that it stands for.
 
     Attributes:
-        fine: The graph before.
-        members: For every op of the coarse graph its fine ops, in topological order.
+        problem: The fine graph, on its cluster.
+        part_of: For every op of the fine graph its op of the coarse one.
+        group_of: For every op of the coarse graph the first op of its group.
     """
 
-    fine: OpGraph
-    members: tuple[tuple[int, ...], ...]
+    problem: Problem
+    part_of: NDArray[np.int32]
+    group_of: NDArray[np.int32]
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """For every op of the coarse graph its fine ops, in topological order."""
+        ops = self._sorted.tolist()
+        bounds = [*self._begin.tolist(), len(ops)]
+        return tuple(tuple(ops[i:j]) for i, j in pairwise(bounds))
+
+    @cached_property
+    def _sorted(self) -> NDArray[np.int64]:
+        """The fine ops, by part and then by index."""
+        return np.argsort(self.part_of, kind="stable")
+
+    @cached_property
+    def _begin(self) -> NDArray[np.int64]:
+        """Where each part begins in `_sorted`."""
+        return np.searchsorted(self.part_of[self._sorted], np.arange(len(self.group_of)))
+
+    def _sums(self, values: NDArray[np.int64]) -> list[int]:
+        """For every part the sum over its ops."""
+        if not len(self.group_of):
+            return []
+        row = values[self._sorted]
+        sums: list[int] = np.add.reduceat(row, self._begin).tolist()
+        return sums
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -70,33 +110,42 @@ class Coarse:
         peak, while its members run in order, of their workspaces and of the tensors that never
         leave it; all other tensors are the coarse graph's. It is named after its first member.
         """
-        part_of = _part_of(self.members, len(self.fine.ops))
-        groups = _group_names(self.fine, self.members)
-        ops = tuple(
-            Op(
-                self.fine.ops[row[0]].name,
-                sum(self.fine.ops[op].time_ns for op in row),
-                sum(self.fine.ops[op].persistent_bytes for op in row),
-                _peak(self.fine, row, part_of),
-                groups[part],
-            )
-            for part, row in enumerate(self.members)
+        fine = self.problem.graph
+        workspace, tensors, begin, consumers = _core.coarse_arrays(
+            self.problem.core, self.part_of, len(self.group_of)
         )
-        tensors = tuple(
-            Tensor(
-                part_of[tensor.producer],
-                tuple({part_of[c] for c in tensor.consumers} - {part_of[tensor.producer]}),
-                tensor.nbytes,
-                tensor.kept,
-            )
-            for tensor in self.fine.tensors
-            if not _is_internal(tensor, part_of)
+        names = [fine.ops[op].name for op in self._sorted[self._begin].tolist()]
+        ops = map(
+            Op,
+            names,
+            self._sums(fine.arrays.times),
+            self._sums(fine.arrays.persistent),
+            workspace.tolist(),
+            self._group_names(),
         )
-        times = {
-            kind: tuple(sum(row[op] for op in members) for members in self.members)
-            for kind, row in self.fine.times.items()
-        }
-        return OpGraph(ops, tensors, times)
+        rows, bounds = consumers.tolist(), begin.tolist()
+        part_of = self.part_of.tolist()
+        coarse_tensors = []
+        for place, index in enumerate(tensors.tolist()):
+            tensor = fine.tensors[index]
+            row = tuple(rows[bounds[place] : bounds[place + 1]])
+            coarse_tensors.append(Tensor(part_of[tensor.producer], row, tensor.nbytes, tensor.kept))
+        times = {kind: tuple(self._sums(row)) for kind, row in fine.arrays.kind_times.items()}
+        return OpGraph(tuple(ops), tuple(coarse_tensors), times)
+
+    def _group_names(self) -> list[str | None]:
+        """The first name of a fine group in every part's group; `None` where a part is alone."""
+        groups = self.group_of.tolist()
+        sizes = Counter(groups)
+        names: dict[int, str] = {}
+        for group, row in zip(groups, self.members, strict=True):
+            if sizes[group] > 1 and group not in names:
+                for op in row:
+                    name = self.problem.graph.ops[op].group
+                    if name is not None:
+                        names[group] = name
+                        break
+        return [names[group] if sizes[group] > 1 else None for group in groups]
 
     def expand(self, placement: Placement) -> Placement:
         """The same placement of the fine graph; members launch one after the other.
@@ -109,388 +158,56 @@ class Coarse:
                 f"the placement is for graph {placement.graph_digest[:12]}..., not for this coarse "
                 f"graph {self.graph.digest[:12]}...; expand it with what it was coarsened with."
             )
-        devices = [0] * len(self.fine.ops)
-        for part, row in enumerate(self.members):
-            for op in row:
-                devices[op] = placement.devices[part]
+        devices = np.array(placement.devices, np.int32)[self.part_of].tolist()
         order = tuple(op for part in placement.order for op in self.members[part])
-        return Placement(self.fine.digest, tuple(devices), order, placement.placer, placement.stats)
+        digest = self.problem.graph.digest
+        return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
 
 
-def coarsen(
-    graph: OpGraph, cluster: Cluster | None = None, colors: Sequence[int] | None = None
-) -> Coarse:
+def coarsen(problem: Problem) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
 
     Args:
-        graph: The fine graph.
-        cluster: Whose links say what is cheap, and whose memory says what is too large; `None`
-            fuses chains, mates and idle ops without limit.
-        colors: A number per op; ops of different ones are not fused. Ops of a group have one.
+        problem: The fine graph, and the cluster whose links say what is cheap, and whose memory
+            says what is too large. Groups that may not go to the same devices are not joined.
     """
-    names: dict[str, int] = {}
-    parts = _Parts(
-        members=[(op,) for op in range(len(graph.ops))],
-        group=[
-            op if row.group is None else names.setdefault(row.group, op)
-            for op, row in enumerate(graph.ops)
-        ],
-        absorbed=[0] * len(graph.ops),
+    return grains(problem, ())[0]
+
+
+def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse, ...]:
+    """Coarse graphs with fewer and fewer parts, each of which stands for the fine graph.
+
+    Args:
+        problem: The fine graph and the cluster.
+        targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
+
+    Returns:
+        What `coarsen` gives, and then a level for each target that makes a difference. Every level
+        joins parts of the one before.
+    """
+    arrays = problem.graph.arrays
+    idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
+    levels = _core.coarse_levels(
+        problem.core,
+        idle.astype(np.uint8),
+        problem.group_colors,
+        max(problem.pool_memory) // _GROUPS_PER_DEVICE,
+        np.array(targets, np.int32),
     )
-    costs = _costs(graph, cluster)
-    if colors is not None:
-        costs = replace(costs, colors=colors)
-    while True:
-        joined = _round(graph, parts, costs)
-        if len(joined.members) == len(parts.members):
-            return Coarse(graph, tuple(joined.members))
-        parts = joined
+    return tuple(Coarse(problem, part_of, group_of) for part_of, group_of in levels)
 
 
-def clusters(
-    problem: Problem, color: NDArray[np.int32] | None = None
-) -> tuple[NDArray[np.int32], ...]:
+def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:
     """Nested clusters of well-connected groups, for a local search that moves many groups at once.
 
     A cluster may have something between its groups that is not in it: this is no coarse graph. The
     rules are in `csrc/clusters.cc`; O(pairs of a tensor and a consumer), up to a logarithm.
 
     Args:
-        problem: Whose groups.
-        color: A number per group; groups of different numbers (because the devices that they may
-            go to differ, say) are never in one cluster. `None` is one number for all.
+        problem: Whose groups. Those that may not go to the same devices are never in one cluster.
 
     Returns:
         Per level and group its cluster, counted by first group. On level 0 every group is alone;
         every other level joins clusters of the one before; the last has a handful.
     """
-    colors = np.empty(0, np.int32) if color is None else color
-    return tuple(_core.group_clusters(problem.core, colors))
-
-
-@final
-@dataclass(frozen=True)
-class _Parts:
-    """The parts between two rounds, in topological order.
-
-    Attributes:
-        members: Ops of every part, ascending.
-        group: Group of every part; any number that no other group has.
-        absorbed: Time that every part has taken in as cheap.
-    """
-
-    members: list[tuple[int, ...]]
-    group: list[int]
-    absorbed: list[int]
-
-
-@final
-@dataclass(frozen=True)
-class _Costs:
-    """What the rules ask about ops and links.
-
-    Attributes:
-        times: The longest time of every op on any device.
-        idle: Whether an op has no time and no persistent bytes.
-        link: The smallest latency and the smallest ns per byte; `None` where nothing is sent.
-        limit: The most bytes of a group that fusing makes; `None` is no limit.
-        colors: Per op; `None` is one color.
-    """
-
-    times: list[int]
-    idle: list[bool]
-    link: tuple[int, float] | None
-    limit: int | None
-    colors: Sequence[int] | None = None
-
-    def alike(self, op: int, other: int) -> bool:
-        """Whether two ops have one color."""
-        return self.colors is None or self.colors[op] == self.colors[other]
-
-    def send_ns(self, nbytes: int) -> float:
-        """The least time to send so much; 0 where nothing is sent."""
-        return 0.0 if self.link is None else self.link[0] + nbytes * self.link[1]
-
-
-def _costs(graph: OpGraph, cluster: Cluster | None) -> _Costs:
-    rows = [[op.time_ns for op in graph.ops], *(list(row) for row in graph.times.values())]
-    idle = [
-        not any(row[op] for row in rows) and not graph.ops[op].persistent_bytes
-        for op in range(len(graph.ops))
-    ]
-    if cluster is None:
-        return _Costs(rows[0], idle, None, None)
-    problem = Problem(graph, cluster)
-    links = [
-        link
-        for src, row in enumerate(cluster.links)
-        for dst, link in enumerate(row)
-        if link is not None and problem.device_pool[src] != problem.device_pool[dst]
-    ]
-    cheapest = (
-        (min(link.latency_ns for link in links), 1e9 / max(link.bytes_per_s for link in links))
-        if links
-        else None
-    )
-    limit = max(problem.pool_memory) // _GROUPS_PER_DEVICE
-    return _Costs(problem.durations.max(axis=0).tolist(), idle, cheapest, limit)
-
-
-# For every part its neighbors on one side, and the bytes that flow between.
-_Neighbors = list[dict[int, int]]
-
-
-def _neighbors(graph: OpGraph, parts: _Parts) -> tuple[_Neighbors, _Neighbors]:
-    """Predecessors and successors."""
-    part_of = _part_of(parts.members, len(graph.ops))
-    before: _Neighbors = [{} for _ in parts.members]
-    after: _Neighbors = [{} for _ in parts.members]
-    for tensor in graph.tensors:
-        u = part_of[tensor.producer]
-        for v in {part_of[consumer] for consumer in tensor.consumers} - {u}:
-            nbytes = after[u].get(v, 0) + tensor.nbytes
-            after[u][v] = before[v][u] = nbytes
-    return before, after
-
-
-@final
-class _Groups:
-    """The groups of the parts, which grow during a round."""
-
-    def __init__(self, graph: OpGraph, parts: _Parts, sides: tuple[_Neighbors, _Neighbors]) -> None:
-        self._union = _Union(1 + max(parts.group, default=0))
-        self._load = _group_loads(graph, parts)
-        self._group = parts.group
-        self._sides = sides
-        self._parts: dict[int, list[int]] = {}
-        for part, group in enumerate(parts.group):
-            self._parts.setdefault(group, []).append(part)
-
-    def join(self, u: int, v: int, limit: int | None) -> bool:
-        """Joins the groups of two parts if they may be one; whether they are one then."""
-        a, b = (self._union.find(self._group[part]) for part in (u, v))
-        if a == b:
-            return True
-        load = self._load[a] + self._load[b]
-        if (limit is not None and load > limit) or not self._touch(self._group[u], self._group[v]):
-            return False
-        self._load[self._union.join(a, b)] = load
-        return True
-
-    def _touch(self, a: int, b: int) -> bool:
-        """Whether each part of the group with fewer parts has a neighbor in the other."""
-        few, many = sorted((a, b), key=lambda group: (len(self._parts[group]), group))
-        return all(
-            any(self._group[w] == many for side in self._sides for w in side[part])
-            for part in self._parts[few]
-        )
-
-
-def _round(graph: OpGraph, parts: _Parts, costs: _Costs) -> _Parts:
-    """The parts after one round of joining neighbors; as many as before if no rule applies."""
-    before, after = _neighbors(graph, parts)
-    n = len(parts.members)
-    union, groups = _Union(n), _Groups(graph, parts, (before, after))
-    absorbed = list(parts.absorbed)
-    joined: set[int] = set()
-
-    def join(u: int, v: int, cheap_ns: int = 0) -> None:
-        alike = costs.alike(parts.members[u][0], parts.members[v][0])
-        if alike and groups.join(u, v, costs.limit):
-            joined.update((u, v))
-            a, b = union.find(u), union.find(v)
-            if a != b:
-                absorbed[union.join(a, b)] = absorbed[a] + absorbed[b] + cheap_ns
-
-    for u in range(n):
-        v = _chained(u, before, after, parts.group)
-        if v is None and all(costs.idle[op] for op in parts.members[u]):
-            v = _idle_target(before[u], after[u])
-        if v is not None:
-            join(u, v)
-    for u in range(n):
-        time_ns = sum(costs.times[op] for op in parts.members[u])
-        for side in (before[u], after[u]):
-            # What has joined in this round is looked at in the next, with all that it has become.
-            if len(side) == 1 and u not in joined:
-                ((v, nbytes),) = side.items()
-                if absorbed[union.find(v)] + absorbed[u] + time_ns <= costs.send_ns(nbytes):
-                    join(u, v, time_ns)
-    return _joined(graph, parts, union, absorbed)
-
-
-def _chained(u: int, before: _Neighbors, after: _Neighbors, group: list[int]) -> int | None:
-    """The part that the rules `chain` and `mates` join `u` to."""
-    outside = [v for v in after[u] if group[v] != group[u]]
-    if not outside:
-        return next(iter(after[u])) if len(after[u]) == 1 else None
-    v = min(outside)
-    if any(group[w] != group[v] for w in outside):
-        return None
-    parents = [w for w in before[v] if group[w] != group[v]]
-    return v if max(parents) == u and all(group[w] == group[u] for w in parents) else None
-
-
-def _idle_target(before: dict[int, int], after: dict[int, int]) -> int | None:
-    """The part that the rule `idle` joins a part with these neighbors to."""
-    sides = [side for side in (before, after) if len(side) == 1]
-    if not sides:
-        return None
-    side = max(sides, key=lambda side: sum(side.values()))
-    return next(iter(side))
-
-
-def _group_loads(graph: OpGraph, parts: _Parts) -> dict[int, int]:
-    """Bytes of every group: persistent, all outputs, and the largest workspace."""
-    load = dict.fromkeys(parts.group, 0)
-    workspace = dict.fromkeys(parts.group, 0)
-    for group, row in zip(parts.group, parts.members, strict=True):
-        for op in row:
-            outputs = sum(graph.tensors[tensor].nbytes for tensor in graph.op_outputs[op])
-            load[group] += graph.ops[op].persistent_bytes + outputs
-            workspace[group] = max(workspace[group], graph.ops[op].workspace_bytes)
-    return {group: load[group] + workspace[group] for group in load}
-
-
-def _joined(graph: OpGraph, parts: _Parts, union: "_Union", absorbed: list[int]) -> _Parts:
-    """The parts joined as `union` says, except for those that would lie on a cycle."""
-    sets: dict[int, list[int]] = {}
-    for part in range(len(parts.members)):
-        sets.setdefault(union.find(part), []).append(part)
-    stuck = _on_cycles(graph, [_merged(parts, row) for row in sets.values()])
-    clusters: list[list[int]] = []
-    for cluster, row in enumerate(sets.values()):
-        clusters += [[part] for part in row] if cluster in stuck else [row]
-    members = [_merged(parts, row) for row in clusters]
-    order = _topological(members, _links(graph, members))
-    groups = _joined_groups(graph, members)
-    return _Parts(
-        [members[part] for part in order],
-        [groups[part] for part in order],
-        [
-            parts.absorbed[clusters[part][0]]
-            if len(clusters[part]) == 1
-            else absorbed[union.find(clusters[part][0])]
-            for part in order
-        ],
-    )
-
-
-def _merged(parts: _Parts, row: list[int]) -> tuple[int, ...]:
-    return tuple(sorted(op for part in row for op in parts.members[part]))
-
-
-# For every part its successors, with repetitions.
-_Links = list[list[int]]
-
-
-def _links(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> _Links:
-    part_of = _part_of(members, len(graph.ops))
-    after: _Links = [[] for _ in members]
-    for tensor in graph.tensors:
-        u = part_of[tensor.producer]
-        after[u] += {part_of[consumer] for consumer in tensor.consumers} - {u}
-    return after
-
-
-def _topological(members: Sequence[tuple[int, ...]], after: _Links) -> list[int]:
-    """The parts in topological order, by first member, without those on or behind a cycle."""
-    waiting = Counter(v for row in after for v in row)
-    ready = [(row[0], part) for part, row in enumerate(members) if not waiting[part]]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, part = heapq.heappop(ready)
-        order.append(part)
-        for v in after[part]:
-            waiting[v] -= 1
-            if not waiting[v]:
-                heapq.heappush(ready, (members[v][0], v))
-    return order
-
-
-def _on_cycles(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> set[int]:
-    """The parts on a cycle, and those between two cycles."""
-    after = _links(graph, members)
-    before: _Links = [[] for _ in members]
-    for u, row in enumerate(after):
-        for v in row:
-            before[v].append(u)
-    free = {*_topological(members, after), *_topological(members, before)}
-    return set(range(len(members))) - free
-
-
-def _joined_groups(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> list[int]:
-    """For every part its group, where parts that share a group of the graph share one."""
-    union = _Union(len(members))
-    first: dict[str, int] = {}
-    for part, row in enumerate(members):
-        for op in row:
-            name = graph.ops[op].group
-            if name is not None:
-                union.join(part, first.setdefault(name, part))
-    return [union.find(part) for part in range(len(members))]
-
-
-def _group_names(graph: OpGraph, members: Sequence[tuple[int, ...]]) -> list[str | None]:
-    """The same as names, of the first group of the graph in each; `None` where a part is alone."""
-    groups = _joined_groups(graph, members)
-    sizes = Counter(groups)
-    names: dict[int, str] = {}
-    for group, row in zip(groups, members, strict=True):
-        for op in row:
-            name = graph.ops[op].group
-            if name is not None:
-                names.setdefault(group, name)
-    return [names[group] if sizes[group] > 1 else None for group in groups]
-
-
-def _part_of(members: Sequence[tuple[int, ...]], n: int) -> list[int]:
-    part_of = [0] * n
-    for part, row in enumerate(members):
-        for op in row:
-            part_of[op] = part
-    return part_of
-
-
-def _is_internal(tensor: Tensor, part_of: list[int]) -> bool:
-    """Whether a tensor lives and dies inside its part."""
-    part = part_of[tensor.producer]
-    inside = all(part_of[consumer] == part for consumer in tensor.consumers)
-    return inside and bool(tensor.consumers) and not tensor.kept
-
-
-def _peak(graph: OpGraph, row: tuple[int, ...], part_of: list[int]) -> int:
-    """The most bytes that a part needs while its ops run in order, besides the coarse tensors."""
-    live = peak = 0
-    for op in row:
-        for tensor in graph.op_outputs[op]:
-            if _is_internal(graph.tensors[tensor], part_of):
-                live += graph.tensors[tensor].nbytes
-        peak = max(peak, live + graph.ops[op].workspace_bytes)
-        for tensor in graph.op_inputs[op]:
-            consumers = graph.tensors[tensor].consumers
-            if consumers[-1] == op and _is_internal(graph.tensors[tensor], part_of):
-                live -= graph.tensors[tensor].nbytes
-    return peak
-
-
-@final
-class _Union:
-    """Disjoint sets of 0 .. n - 1; a set's root is its smallest element."""
-
-    def __init__(self, n: int) -> None:
-        self._parent = list(range(n))
-
-    def find(self, x: int) -> int:
-        parent = self._parent
-        while parent[x] != x:
-            parent[x] = parent[parent[x]]
-            x = parent[x]
-        return x
-
-    def join(self, a: int, b: int) -> int:
-        """Joins the sets of `a` and `b`; the root of the result."""
-        low, high = sorted((self.find(a), self.find(b)))
-        self._parent[high] = low
-        return low
+    return tuple(_core.group_clusters(problem.core, problem.group_colors))

@@ -105,12 +105,12 @@ class Problem:
         return tuple(np.flatnonzero(self.allowed.all(axis=1)).tolist())
 
     @cached_property
-    def colors(self) -> NDArray[np.int64]:
-        """A number per op, equal where the same devices are allowed."""
+    def group_colors(self) -> NDArray[np.int32]:
+        """A number per group, equal where the same devices are allowed; empty where they all are."""
         if self.constraints is None or self.allowed.all():
-            return np.zeros(len(self.graph.ops), np.int64)
+            return np.empty(0, np.int32)
         _, color = np.unique(self.allowed, axis=1, return_inverse=True)
-        return np.asarray(color.reshape(-1)[self.graph.arrays.op_group], np.int64)
+        return color.reshape(-1).astype(np.int32)
 
     def within(self, devices: Sequence[int]) -> "Problem":
         """The problem with no other devices; the number of devices in use has no limit then.
