@@ -48,6 +48,7 @@ ALLOWED = {
     "placers.etf": {"placers.base"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
     "placers.assignments": {"placers.base", "simulation"},
+    "placers.contiguous": {"placers.assignments", "placers.base"},
     "placers.heft": {"placers.assignments", "placers.base", "placers.etf", "simulation"},
     "placers.peft": {"placers.base", "placers.heft"},
     "placers.packing": {
@@ -71,6 +72,7 @@ ALLOWED = {
         "placers.auto",
         "placers.base",
         "placers.baselines",
+        "placers.contiguous",
         "placers.etf",
         "placers.heft",
         "placers.packing",

@@ -49,3 +49,15 @@ def heads_and_tails(problem: Problem, best: NDArray[int64]) -> tuple[list[int], 
 def mean_transfers(problem: Problem) -> list[int]: ...
 def upward_ranks(problem: Problem) -> list[int]: ...
 def optimistic_costs(problem: Problem) -> tuple[list[int], list[int]]: ...
+def contiguous_splits(
+    problem: Problem,
+    *,
+    blocks: int,
+    block: NDArray[int32],
+    loads: NDArray[int64],
+    costs: NDArray[int64],
+    devices: NDArray[int32],
+    caps: NDArray[int64],
+    allowed: NDArray[uint8],
+    bottleneck: bool,
+) -> list[list[int]]: ...

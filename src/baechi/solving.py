@@ -18,6 +18,7 @@ from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
 from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements
@@ -38,6 +39,7 @@ _PLACERS: Final[dict[str, Placer]] = {
         MSCT(),
         HEFT(),
         PEFT(),
+        Contiguous(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -60,8 +62,8 @@ def solve(
     Args:
         graph: What to place.
         cluster: What is left to place it on.
-        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"single"`,
-            `"round-robin"`, `"random"`, in any case, or a placer.
+        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
+            `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
 
     Raises:
