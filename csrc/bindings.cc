@@ -184,6 +184,18 @@ coarse_arrays(const Problem& problem, Array<int32_t> part_of, int32_t parts) {
           array_of(std::move(tensors.consumers.values))};
 }
 
+std::vector<std::vector<int32_t>> split_line(const Problem& problem, int32_t blocks,
+                                             Array<int32_t> block, Array<int64_t> loads,
+                                             Array<int64_t> costs, Array<int32_t> devices,
+                                             Array<int64_t> caps, Array<uint8_t> allowed,
+                                             bool bottleneck) {
+  const Line line{
+      blocks,          vector_of(block),  vector_of(loads), vector_of(costs), vector_of(devices),
+      vector_of(caps), vector_of(allowed)};
+  nb::gil_scoped_release unlocked;
+  return contiguous_splits(problem, line, bottleneck);
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -255,6 +267,8 @@ NB_MODULE(_core, m) {
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);
   m.def("upward_ranks", &upward_ranks, "problem"_a, unlocked);
+  m.def("contiguous_splits", &split_line, "problem"_a, nb::kw_only(), "blocks"_a, "block"_a,
+        "loads"_a, "costs"_a, "devices"_a, "caps"_a, "allowed"_a, "bottleneck"_a);
   m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
 }
 

@@ -233,6 +233,23 @@ bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
 bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
                         const std::vector<int64_t>& future, const std::vector<int64_t>& loads);
 
+// Groups in a row, in blocks that stay together, and the devices for the segments of it.
+struct Line {
+  int32_t blocks;
+  std::vector<int32_t> block;    // per group
+  std::vector<int64_t> loads;    // loads[moment * groups + group], bytes
+  std::vector<int64_t> costs;    // per tensor, of bringing it to another device
+  std::vector<int32_t> devices;  // in the order of their segments
+  std::vector<int64_t> caps;     // per entry of `devices`, the most bytes at every moment
+  std::vector<uint8_t> allowed;  // allowed[device * groups + group]; empty allows all
+};
+
+// The device of every block for the best split of the line over the first k devices, for every k
+// that makes it better. Best is the least sum of all segments' incoming costs; with `bottleneck`
+// the smallest maximum over the segments of incoming costs plus time.
+std::vector<std::vector<int32_t>> contiguous_splits(const Problem& problem, const Line& line,
+                                                    bool bottleneck);
+
 // Per op, the longest path of `best` durations up to its start, and from its end.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
     const Problem& problem, const std::vector<int64_t>& best);

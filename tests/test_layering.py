@@ -49,6 +49,7 @@ ALLOWED = {
     "placers.etf": {"placers.base"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
     "placers.assignments": {"placers.base", "simulation"},
+    "placers.contiguous": {"placers.assignments", "placers.base"},
     "placers.heft": {"placers.assignments", "placers.base", "placers.etf", "simulation"},
     "placers.peft": {"placers.base", "placers.heft"},
     "placers.packing": {
@@ -73,6 +74,7 @@ ALLOWED = {
         "placers.base",
         "placers.baselines",
         "placers.choices",
+        "placers.contiguous",
         "placers.etf",
         "placers.heft",
         "placers.packing",

@@ -14,6 +14,7 @@ from baechi import (
     PEFT,
     Auto,
     Cluster,
+    Contiguous,
     Device,
     InputError,
     Link,
@@ -42,6 +43,7 @@ SEARCHING = (
     MSCT(),
     HEFT(),
     PEFT(),
+    Contiguous(),
     Packing(),
     Auto(),
 )

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from baechi.placers.baselines import RandomPlacer as RandomPlacer
     from baechi.placers.baselines import RoundRobin as RoundRobin
     from baechi.placers.baselines import SingleDevice as SingleDevice
+    from baechi.placers.contiguous import Contiguous as Contiguous
     from baechi.placers.etf import METF as METF
     from baechi.placers.heft import HEFT as HEFT
     from baechi.placers.peft import PEFT as PEFT
@@ -68,6 +69,7 @@ _HOMES = {
     "baechi.placement": ("Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
+    "baechi.placers.contiguous": ("Contiguous",),
     "baechi.placers.etf": ("METF",),
     "baechi.placers.heft": ("HEFT",),
     "baechi.placers.peft": ("PEFT",),

@@ -77,3 +77,15 @@ def group_clusters(problem: Problem, color: NDArray[int32]) -> list[NDArray[int3
 def mean_transfers(problem: Problem) -> list[int]: ...
 def upward_ranks(problem: Problem) -> list[int]: ...
 def optimistic_costs(problem: Problem) -> tuple[list[int], list[int]]: ...
+def contiguous_splits(
+    problem: Problem,
+    *,
+    blocks: int,
+    block: NDArray[int32],
+    loads: NDArray[int64],
+    costs: NDArray[int64],
+    devices: NDArray[int32],
+    caps: NDArray[int64],
+    allowed: NDArray[uint8],
+    bottleneck: bool,
+) -> list[list[int]]: ...

@@ -21,6 +21,7 @@ from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
 from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.choices import device_choices, device_kinds
+from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements
@@ -41,6 +42,7 @@ _PLACERS: Final[dict[str, Placer]] = {
         MSCT(),
         HEFT(),
         PEFT(),
+        Contiguous(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -73,8 +75,8 @@ def solve(
     Args:
         graph: What to place.
         cluster: What is left to place it on.
-        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"single"`,
-            `"round-robin"`, `"random"`, in any case, or a placer.
+        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
+            `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
         constraints: What the placement must respect besides memory.
 

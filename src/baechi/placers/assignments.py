@@ -1,11 +1,12 @@
 """What placers share that first give every group a device and then ask the exact clock.
 
-Such a placer sees memory as static loads of groups. How much of its outputs a group holds at a time
-shows only in the order of the ops, so the loads are tried with several shares of them
-(`group_loads`), and what an assignment really needs, the clock says (`in_both_orders`).
+Such a placer sees memory as loads of groups that add up on a device. How much of its outputs a
+group holds at a time shows only in the order of the ops. So there are static loads with several
+shares of them (`group_loads`), and loads at several moments of an order (`live_loads`); and what
+an assignment really needs, the clock says (`in_both_orders`, `shortest_assignment`).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import numpy as np
@@ -19,6 +20,10 @@ from baechi.simulation import fits_memory
 
 # Shares of the outputs that count as if they stayed: none as in inference, all as in training.
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))
+# Moments of a step whose memory is looked at: the work of a split grows with them.
+_MOMENTS: Final = 32
+# Of many assignments so many are also scheduled anew, which is dearer than to follow an order.
+_REORDERED: Final = 8
 
 
 def shortest(placements: Iterable[Placement]) -> Placement | None:
@@ -43,6 +48,50 @@ def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     if sum(rows[-1]) <= min(problem.pool_memory):
         return rows[-1:]
     return tuple(dict.fromkeys(rows))
+
+
+def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
+    """What every group holds at some moments of a step that runs the ops in that order.
+
+    Held are persistent bytes, the group's tensors from their producer to their last consumer, or
+    to the end where they stay, and the workspace of the op that runs. Copies are not, which another
+    device would hold. The moments are those with the largest sum in `_MOMENTS` stretches of the
+    order; one without bytes stands for all where any device holds the whole graph.
+
+    Returns:
+        A row per moment, a column per group.
+    """
+    n, groups = len(order), len(problem.group_ops)
+    if sum(problem.group_bytes) <= min(problem.pool_memory):
+        return np.zeros((1, groups), np.int64)
+    position = np.empty(n, np.int64)
+    position[list(order)] = np.arange(n)
+    graph = problem.graph
+    group = np.array(problem.op_group, np.int64)
+    nbytes = np.array([tensor.nbytes for tensor in graph.tensors], np.int64)
+    owner = np.array([tensor.producer for tensor in graph.tensors], np.int64)
+    born = position[owner]
+    dies = np.array(
+        [
+            n - 1 if tensor.kept or not tensor.consumers else max(position[list(tensor.consumers)])
+            for tensor in graph.tensors
+        ],
+        np.int64,
+    )
+    workspace = np.array([graph.ops[op].workspace_bytes for op in order], np.int64)
+    change = np.zeros(n + 1, np.int64)
+    np.add.at(change, born, nbytes)
+    np.add.at(change, dies + 1, -nbytes)
+    total = np.cumsum(change)[:n] + workspace
+    rows = []
+    for stretch in np.array_split(np.arange(n), min(n, _MOMENTS)):
+        moment = int(stretch[total[stretch].argmax()])
+        row = np.array(problem.group_persistent, np.int64)
+        alive = (born <= moment) & (moment <= dies)
+        np.add.at(row, group[owner[alive]], nbytes[alive])
+        row[group[order[moment]]] += workspace[moment]
+        rows.append(row)
+    return np.array(rows)
 
 
 def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]:
@@ -75,6 +124,67 @@ def in_order(timeline: _core.Timeline, devices: NDArray[np.int32], order: Sequen
 
 def in_list_order(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int32]) -> bool:
     """Commits the ops by earliest start; false at a dead end."""
+    _reserve(problem, timeline, devices)
+    return timeline.list_schedule(np.empty(0, np.int32))
+
+
+def _reserve(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int32]) -> None:
     for ops in problem.group_ops:
         timeline.reserve(ops[0], int(devices[ops[0]]))
-    return timeline.list_schedule(np.empty(0, np.int32))
+
+
+def allowed_devices(problem: Problem) -> NDArray[np.bool_]:
+    """For every device and group, whether the group may go there."""
+    allowed: NDArray[np.bool_] | None = getattr(problem, "allowed", None)
+    if allowed is None:
+        return np.ones((len(problem.device_pool), len(problem.group_ops)), np.bool_)
+    return allowed
+
+
+def most_devices(problem: Problem) -> int:
+    """How many devices may be used."""
+    most: int | None = getattr(problem, "max_devices", None)
+    n = len(problem.device_pool)
+    return n if most is None else min(n, most)
+
+
+def shortest_assignment(
+    problem: Problem, candidates: Mapping[tuple[int, ...], Sequence[int]], placer: str
+) -> Placement | None:
+    """The shortest step of some assignments that fits, by the exact clock.
+
+    Each is tried in its order, and the `_REORDERED` best of them, whether they fit or not, also by
+    earliest start and by upward rank; the others only as long as nothing fits.
+
+    Args:
+        problem: Graph and cluster.
+        candidates: Device of every group, and a topological order of the ops.
+        placer: Its name.
+    """
+    rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
+    for assignment, order in candidates.items():
+        timeline = problem.timeline()
+        devices = op_devices(problem, assignment)
+        if in_order(timeline, devices, order):
+            rated.append((timeline.makespan(), fits_memory(problem, timeline), devices, order))
+    rated.sort(key=lambda row: row[0])
+    best: _core.Timeline | None = None
+    for _, fits, devices, order in rated:
+        if fits:
+            best = problem.timeline()
+            in_order(best, devices, order)
+            break
+    ranks = np.array(_core.upward_ranks(problem.core), np.int64)
+    schedules: tuple[Callable[[_core.Timeline], bool], ...] = (
+        lambda timeline: timeline.list_schedule(np.empty(0, np.int32)),
+        lambda timeline: timeline.ranked_schedule(ranks, np.empty(0, np.int64)),
+    )
+    for number, (_, _, devices, _) in enumerate(rated):
+        if number >= _REORDERED and best is not None:
+            break
+        for schedule in schedules:
+            timeline = problem.timeline()
+            _reserve(problem, timeline, devices)
+            if schedule(timeline) and (best is None or timeline.makespan() < best.makespan()):
+                best = timeline
+    return None if best is None else placement_of(problem, best, placer)

@@ -1,0 +1,171 @@
+"""Contiguous splits: the groups in a row, cut into one segment per device, by dynamic programming.
+
+The row is that of the groups' first ops in a topological order of the ops: index order, depth
+first, and by falling upward rank (`_orders`). A segment fits if what its groups hold fits at some
+moments of that order (`live_loads`). Of the splits over the first k devices, for every k, two are
+best (`contiguous_splits` in `csrc/contiguous.cc`):
+
+- least cut: the smallest sum of mean transfer times of all tensors that a segment reads and does
+  not make, each counted once per segment;
+- bottleneck: the smallest maximum over the segments of their time plus that sum.
+
+The first suits a graph that is a chain in the large, or dear links; the second one with branches,
+or cheap links. Devices take segments by falling memory, by falling speed, and in index order
+(`_rows_of_devices`). The exact clock judges all of them in the order of the row, and the best also
+by earliest start and by rank (`shortest_assignment`). Where none fits, ever more of every memory is
+left free for what the loads do not show, such as copies (`HEADROOMS`).
+
+Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (NeurIPS 2020) for
+splits of a chain by dynamic programming; here with memory, with tensors that several segments read,
+and judged by the clock of one step instead of a pipeline's. Complexity: O(blocks * (tensors +
+blocks * (devices + moments))) per program, with blocks of neighboring groups so large that
+blocks**2 * devices <= `_WORK`, and some tens of simulations.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.placement import Placement
+from baechi.placers.assignments import (
+    allowed_devices,
+    live_loads,
+    most_devices,
+    shortest_assignment,
+)
+from baechi.placers.base import HEADROOMS, Placer
+from baechi.problem import Problem
+
+# Steps of one dynamic program: some tens of milliseconds, and 2,048 blocks for 8 devices.
+_WORK: Final = 2**25
+# Splits of one program that are judged: those over the fewest devices, the most, and some between.
+_SPLITS: Final = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Contiguous(Placer):
+    """The shortest step of all contiguous splits that are best by cut or by bottleneck."""
+
+    name: ClassVar[str] = "contiguous"
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the module says."""
+        orders = tuple(_orders(problem))
+        for headroom in HEADROOMS:
+            candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
+            for order in orders:
+                for assignment in _splits(problem, order, headroom):
+                    candidates.setdefault(assignment, order)
+            placement = shortest_assignment(problem, candidates, self.name)
+            if placement is not None or not candidates:
+                return placement
+        return None
+
+
+def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
+    """Topological orders of the ops."""
+    n = len(problem.graph.ops)
+    yield tuple(range(n))
+    yield _depth_first(problem)
+    ranks = _core.upward_ranks(problem.core)
+    yield tuple(sorted(range(n), key=lambda op: (-ranks[op], op)))
+
+
+def _depth_first(problem: Problem) -> tuple[int, ...]:
+    """The op that became ready last is next, and of those the one with the lowest index."""
+    graph = problem.graph
+    waiting = [len(tensors) for tensors in graph.op_inputs]
+    stack = [op for op in reversed(range(len(waiting))) if not waiting[op]]
+    order = []
+    while stack:
+        op = stack.pop()
+        order.append(op)
+        freed = []
+        for tensor in graph.op_outputs[op]:
+            for consumer in graph.tensors[tensor].consumers:
+                waiting[consumer] -= 1
+                if not waiting[consumer]:
+                    freed.append(consumer)
+        stack += sorted(freed, reverse=True)
+    return tuple(order)
+
+
+def _splits(problem: Problem, order: tuple[int, ...], headroom: float) -> Iterator[tuple[int, ...]]:
+    """The device of every group in the best splits of the row of groups in that order."""
+    row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
+    costs = np.array(_core.mean_transfers(problem.core), np.int64)
+    allowed = allowed_devices(problem).astype(np.uint8).reshape(-1)
+    loads = live_loads(problem, order).reshape(-1)
+    for devices, caps in _rows_of_devices(problem):
+        blocks, block = _blocks(problem, row, costs, len(devices))
+        for bottleneck in (False, True):
+            splits = _core.contiguous_splits(
+                problem.core,
+                blocks=blocks,
+                block=block,
+                loads=loads,
+                costs=costs,
+                devices=np.array(devices, np.int32),
+                caps=np.array([cap - int(cap * headroom) for cap in caps], np.int64),
+                allowed=allowed,
+                bottleneck=bottleneck,
+            )
+            for index in sorted({round(i) for i in np.linspace(0, len(splits) - 1, _SPLITS)}):
+                if splits:
+                    yield tuple(np.array(splits[index], np.int32)[block].tolist())
+
+
+def _rows_of_devices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Orders of the devices, and what the groups on each may load.
+
+    The devices of a pool have equal shares of its memory; once more only the fastest of each pool,
+    with all of it.
+    """
+    n = len(problem.device_pool)
+    times = [sum(problem.durations[row].tolist()) for row in problem.device_class]
+    share = [
+        problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
+    ]
+    fastest = [min(row, key=lambda device: times[device]) for row in problem.pool_devices]
+    whole = {device: problem.pool_memory[pool] for pool, device in enumerate(fastest)}
+    rows: dict[tuple[tuple[int, ...], tuple[int, ...]], None] = {}
+    for devices, caps in ((range(n), dict(enumerate(share))), (fastest, whole)):
+        by_memory = sorted((-caps[device], times[device], device) for device in devices)
+        by_speed = sorted((times[device], -caps[device], device) for device in devices)
+        for row in ([d for *_, d in by_memory], [d for *_, d in by_speed], sorted(devices)):
+            used = tuple(row[: most_devices(problem)])
+            rows[used, tuple(caps[device] for device in used)] = None
+    return list(rows)
+
+
+def _blocks(
+    problem: Problem, row: tuple[int, ...], costs: NDArray[np.int64], devices: int
+) -> tuple[int, NDArray[np.int32]]:
+    """The number of blocks, and the block of every group.
+
+    Where the groups are more than the blocks may be, they are cut at the cheapest place in every
+    stretch of equal length.
+    """
+    position = np.empty(len(row), np.int64)
+    position[list(row)] = np.arange(len(row))
+    most = max(2, int((_WORK / devices) ** 0.5))
+    if len(row) <= most:
+        return len(row), position.astype(np.int32)
+    crossing = np.zeros(len(row) + 1, np.int64)
+    for tensor, cost in zip(problem.graph.tensors, costs.tolist(), strict=True):
+        ends = [position[problem.op_group[op]] for op in (tensor.producer, *tensor.consumers)]
+        # Crosses the cuts before positions first + 1 .. last.
+        crossing[min(ends) + 1] += cost
+        crossing[max(ends) + 1] -= cost
+    cuts = np.cumsum(crossing)[: len(row)]
+    stretch = -(-len(row) // most)
+    starts = np.zeros(len(row), np.int64)
+    for begin in range(stretch, len(row), stretch):
+        starts[begin + int(cuts[begin : begin + stretch].argmin())] = 1
+    block = np.cumsum(starts)
+    return int(block[-1]) + 1, block[position].astype(np.int32)
