@@ -7,7 +7,7 @@ import pytest
 from benchmarks import plain_etf
 from benchmarks.placement_quality import generators
 from benchmarks.placement_quality.cases import capped, cases
-from benchmarks.placement_quality.checks import best_ns, by_case, checks
+from benchmarks.placement_quality.checks import best_ns, by_case, checks, geometric_mean
 from benchmarks.placement_quality.instances import FOLDER, instances, sorted_topologically, traced
 from benchmarks.placement_quality.mirroring import STATE_FACTOR, mirrored
 from benchmarks.placement_quality.plot import profile, svg
@@ -61,9 +61,11 @@ def test_generators_give_about_as_many_ops_as_asked_and_the_same_every_time(fami
 
 def test_small_problems_are_small():
     for seed in range(20):
-        graph, cluster = generators.small(seed)
+        graph, cluster = generators.small(seed, free=seed % 2 == 0)
         assert len(graph.ops) <= 30
         assert 2 <= len(cluster.devices) <= 4
+        free = cluster.devices[0].memory_bytes == generators.AMPLE
+        assert free == (seed % 2 == 0)
 
 
 def test_mirrored_training_runs_back_along_every_edge():
@@ -232,6 +234,17 @@ def test_auto_is_never_worse_than_any_placer(quick_rows):
             if row.placer in PLACERS and row.makespan_ns is not None:
                 assert case["auto/balanced"].makespan_ns <= row.makespan_ns
         assert best is None or case["auto/balanced"].makespan_ns is not None
+
+
+@pytest.mark.parametrize(("ccr", "above"), [(0.1, 1.15), (1, 1.4)])
+def test_auto_is_near_the_planted_optimum(ccr, above):
+    ratios = []
+    for seed in range(3):
+        made = generators.planted(seed, 80, 3, ccr=ccr)
+        placement = baechi.solve(made.graph, made.cluster)
+        ratios.append(placement.stats["makespan_ns"] / made.optimum_ns)
+    assert min(ratios) >= 1
+    assert geometric_mean(ratios) <= above
 
 
 def test_no_step_is_below_its_bound(quick_rows):

@@ -154,6 +154,8 @@ def _planted(quick: bool) -> Iterator[Case]:
 
 
 def _small(quick: bool) -> Iterator[Case]:
-    for seed in range(4 if quick else 30):
-        graph, cluster = generators.small(seed)
-        yield Case(f"small {seed}", "small", "tight", 1.0, False, graph, cluster)
+    for seed in range(6 if quick else 48):
+        ccr, free = (0.1, 1.0, 10.0)[seed % 3], seed % 2 == 0
+        graph, cluster = generators.small(seed, ccr=ccr, free=free)
+        memory = "free" if free else "tight"
+        yield Case(f"small {seed} {ccr:g} {memory}", "small", memory, ccr, False, graph, cluster)
