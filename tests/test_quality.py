@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks import plain_etf
 from benchmarks.placement_quality import generators
+from benchmarks.placement_quality.__main__ import app
 from benchmarks.placement_quality.cases import capped, cases
 from benchmarks.placement_quality.checks import best_ns, by_case, checks, geometric_mean
 from benchmarks.placement_quality.instances import FOLDER, instances, sorted_topologically, traced
@@ -13,6 +14,7 @@ from benchmarks.placement_quality.mirroring import STATE_FACTOR, mirrored
 from benchmarks.placement_quality.plot import profile, svg
 from benchmarks.placement_quality.rows import PLACERS, Row, known_placers, measure
 from benchmarks.placement_quality.witnesses import contiguous_split
+from typer.testing import CliRunner
 
 import baechi
 from baechi.placers.baselines import Pinned
@@ -287,3 +289,26 @@ def test_profile_counts_the_share_within_a_factor():
     assert curves["a"] == [(1.0, 1 / 3), (3.0, 2 / 3)]
     assert curves["b"] == [(1.0, 2 / 3), (2.0, 1.0)]
     ElementTree.fromstring(svg(curves, "a & b"))
+
+
+def test_the_command_writes_tables_and_pictures(tmp_path):
+    options = ["--quick", "--match", "small 1 ", "--placers", "m-etf,nonsense", "--effort", "fast"]
+    where = ["--exact-seconds", "0", "--instances", str(tmp_path / "none"), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*options, *where])
+    assert "solve does not know them: nonsense" in result.output
+    content = json.loads((tmp_path / "placements.json").read_text())
+    assert result.exit_code == any(check["holds"] is False for check in content["checks"])
+    assert [row["placer"] for row in content["rows"]] == ["m-etf", "auto/fast"]
+    assert min(row["ratio_to_best"] for row in content["rows"]) == 1
+    rows = (tmp_path / "placements.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert "| small | tight | 1 | forward | 1 |" in (tmp_path / "tables.md").read_text()
+    assert "m-etf" in (tmp_path / "profile.html").read_text()
+    ElementTree.parse(tmp_path / "profile.svg")
+
+
+def test_no_case_is_told(tmp_path):
+    where = ["--instances", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["--quick", "--match", "nothing like it", *where])
+    assert result.exit_code == 2
+    assert "No case has 'nothing like it' in its name." in result.output
