@@ -6,14 +6,18 @@ from xml.etree import ElementTree
 import pytest
 from benchmarks import plain_etf
 from benchmarks.placement_quality import generators
-from benchmarks.placement_quality.cases import capped_bytes, cases, need_bytes
-from benchmarks.placement_quality.checks import best_ns, by_case, checks
-from benchmarks.placement_quality.instances import FOLDER, instances, sorted_topologically
+from benchmarks.placement_quality.__main__ import app
+from benchmarks.placement_quality.cases import capped, cases
+from benchmarks.placement_quality.checks import best_ns, by_case, checks, geometric_mean
+from benchmarks.placement_quality.instances import FOLDER, instances, sorted_topologically, traced
 from benchmarks.placement_quality.mirroring import STATE_FACTOR, mirrored
 from benchmarks.placement_quality.plot import profile, svg
 from benchmarks.placement_quality.rows import PLACERS, Row, known_placers, measure
+from benchmarks.placement_quality.witnesses import contiguous_split
+from typer.testing import CliRunner
 
 import baechi
+from baechi.placers.baselines import Pinned
 from baechi.placers.etf import METF
 from baechi.problem import Problem
 from baechi.simulation import overflows
@@ -59,9 +63,11 @@ def test_generators_give_about_as_many_ops_as_asked_and_the_same_every_time(fami
 
 def test_small_problems_are_small():
     for seed in range(20):
-        graph, cluster = generators.small(seed)
+        graph, cluster = generators.small(seed, free=seed % 2 == 0)
         assert len(graph.ops) <= 30
         assert 2 <= len(cluster.devices) <= 4
+        free = cluster.devices[0].memory_bytes == generators.AMPLE
+        assert free == (seed % 2 == 0)
 
 
 def test_mirrored_training_runs_back_along_every_edge():
@@ -183,28 +189,38 @@ def test_measured_graphs_can_be_read_and_simulated():
         assert placement.stats["makespan_ns"] == sum(op.time_ns for op in instance.graph.ops)
 
 
-def test_capped_memory_is_too_little_for_fewer_devices():
+def test_capped_memory_is_enough_for_as_many_devices_and_for_no_fewer():
     graph = mirrored(generators.layered(1, 60), [1000] * 60)
-    need = need_bytes(graph)
-    for fewest in (2, 3, 4):
-        memory = capped_bytes(graph, fewest)
-        assert (fewest - 1) * memory < need <= fewest * memory
+    found = list(capped(graph, generators.LINK, (2, 3, 4)))
+    assert [devices for devices, _, _ in found] == [2, 3, 4]
+    for devices, memory, split in found:
+        cluster = baechi.Cluster.uniform(devices, memory, generators.LINK)
+        assert sorted(set(split)) == list(range(devices))
+        assert Pinned(split).place(Problem(graph, cluster)) is not None
+        fewer = Problem(graph, baechi.Cluster.uniform(devices - 1, memory, generators.LINK))
+        assert Pinned(contiguous_split(fewer)).place(fewer) is None
 
 
-def test_a_group_too_large_for_the_cap_raises_it_or_drops_the_case():
+def test_a_graph_that_more_devices_do_not_help_is_not_capped():
     ops = (baechi.Op("a", 1, 90, group="g"), baechi.Op("b", 1, 10, group="g"))
-    assert capped_bytes(baechi.OpGraph(ops), 2) is None
-    more = (*ops, baechi.Op("c", 1, 10))
-    assert capped_bytes(baechi.OpGraph(more), 2) == 100
+    assert list(capped(baechi.OpGraph(ops), generators.LINK, (2, 3))) == []
+    more = baechi.OpGraph((*ops, baechi.Op("c", 1, 10)))
+    assert list(capped(more, generators.LINK, (2, 3))) == [(2, 105, (0, 0, 1))]
+
+
+def test_traced_graphs_can_be_read():
+    found = list(traced())
+    assert len(found) == 8
+    assert {instance.training for instance in found} == {False, True}
 
 
 @pytest.fixture(scope="module")
-def quick_rows():
+def quick_rows(tmp_path_factory):
     """All placers on small cases of every kind."""
     chosen = [
         case
-        for case in cases(quick=True)
-        if case.source != "measured" and len(case.graph.ops) <= 210 and "10" in case.name
+        for case in cases(tmp_path_factory.getbasetemp(), quick=True)
+        if len(case.graph.ops) <= 210 and "10" in case.name
     ]
     assert {case.memory for case in chosen} == {"free", "capped", "tight"}
     known, _ = known_placers(PLACERS)
@@ -217,9 +233,20 @@ def test_auto_is_never_worse_than_any_placer(quick_rows):
     for case in table.values():
         best = best_ns(case)
         for row in case.values():
-            if row.placer != "auto/fast" and row.makespan_ns is not None:
+            if row.placer in PLACERS and row.makespan_ns is not None:
                 assert case["auto/balanced"].makespan_ns <= row.makespan_ns
         assert best is None or case["auto/balanced"].makespan_ns is not None
+
+
+@pytest.mark.parametrize(("ccr", "above"), [(0.1, 1.15), (1, 1.4)])
+def test_auto_is_near_the_planted_optimum(ccr, above):
+    ratios = []
+    for seed in range(3):
+        made = generators.planted(seed, 80, 3, ccr=ccr)
+        placement = baechi.solve(made.graph, made.cluster)
+        ratios.append(placement.stats["makespan_ns"] / made.optimum_ns)
+    assert min(ratios) >= 1
+    assert geometric_mean(ratios) <= above
 
 
 def test_no_step_is_below_its_bound(quick_rows):
@@ -262,3 +289,26 @@ def test_profile_counts_the_share_within_a_factor():
     assert curves["a"] == [(1.0, 1 / 3), (3.0, 2 / 3)]
     assert curves["b"] == [(1.0, 2 / 3), (2.0, 1.0)]
     ElementTree.fromstring(svg(curves, "a & b"))
+
+
+def test_the_command_writes_tables_and_pictures(tmp_path):
+    options = ["--quick", "--match", "small 1 ", "--placers", "m-etf,nonsense", "--effort", "fast"]
+    where = ["--exact-seconds", "0", "--instances", str(tmp_path / "none"), "--out", str(tmp_path)]
+    result = CliRunner().invoke(app, [*options, *where])
+    assert "solve does not know them: nonsense" in result.output
+    content = json.loads((tmp_path / "placements.json").read_text())
+    assert result.exit_code == any(check["holds"] is False for check in content["checks"])
+    assert [row["placer"] for row in content["rows"]] == ["m-etf", "auto/fast"]
+    assert min(row["ratio_to_best"] for row in content["rows"]) == 1
+    rows = (tmp_path / "placements.csv").read_text().splitlines()
+    assert len(rows) == 3
+    assert "| small | tight | 1 | forward | 1 |" in (tmp_path / "tables.md").read_text()
+    assert "m-etf" in (tmp_path / "profile.html").read_text()
+    ElementTree.parse(tmp_path / "profile.svg")
+
+
+def test_no_case_is_told(tmp_path):
+    where = ["--instances", str(tmp_path), "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["--quick", "--match", "nothing like it", *where])
+    assert result.exit_code == 2
+    assert "No case has 'nothing like it' in its name." in result.output

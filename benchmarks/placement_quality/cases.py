@@ -1,27 +1,24 @@
 """What is measured: named problems, sorted into families.
 
-Memory is free (no device is ever full), or capped. The need of a graph is its peak on one device.
-Capped at k, a device has need / (0.9 k): k of them have need / 0.9 in all, so the graph fills 90 %
-of k devices, and k - 1 devices have less than it needs. A device has at least what the largest
-group needs alone; where that makes k - 1 devices enough, there is no such case. `"capped"` cases
-have the instance's own number of devices, at least k; `"tight"` ones have k.
+Memory is free (no device is ever full), or capped. Capped at k, a device has 5 % more than the
+largest peak of a contiguous split over k devices (`witnesses.py`), so k devices are enough, and the
+case is left out where the split over k - 1 devices fits into that, too. `"capped"` cases have the
+instance's own number of devices, at least k; `"tight"` ones have k.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from benchmarks.placement_quality import generators
-from benchmarks.placement_quality.instances import FOLDER, instances
+from benchmarks.placement_quality.instances import FOLDER, Instance, instances, traced
 from benchmarks.placement_quality.mirroring import mirrored
+from benchmarks.placement_quality.witnesses import contiguous_split, largest_peak
 
-import baechi
 from baechi import Cluster, Link, OpGraph
-from baechi.bounds import running_bytes
-from baechi.placers.baselines import SingleDevice
 from baechi.problem import Problem
 
-FILL = 0.9
+SLACK = 0.05
 FACTORS = (1.0, 0.1, 10.0)
 # Fewest devices at which memory is capped.
 FEWEST = (2, 3, 4)
@@ -33,13 +30,14 @@ class Case:
 
     Attributes:
         name: Unique among the cases.
-        source: `"measured"`, `"random"`, `"planted"` or `"small"`.
+        source: `"measured"` by others, `"traced"`, `"random"`, `"planted"` or `"small"`.
         memory: `"free"`, `"capped"` or `"tight"`.
         factor: How long transfers are: the link factor, or communication to computation.
         training: Whether the graph is a training step.
         graph: The operator graph.
         cluster: The devices.
         expert: A human's device per op.
+        split: The device per op of a contiguous split that fits, where memory is capped.
         optimum_ns: The best makespan, where the case was made from it.
     """
 
@@ -51,58 +49,57 @@ class Case:
     graph: OpGraph
     cluster: Cluster
     expert: tuple[int, ...] | None = None
+    split: tuple[int, ...] | None = None
     optimum_ns: int | None = None
 
 
 def cases(folder: Path = FOLDER, *, quick: bool = False) -> Iterator[Case]:
     """All cases; `quick` is a tenth of them, of every family."""
-    yield from _measured(folder, quick)
+    yield from _measured("measured", instances(folder), quick)
+    yield from _measured("traced", traced(), quick)
     yield from _random(quick)
     yield from _planted(quick)
     yield from _small(quick)
 
 
-def need_bytes(graph: OpGraph) -> int:
-    """The peak of the graph on one device, in index order."""
-    cluster = Cluster.uniform(1, generators.AMPLE, generators.LINK)
-    placement = SingleDevice().place(Problem(graph, cluster))
-    return max(baechi.simulate(graph, cluster, placement).peak_bytes)
+def capped(
+    graph: OpGraph, link: Link, fewest: Sequence[int]
+) -> Iterator[tuple[int, int, tuple[int, ...]]]:
+    """For numbers of devices: memory per device, as the module says, and the split that fits.
 
-
-def capped_bytes(graph: OpGraph, fewest: int) -> int | None:
-    """Memory per device, as the module says; `None` where fewer devices would do."""
-    need = need_bytes(graph)
-    memory = max(int(need / (FILL * fewest)), _largest_group(graph))
-    return memory if memory * (fewest - 1) < need else None
-
-
-def _largest_group(graph: OpGraph) -> int:
-    problem = Problem(graph, Cluster.uniform(1, generators.AMPLE, generators.LINK))
-    return max(
-        persistent + max(running_bytes(problem, op) for op in ops)
-        for persistent, ops in zip(problem.group_persistent, problem.group_ops, strict=True)
-    )
-
-
-def _with_memory(case: Case, link: Link, fewest: tuple[int, ...], tight: bool) -> Iterator[Case]:
-    """The case as it is, and with its memory capped."""
-    devices = len(case.cluster.devices)
-    yield case
+    Numbers are left out where fewer devices would do.
+    """
+    splits, peaks = {}, {}
+    for devices in sorted({number for k in fewest for number in (k - 1, k)}):
+        problem = Problem(graph, Cluster.uniform(devices, generators.AMPLE, link))
+        splits[devices] = contiguous_split(problem)
+        peaks[devices] = largest_peak(problem, splits[devices])
     for k in fewest:
-        memory = capped_bytes(case.graph, k)
-        if memory is None:
-            continue
-        for kind, n in (("capped", max(k, devices)), *((("tight", k),) if tight else ())):
-            cluster = Cluster.uniform(n, memory, link)
-            expert = case.expert if case.expert and max(case.expert) < n else None
-            yield Case(
-                f"{case.name} {kind} {k}", case.source, kind, case.factor, case.training,
-                case.graph, cluster, expert,
-            )  # fmt: skip
+        memory = int(peaks[k] * (1 + SLACK))
+        if memory < peaks[k - 1]:
+            yield k, memory, splits[k]
 
 
-def _measured(folder: Path, quick: bool) -> Iterator[Case]:
-    for number, instance in enumerate(instances(folder)):
+def _with_memory(case: Case, link: Link, fewest: Sequence[int], tight: bool) -> Iterator[Case]:
+    """The case as it is, and with its memory capped."""
+    yield case
+    for k, memory, split in capped(case.graph, link, fewest):
+        for kind, n in (
+            ("capped", max(k, len(case.cluster.devices))),
+            *((("tight", k),) if tight else ()),
+        ):
+            yield replace(
+                case,
+                name=f"{case.name} {kind} {k}",
+                memory=kind,
+                cluster=Cluster.uniform(n, memory, link),
+                expert=case.expert if case.expert and max(case.expert) < n else None,
+                split=split,
+            )
+
+
+def _measured(source: str, graphs: Iterable[Instance], quick: bool) -> Iterator[Case]:
+    for number, instance in enumerate(graphs):
         if quick and len(instance.graph.ops) > 250:
             continue
         for place, factor in enumerate(FACTORS):
@@ -112,7 +109,7 @@ def _measured(folder: Path, quick: bool) -> Iterator[Case]:
             cluster = Cluster.uniform(instance.devices, generators.AMPLE, link)
             name = f"{instance.name} {factor:g}x"
             case = Case(
-                name, "measured", "free", factor, instance.training, instance.graph, cluster,
+                name, source, "free", factor, instance.training, instance.graph, cluster,
                 instance.expert,
             )  # fmt: skip
             fewest = (FEWEST[number % 3],) if quick else FEWEST
@@ -157,6 +154,8 @@ def _planted(quick: bool) -> Iterator[Case]:
 
 
 def _small(quick: bool) -> Iterator[Case]:
-    for seed in range(4 if quick else 30):
-        graph, cluster = generators.small(seed)
-        yield Case(f"small {seed}", "small", "tight", 1.0, False, graph, cluster)
+    for seed in range(6 if quick else 48):
+        ccr, free = (0.1, 1.0, 10.0)[seed % 3], seed % 2 == 0
+        graph, cluster = generators.small(seed, ccr=ccr, free=free)
+        memory = "free" if free else "tight"
+        yield Case(f"small {seed} {ccr:g} {memory}", "small", memory, ccr, False, graph, cluster)

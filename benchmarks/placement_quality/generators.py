@@ -104,22 +104,23 @@ def chain_with_skips(seed: int, ops: int, *, ccr: float = 1.0) -> OpGraph:
     return _graph(draw, ops, edges, ccr)
 
 
-def small(seed: int) -> tuple[OpGraph, Cluster]:
-    """At most 30 ops on 2 to 4 devices whose memory is 1.2 to 3 times the mean load.
+def small(seed: int, *, ccr: float = 1.0, free: bool = False) -> tuple[OpGraph, Cluster]:
+    """At most 30 ops on 2 to 4 devices, for comparison with a proven optimum.
 
-    For comparison with a proven optimum; not every one has a valid placement.
+    Unless it is free, a device's memory is 1.2 to 3 times the mean load, so that not every one has
+    a valid placement.
     """
     draw = random.Random(seed)
     n, devices = draw.randint(8, 30), draw.randint(2, 4)
     chance = draw.uniform(1.0, 2.5) / n
     edges = [(i, j) for j in range(n) for i in range(j) if draw.random() < chance]
-    graph = _graph(draw, n, edges, draw.choice([0.1, 1.0, 10.0]))
+    graph = _graph(draw, n, edges, ccr)
     if draw.random() < 0.5:
         pairs = {op: f"group {draw.randrange(n)}" for op in range(n) if draw.random() < 0.3}
         rows = (replace(row, group=pairs.get(op)) for op, row in enumerate(graph.ops))
         graph = replace(graph, ops=tuple(rows))
     load = sum(op.persistent_bytes for op in graph.ops) + sum(t.nbytes for t in graph.tensors)
-    memory = int(load / devices * draw.uniform(1.2, 3.0))
+    memory = AMPLE if free else int(load / devices * draw.uniform(1.2, 3.0))
     return graph, Cluster.uniform(devices, memory, LINK)
 
 

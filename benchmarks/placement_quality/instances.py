@@ -9,9 +9,13 @@
   are not told, so a tensor has as many bytes as its transfer takes nanoseconds, and links at 1x
   carry 1 GB/s without latency. Files of training steps have the backward nodes in them.
 
-A forward graph gives two instances: itself, and its mirrored training step (`mirroring.py`). In
-the JSON, parameters are nodes of no time without inputs; a backward takes twice its forward there.
-A link factor f makes every transfer f times as long.
+A third kind are graphs that `baechi profile` wrote, of the models in `benchmarks/models` on one
+core of a CPU (`baechi profile benchmarks/models/resnet.py:example --threads 1 --graph FILE`,
+without and with `--inference`). Their links at 1x are a network's: 1 GB/s and 10 us.
+
+A forward graph of others gives two instances: itself, and its mirrored training step
+(`mirroring.py`). In the JSON, parameters are nodes of no time without inputs; a backward takes
+twice its forward there. A link factor f makes every transfer f times as long.
 """
 
 import heapq
@@ -24,9 +28,11 @@ from typing import Any
 
 from benchmarks.placement_quality.mirroring import STATE_FACTOR, mirrored
 
+import baechi
 from baechi import Link, Op, OpGraph, Tensor
 
 FOLDER = Path(__file__).parents[3] / "shared" / "instances"
+TRACED = Path(__file__).parent / "graphs"
 _NS_PER_MS = 10**6
 _FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|[\d.]+)")
 
@@ -66,6 +72,14 @@ def instances(folder: Path = FOLDER) -> Iterator[Instance]:
     for path in sorted((folder / "dnn-partitioning").glob("*.json")):
         if not path.stem.endswith("_expert"):
             yield from _partitioning(path)
+
+
+def traced(folder: Path = TRACED) -> Iterator[Instance]:
+    """The graphs of our own models."""
+    for path in sorted(folder.glob("*.graph.json")):
+        name, _, step = path.name.removesuffix(".graph.json").partition("-")
+        graph = baechi.load(path)
+        yield Instance(f"traced {name} {step}", graph, 10_000, 10**9, 4, step == "training")
 
 
 def read_pipedream(path: Path) -> tuple[OpGraph, list[int]]:

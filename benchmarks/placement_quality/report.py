@@ -47,7 +47,7 @@ def ratio(makespan_ns: int | None, best: int | None) -> float | None:
     return makespan_ns / best if best else 1.0
 
 
-def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, notes: str) -> None:
+def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, command: str) -> None:
     """`placements.csv`, `placements.json` and `tables.md`."""
     folder.mkdir(parents=True, exist_ok=True)
     records = as_records(rows)
@@ -57,15 +57,15 @@ def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, notes
         writer.writerows(records)
     content = {
         "environment": environment(),
-        "command": notes,
+        "command": command,
         "checks": [asdict(check) for check in found],
         "rows": records,
     }
     (folder / "placements.json").write_text(json.dumps(content, indent=1) + "\n")
-    (folder / "tables.md").write_text(markdown(rows, found, notes))
+    (folder / "tables.md").write_text(markdown(rows, found, command))
 
 
-def markdown(rows: Sequence[Row], found: Sequence[Check], notes: str) -> str:
+def markdown(rows: Sequence[Row], found: Sequence[Check], command: str) -> str:
     """The families' geometric means, the placement times, and the checks."""
     facts = "\n".join(f"- {key}: {value}" for key, value in environment().items())
     marks = {True: "pass", False: "FAIL", None: "no data"}
@@ -73,7 +73,7 @@ def markdown(rows: Sequence[Row], found: Sequence[Check], notes: str) -> str:
     return "\n\n".join(
         [
             "# Placement quality",
-            f"`{notes}`\n\n{facts}",
+            f"`{command}`\n\n{facts}",
             "## Step over the best known, geometric mean per family",
             table([*_FAMILY, "cases", *placers_of(rows)], family_rows(rows, quality)),
             _LEGEND,

@@ -14,7 +14,7 @@ from baechi.placers.baselines import Pinned
 from baechi.problem import Problem
 from baechi.simulation import overflows
 
-EXPERT, EXACT = "expert", "cp-sat"
+EXPERT, SPLIT, EXACT = "expert", "split", "cp-sat"
 # The order of the rows of a case. A placer that this version of `solve` does not know has no rows.
 PLACERS = (
     "single",
@@ -104,8 +104,9 @@ def measure(
             len(case.cluster.devices), bound, case.optimum_ns, name, makespan_ns, seconds, proven,
         )  # fmt: skip
 
-    if case.expert is not None:
-        yield row(EXPERT, Pinned(case.expert).place(Problem(case.graph, case.cluster)), 0.0)
+    for name, devices in ((EXPERT, case.expert), (SPLIT, case.split)):
+        if devices is not None:
+            yield row(name, Pinned(devices).place(Problem(case.graph, case.cluster)), 0.0)
     for name in placers:
         yield row(name, *_timed(case, name, "balanced"))
     for effort in efforts:
