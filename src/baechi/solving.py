@@ -136,20 +136,16 @@ def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement 
 
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     """Raises the error that says what is missing."""
-    op, needed, left = _worst(problem)
+    op, needed, left, may = _worst(problem)
     extra = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
-    may = problem.allowed[:, problem.graph.arrays.op_group[op]]
-    room = [
-        f"{name} {format_bytes(nbytes)} left"
-        for name, nbytes, here in zip(names, left, may, strict=True)
-        if here
-    ]
+    room = [f"{names[d]} {format_bytes(left[d])} left" for d in may]
     if len(room) > _LISTED:
         room[_LISTED:] = [f"and {len(room) - _LISTED} more devices"]
+    which = "" if len(may) == len(names) else " that it may use"
     shortage = (
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
-        f"device{'' if may.all() else ' that it may use'} has room then ({', '.join(room)})."
+        f"device{which} has room then ({', '.join(room)})."
     )
     if extra is None:
         shortage = (
@@ -179,28 +175,31 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     )
 
 
-def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...]]:
-    """An op that finds no room, what it needs, and what each device has left then.
+def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
+    """An op that finds no room, what it needs, what each device has left, and which it may use.
 
     That is the op with the largest need of those that earliest task first cannot place; or one
     that is too large for every device that it may use, if there is one.
     """
     timeline = problem.timeline()
     n = len(problem.graph.ops)
-    fresh = Problem(problem.graph, problem.cluster).timeline()
-    needs = [fresh.need(op) for op in range(n)]
+    free = Problem(problem.graph, problem.cluster).timeline()
+    needs = [free.need(op) for op in range(n)]
     left = problem.pool_memory
     memory = np.array(left, np.int64)[np.array(problem.device_pool)]
     most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[problem.graph.arrays.op_group]
     candidates = [op for op in range(n) if needs[op] > most[op]]
-    if not candidates and not timeline.list_schedule(np.empty(0, np.int32)):
+    if not candidates:
+        timeline.list_schedule(np.empty(0, np.int32))
         candidates = [
             op for op in range(n) if not timeline.committed(op) and timeline.waits_for(op) < 0
         ]
         needs = [timeline.need(op) for op in range(n)]
         left = tuple(max(0, nbytes) for nbytes in timeline.left())
-    op = max(candidates or range(n), key=lambda op: (needs[op], -op))
-    return op, needs[op], tuple(left[pool] for pool in problem.device_pool)
+    op = max(candidates, key=lambda op: (needs[op], -op))
+    home = timeline.group_device(op)
+    may = [home] if home >= 0 else [d for d in range(len(memory)) if timeline.allows(op, d)]
+    return op, needs[op], tuple(left[pool] for pool in problem.device_pool), may
 
 
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:

@@ -67,7 +67,7 @@ def portfolio(
     problem: Problem, placers: tuple[Placer, ...], effort: str
 ) -> list[tuple[str, Placement | None]]:
     """Label and placement of every placer on every grain that the effort asks for."""
-    coarse = coarsen(problem.graph, problem.cluster, problem.colors.tolist())
+    coarse = coarsen(problem.graph, problem.usable, problem.colors.tolist())
     smaller = len(coarse.members) < len(problem.graph.ops)
     candidates: list[tuple[str, Placement | None]] = []
     if smaller:
