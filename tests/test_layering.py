@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs",
-    1: "serialization codec traced training coarsening restrictions problem bounds _core",
+    1: "serialization codec traced training coarsening restrictions problem linkage bounds _core",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -38,6 +38,7 @@ ALLOWED = {
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
+    "linkage": {"problem", "restrictions"},
     "coarsening": {"problem"},
     "traced": {"training"},
     "training": {"traced"},

@@ -5,7 +5,7 @@ found, the error says what is missing (`_explain`).
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -15,6 +15,7 @@ from baechi.constraints import Constraints
 from baechi.devices import Cluster
 from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
+from baechi.linkage import linked
 from baechi.placement import Placement
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
@@ -121,17 +122,27 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
 
 def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     """As `_attempt`, where the number of devices has no limit."""
+    narrowed = linked(problem)
+    if narrowed is None:
+        return None
     if isinstance(placer, Auto):
-        placement = placer.place(problem)
+        placement = placer.place(narrowed)
     else:
-        placement = best(portfolio(problem, (placer,), effort), placer.name)
+        placement = best(portfolio(narrowed, (placer,), effort), placer.name)
     if placement is not None:
         return placement
-    fallback = shortest(arrangements(problem))
+    fallback = shortest(_arranged(narrowed, problem))
     if fallback is None:
         return None
     stats = FrozenDict({**fallback.stats, "fallback": fallback.placer})
     return replace(fallback, placer=placer.name, stats=stats)
+
+
+def _arranged(narrowed: Problem, problem: Problem) -> Iterator[Placement]:
+    """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
+    yield from arrangements(narrowed)
+    if narrowed is not problem:
+        yield from arrangements(problem)
 
 
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
@@ -243,12 +254,13 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
 def _is_arranged(problem: Problem) -> bool:
     """Whether `placers/packing.py` finds a placement."""
-    if next(arrangements(problem), None) is not None:
-        return True
-    if problem.max_devices is None:
-        return False
-    choices = itertools.islice(device_choices(problem), _CHOICES)
-    return any(next(arrangements(problem.within(row)), None) is not None for row in choices)
+    rows = itertools.islice(device_choices(problem), _CHOICES)
+    choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
+    for choice in (problem, *choices):
+        narrowed = linked(choice)
+        if narrowed is not None and next(_arranged(narrowed, choice), None) is not None:
+            return True
+    return False
 
 
 def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
