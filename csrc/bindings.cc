@@ -146,6 +146,8 @@ bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64
   const std::vector<int64_t> load = vector_of(loads);
   nb::gil_scoped_release unlocked;
   return insertion_schedule(timeline, rank, after, load);
+}
+
 template <typename T>
 using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 

@@ -159,6 +159,14 @@ def _cluster(draw, memory, speeds, links):
     return Cluster(devices, rows, draw.choice(["duplex", "duplex", "shared", "none"]))
 
 
+def colored(graph, cluster, color):
+    """A problem whose groups have these colors, as if they might go to different devices."""
+    problem = Problem(graph, cluster)
+    if color is not None:
+        problem.__dict__["group_colors"] = color
+    return problem
+
+
 def random_favorites(graph, seed):
     """Some matching of parents and children, -1 where there is none."""
     draw = random.Random(seed)

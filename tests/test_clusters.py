@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from baechi import Cluster, Link, Op, OpGraph, Tensor
 from baechi.coarsening import clusters
-from baechi.problem import Problem
 from strategies import clusters as device_clusters
-from strategies import graphs
+from strategies import colored, graphs
 
 # A byte takes a nanosecond, after a hundred.
 CLUSTER = Cluster.uniform(2, 10**6, Link(100, 10**9))
@@ -24,7 +23,7 @@ def chain(sizes, time_ns=1000, persistent=0):
 
 
 def levels(graph, cluster=CLUSTER, color=None):
-    return [level.tolist() for level in clusters(Problem(graph, cluster), color)]
+    return [level.tolist() for level in clusters(colored(graph, cluster, color))]
 
 
 def test_heavy_edges_go_first():
@@ -70,7 +69,7 @@ def test_a_long_chain_halves():
 @settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=16), device_clusters(), st.data())
 def test_levels_are_nested_and_of_one_color(graph, cluster, data):
-    problem = Problem(graph, cluster)
+    problem = colored(graph, cluster, None)
     n = len(problem.group_ops)
     colors = data.draw(st.lists(st.integers(0, 2), min_size=n, max_size=n))
     found = levels(graph, cluster, np.array(colors, np.int32))

@@ -13,7 +13,7 @@ from baechi import METF, Cluster, InputError, Link, Op, OpGraph, Placement, Tens
 from baechi.coarsening import Coarse, coarsen, grains
 from baechi.placers.baselines import SingleDevice
 from baechi.problem import Problem
-from strategies import clusters, graphs, tight
+from strategies import clusters, colored, graphs, tight
 
 # A byte takes a nanosecond, after a hundred.
 CLUSTER = Cluster.uniform(2, 10**6, Link(100, 10**9))
@@ -29,7 +29,7 @@ def graph_of(ops, edges):
 
 
 def coarse_of(graph, cluster=CLUSTER, color=None):
-    return coarsen(Problem(graph, cluster), color)
+    return coarsen(colored(graph, cluster, color))
 
 
 def names(coarse):
@@ -229,12 +229,12 @@ def check_limit(coarse):
 @settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=14), clusters(), st.data())
 def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, data):
-    problem = Problem(graph, cluster)
-    n = len(problem.group_ops)
+    n = len(Problem(graph, cluster).group_ops)
     colors = data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
     color = data.draw(st.sampled_from([None, np.array(colors, np.int32)]))
-    levels = grains(problem, (6, 3, 1), color)
-    assert np.array_equal(levels[0].part_of, coarsen(problem, color).part_of)
+    problem = colored(graph, cluster, color)
+    levels = grains(problem, (6, 3, 1))
+    assert np.array_equal(levels[0].part_of, coarsen(problem).part_of)
     for level in levels:
         check(level)
         if color is not None:
@@ -246,7 +246,7 @@ def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, dat
         assert set(zip(fine.part_of, coarse.part_of, strict=True)) == {
             (fine.part_of[row[0]], coarse.part_of[row[0]]) for row in fine.members
         }
-    again = grains(Problem(graph, cluster), (6, 3, 1), color)
+    again = grains(colored(graph, cluster, color), (6, 3, 1))
     assert [level.graph for level in levels] == [level.graph for level in again]
 
 

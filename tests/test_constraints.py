@@ -357,6 +357,12 @@ def test_the_error_lists_the_devices_that_may_be_used():
     )
 
 
+def test_the_error_lists_no_device_that_the_limit_keeps_out():
+    graph = OpGraph((Op("a", 1, 60), Op("b", 1, 50)))
+    with pytest.raises(InfeasibleError, match=r"that it may use has room then \(device0 40 B left"):
+        solve(graph, CLUSTER, constraints=Constraints(max_devices=1))
+
+
 def test_no_lump_spans_two_colors():
     ops = tuple(Op(f"o{i}", 1, 1) for i in range(6))
     graph = OpGraph(ops, tuple(Tensor(i, (i + 1,), 10**6) for i in range(5)))

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs",
-    1: "serialization codec traced training coarsening restrictions problem bounds _core",
+    1: "serialization codec traced training coarsening restrictions problem linkage bounds _core",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -39,6 +39,8 @@ ALLOWED = {
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
     "coarsening": {"_core", "problem"},
+    "linkage": {"problem", "restrictions"},
+    "coarsening": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
     "serialization": {"codec", "traced"},

@@ -5,7 +5,7 @@ found, the error says what is missing (`_explain`).
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final, NoReturn
 
@@ -15,6 +15,7 @@ from baechi.constraints import Constraints
 from baechi.devices import Cluster
 from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
+from baechi.linkage import linked
 from baechi.placement import Placement
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
@@ -128,35 +129,41 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
 
 def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     """As `_attempt`, where the number of devices has no limit."""
+    narrowed = linked(problem)
+    if narrowed is None:
+        return None
     if isinstance(placer, Auto):
-        placement = placer.place(problem)
+        placement = placer.place(narrowed)
     else:
-        placement = best(portfolio(problem, (placer,), effort), placer.name)
+        placement = best(portfolio(narrowed, (placer,), effort), placer.name)
     if placement is not None:
         return placement
-    fallback = shortest(arrangements(problem))
+    fallback = shortest(_arranged(narrowed, problem))
     if fallback is None:
         return None
     stats = FrozenDict({**fallback.stats, "fallback": fallback.placer})
     return replace(fallback, placer=placer.name, stats=stats)
 
 
+def _arranged(narrowed: Problem, problem: Problem) -> Iterator[Placement]:
+    """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
+    yield from arrangements(narrowed)
+    if narrowed is not problem:
+        yield from arrangements(problem)
+
+
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     """Raises the error that says what is missing."""
-    op, needed, left = _worst(problem)
+    op, needed, left, may = _worst(problem)
     extra = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
-    may = problem.allowed[:, problem.graph.arrays.op_group[op]]
-    room = [
-        f"{name} {format_bytes(nbytes)} left"
-        for name, nbytes, here in zip(names, left, may, strict=True)
-        if here
-    ]
+    room = [f"{names[d]} {format_bytes(left[d])} left" for d in may]
     if len(room) > _LISTED:
         room[_LISTED:] = [f"and {len(room) - _LISTED} more devices"]
+    which = "" if len(may) == len(names) else " that it may use"
     shortage = (
         f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
-        f"device{'' if may.all() else ' that it may use'} has room then ({', '.join(room)})."
+        f"device{which} has room then ({', '.join(room)})."
     )
     if extra is None:
         shortage = (
@@ -186,28 +193,31 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     )
 
 
-def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...]]:
-    """An op that finds no room, what it needs, and what each device has left then.
+def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
+    """An op that finds no room, what it needs, what each device has left, and which it may use.
 
     That is the op with the largest need of those that earliest task first cannot place; or one
     that is too large for every device that it may use, if there is one.
     """
     timeline = problem.timeline()
     n = len(problem.graph.ops)
-    fresh = Problem(problem.graph, problem.cluster).timeline()
-    needs = [fresh.need(op) for op in range(n)]
+    free = Problem(problem.graph, problem.cluster).timeline()
+    needs = [free.need(op) for op in range(n)]
     left = problem.pool_memory
     memory = np.array(left, np.int64)[np.array(problem.device_pool)]
     most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[problem.graph.arrays.op_group]
     candidates = [op for op in range(n) if needs[op] > most[op]]
-    if not candidates and not timeline.list_schedule(np.empty(0, np.int32)):
+    if not candidates:
+        timeline.list_schedule(np.empty(0, np.int32))
         candidates = [
             op for op in range(n) if not timeline.committed(op) and timeline.waits_for(op) < 0
         ]
         needs = [timeline.need(op) for op in range(n)]
         left = tuple(max(0, nbytes) for nbytes in timeline.left())
-    op = max(candidates or range(n), key=lambda op: (needs[op], -op))
-    return op, needs[op], tuple(left[pool] for pool in problem.device_pool)
+    op = max(candidates, key=lambda op: (needs[op], -op))
+    home = timeline.group_device(op)
+    may = [home] if home >= 0 else [d for d in range(len(memory)) if timeline.allows(op, d)]
+    return op, needs[op], tuple(left[pool] for pool in problem.device_pool), may
 
 
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
@@ -251,12 +261,13 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
 def _is_arranged(problem: Problem) -> bool:
     """Whether `placers/packing.py` finds a placement."""
-    if next(arrangements(problem), None) is not None:
-        return True
-    if problem.max_devices is None:
-        return False
-    choices = itertools.islice(device_choices(problem), _CHOICES)
-    return any(next(arrangements(problem.within(row)), None) is not None for row in choices)
+    rows = itertools.islice(device_choices(problem), _CHOICES)
+    choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
+    for choice in (problem, *choices):
+        narrowed = linked(choice)
+        if narrowed is not None and next(_arranged(narrowed, choice), None) is not None:
+            return True
+    return False
 
 
 def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
