@@ -13,6 +13,9 @@ using namespace contraction;
 constexpr double kShareOfDevice = 0.5;
 // The most work of a group of a level with n parts, as a multiple of a part's mean.
 constexpr double kLargest = 4.0;
+// A round of matching that leaves more than this share of the parts is not followed by another like
+// it: rounds that join next to nothing cost as much as others.
+constexpr double kProgress = 0.97;
 
 // The smallest latency and the smallest ns per byte between pools; 0 where nothing is sent.
 struct Link {
@@ -257,11 +260,13 @@ class Contraction {
     return contract(neighbors, proposal);
   }
 
-  // One round of matching; whether anything has joined.
+  // One round of matching; whether enough has joined for another like it.
   bool matching(int64_t limit, double most_work, bool siblings) {
     const Neighbors neighbors = neighbors_of(parts_);
     Proposal proposal = match_groups(parts_, neighbors, link_, limit, most_work, siblings);
-    return contract(neighbors, proposal);
+    const int32_t before = parts_.size();
+    contract(neighbors, proposal);
+    return parts_.size() <= kProgress * before;
   }
 
   double total_work() const {

@@ -133,6 +133,16 @@ class Coarse:
         times = {kind: tuple(self._sums(row)) for kind, row in fine.times.items()}
         return OpGraph(tuple(ops), tuple(coarse_tensors), times)
 
+    @cached_property
+    def core(self) -> _core.Problem:
+        """What C++ places instead of the fine problem, without the objects of `graph`.
+
+        A part's duration is the sum of its ops' durations on a device. `Problem(graph, cluster)`
+        divides the sum of their times by the device's speed and rounds that up, which may be less
+        by less than a nanosecond an op.
+        """
+        return _core.contracted(self.problem.core, self.part_of, self.group_of)
+
     def _group_names(self) -> list[str | None]:
         """The first name of a fine group in every part's group; `None` where a part is alone."""
         groups = self.group_of.tolist()
@@ -162,6 +172,15 @@ class Coarse:
         order = tuple(op for part in placement.order for op in self.members[part])
         digest = self.problem.graph.digest
         return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
+
+    def expand_arrays(
+        self, devices: NDArray[np.int32], order: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The same devices and order for the fine ops; members launch one after the other."""
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        fine_order = np.argsort(rank[self.part_of], kind="stable").astype(np.int32)
+        return devices[self.part_of], fine_order
 
 
 def coarsen(problem: Problem, color: NDArray[np.int32] | None = None) -> Coarse:
@@ -208,6 +227,19 @@ def _levels(
         np.array(targets, np.int32),
     )
     return tuple(Coarse(problem, part_of, group_of) for part_of, group_of in levels)
+
+
+def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
+    """The problem for C++, where the groups of one cluster share a device.
+
+    So a list scheduler decides about few clusters, and still starts every op by itself: unlike in a
+    coarse graph, what may run side by side does. What it finds is valid for the problem itself.
+
+    Args:
+        problem: Whose groups.
+        cluster: For every group its cluster, counted from 0; one of the levels of `clusters`.
+    """
+    return _core.regrouped(problem.core, cluster)
 
 
 def clusters(
