@@ -354,10 +354,11 @@ def test_on_one_device_the_coarse_step_is_the_fine_one():
     assert makespans == [15000, 15000]
 
 
-def test_a_graph_without_ops():
-    (level,) = grains(Problem(OpGraph(()), CLUSTER))
-    assert level.members == ()
-    assert level.graph == OpGraph(())
+@pytest.mark.parametrize("ops", [(), (Op("one", 5, 3, 2),)])
+def test_a_graph_of_no_op_or_one(ops):
+    (level,) = grains(Problem(OpGraph(ops), CLUSTER))
+    assert level.members == tuple((op,) for op in range(len(ops)))
+    assert level.graph == OpGraph(ops)
 
 
 def test_a_large_graph():

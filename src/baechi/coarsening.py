@@ -202,14 +202,19 @@ def grains(
 ) -> tuple[Coarse, ...]:
     """Coarse graphs with fewer and fewer parts, each of which stands for the fine graph.
 
+    A part runs its ops one after the other, and waits for all that one of them waits for. So on
+    wide graphs whose transfers are cheap a level of few parts loses most of what could run side by
+    side: it is for what needs a small graph. Where it is enough to decide about few things,
+    `clusters` and `regrouped` lose less.
+
     Args:
         problem: The fine graph and the cluster.
         targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
         color: See `coarsen`.
 
     Returns:
-        What `coarsen` gives, and then a level for each target that makes a difference. Every level
-        joins parts of the one before.
+        What `coarsen` gives, and then a level for each target that makes a difference of a tenth.
+        Every level joins parts of the one before.
     """
     return _levels(problem, targets, color)
 
