@@ -265,6 +265,20 @@ NB_MODULE(_core, m) {
 
   m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
+  m.def(
+      "contracted",
+      [](const Problem& problem, Array<int32_t> part_of, Array<int32_t> group_of) {
+        nb::gil_scoped_release unlocked;
+        return contracted(problem, vector_of(part_of), vector_of(group_of));
+      },
+      "problem"_a, "part_of"_a, "group_of"_a);
+  m.def(
+      "regrouped",
+      [](const Problem& problem, Array<int32_t> cluster) {
+        nb::gil_scoped_release unlocked;
+        return regrouped(problem, vector_of(cluster));
+      },
+      "problem"_a, "cluster"_a);
   m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
   const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
   m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);

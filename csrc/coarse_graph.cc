@@ -1,4 +1,4 @@
-// What a coarse graph has and a graph's own arrays do not.
+// From a graph and its parts, or its groups' clusters, to the problem that stands for it.
 #include <algorithm>
 
 #include "core.h"
@@ -56,6 +56,77 @@ CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>&
     result.tensors.push_back(tensor);
     result.consumers.begin.push_back(end);
   }
+  return result;
+}
+
+namespace {
+
+// Where a group of each new group may go: where all of its old ones may.
+std::vector<uint8_t> allowed_together(const Problem& problem, const std::vector<int32_t>& group_of,
+                                      int32_t groups) {
+  if (problem.allowed.empty()) return {};
+  std::vector<uint8_t> allowed(static_cast<size_t>(problem.devices) * groups, 1);
+  for (int32_t device = 0; device < problem.devices; ++device) {
+    uint8_t* row = allowed.data() + static_cast<int64_t>(device) * groups;
+    const uint8_t* old = problem.allowed.data() + static_cast<int64_t>(device) * problem.groups;
+    for (int32_t group = 0; group < problem.groups; ++group) row[group_of[group]] &= old[group];
+  }
+  return allowed;
+}
+
+}  // namespace
+
+Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
+                   const std::vector<int32_t>& group_of) {
+  const int32_t parts = static_cast<int32_t>(group_of.size());
+  CoarseTensors tensors = coarse_tensors(problem, part_of, parts);
+  Problem result = problem;
+  result.ops = parts;
+  result.tensors = static_cast<int32_t>(tensors.tensors.size());
+  result.workspace = coarse_workspace(problem, part_of, parts);
+  result.group.assign(parts, 0);
+  result.groups = 0;
+  for (int32_t part = 0; part < parts; ++part) {
+    const int32_t first = group_of[part];
+    result.group[part] = first == part ? result.groups++ : result.group[first];
+  }
+  result.group_persistent.assign(result.groups, 0);
+  std::vector<int32_t> group_in(problem.groups);
+  for (int32_t group = 0; group < problem.groups; ++group) {
+    group_in[group] = result.group[part_of[*problem.group_ops.first(group)]];
+    result.group_persistent[group_in[group]] += problem.group_persistent[group];
+  }
+  result.allowed = allowed_together(problem, group_in, result.groups);
+  result.producer.clear();
+  result.nbytes.clear();
+  result.kept.clear();
+  for (int32_t tensor : tensors.tensors) {
+    result.producer.push_back(part_of[problem.producer[tensor]]);
+    result.nbytes.push_back(problem.nbytes[tensor]);
+    result.kept.push_back(problem.kept[tensor]);
+  }
+  result.consumers = std::move(tensors.consumers);
+  const size_t classes = problem.ops == 0 ? 0 : problem.durations.size() / problem.ops;
+  result.durations.assign(classes * parts, 0);
+  for (size_t row = 0; row < classes; ++row) {
+    for (int32_t op = 0; op < problem.ops; ++op) {
+      result.durations[row * parts + part_of[op]] += problem.durations[row * problem.ops + op];
+    }
+  }
+  result.finish();
+  return result;
+}
+
+Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster) {
+  Problem result = problem;
+  result.groups = problem.groups == 0 ? 0 : 1 + *std::max_element(cluster.begin(), cluster.end());
+  result.group_persistent.assign(result.groups, 0);
+  for (int32_t group = 0; group < problem.groups; ++group) {
+    result.group_persistent[cluster[group]] += problem.group_persistent[group];
+  }
+  for (int32_t& group : result.group) group = cluster[group];
+  result.allowed = allowed_together(problem, cluster, result.groups);
+  result.finish();
   return result;
 }
 

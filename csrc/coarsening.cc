@@ -13,6 +13,11 @@ using namespace contraction;
 constexpr double kShareOfDevice = 0.5;
 // The most work of a group of a level with n parts, as a multiple of a part's mean.
 constexpr double kLargest = 4.0;
+// A round of matching that leaves more than this share of the parts is not followed by another like
+// it: rounds that join next to nothing cost as much as others.
+constexpr double kProgress = 0.97;
+// A level is kept if it has less than this share of the parts of the last one kept.
+constexpr double kShrink = 0.9;
 
 // The smallest latency and the smallest ns per byte between pools; 0 where nothing is sent.
 struct Link {
@@ -257,11 +262,13 @@ class Contraction {
     return contract(neighbors, proposal);
   }
 
-  // One round of matching; whether anything has joined.
+  // One round of matching; whether enough has joined for another like it.
   bool matching(int64_t limit, double most_work, bool siblings) {
     const Neighbors neighbors = neighbors_of(parts_);
     Proposal proposal = match_groups(parts_, neighbors, link_, limit, most_work, siblings);
-    return contract(neighbors, proposal);
+    const int32_t before = parts_.size();
+    contract(neighbors, proposal);
+    return parts_.size() <= kProgress * before;
   }
 
   double total_work() const {
@@ -292,16 +299,15 @@ std::vector<CoarseLevel> coarsen(const Problem& problem, const std::vector<uint8
   std::vector<CoarseLevel> levels = {contraction.level()};
   const double total = contraction.total_work();
   const double share = kShareOfDevice * total / problem.devices;
+  int32_t kept = contraction.size();
   for (int32_t target : targets) {
-    const int32_t before = contraction.size();
-    double most_work = std::min(share, kLargest * total / std::max(target, 1));
-    while (contraction.size() > target) {
-      if (contraction.matching(limit, most_work, false)) continue;
-      if (contraction.matching(limit, most_work, true)) continue;
-      if (most_work >= share) break;
-      most_work = std::min(share, 2 * most_work);
+    const double most_work = std::min(share, kLargest * total / std::max(target, 1));
+    while (contraction.size() > target && (contraction.matching(limit, most_work, false) ||
+                                           contraction.matching(limit, most_work, true))) {
     }
-    if (contraction.size() < before) levels.push_back(contraction.level());
+    if (contraction.size() >= kShrink * kept) continue;
+    kept = contraction.size();
+    levels.push_back(contraction.level());
   }
   return levels;
 }

@@ -281,6 +281,14 @@ struct CoarseTensors {
 CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>& part_of,
                              int32_t parts);
 
+// The problem whose ops are the parts of a level: a part takes the sum of its ops' durations on
+// every class of devices, and runs them one after the other.
+Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
+                   const std::vector<int32_t>& group_of);
+
+// The same problem, but the groups of one cluster are one group.
+Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
+
 // Nested clusters of well-connected groups: per level and group its cluster, counted by first
 // group. Level 0 has every group alone, every other level joins clusters of the one before, and the
 // last has a handful. Groups of different `color` are never in one cluster; an empty vector is one

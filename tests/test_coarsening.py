@@ -9,8 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import coarsening_oracle
-from baechi import METF, Cluster, InputError, Link, Op, OpGraph, Placement, Tensor, simulate
-from baechi.coarsening import Coarse, coarsen, grains
+from baechi import (
+    METF,
+    Cluster,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Tensor,
+    _core,
+    simulate,
+)
+from baechi.coarsening import Coarse, coarsen, grains, regrouped
+from baechi.coarsening import clusters as nested
 from baechi.placers.baselines import SingleDevice
 from baechi.problem import Problem
 from strategies import clusters, colored, graphs, tight
@@ -278,6 +290,44 @@ def test_a_placement_expands_to_one_of_the_fine_graph(graph, cluster):
             assert {fine.devices[op] for op in row} == {placement.devices[part]}
 
 
+def etf(core):
+    """What earliest task first does with the problem: spans and transfers."""
+    timeline = _core.Timeline(core)
+    timeline.list_schedule(np.empty(0, np.int32))
+    return timeline.spans(), timeline.transfers(), timeline.peaks()
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=12), clusters())
+def test_the_core_is_that_of_the_coarse_graph(graph, cluster):
+    speedless = replace(cluster, devices=tuple(replace(d, speed=1.0) for d in cluster.devices))
+    for coarse in grains(Problem(graph, speedless), (6, 3)):
+        assert etf(coarse.core) == etf(Problem(coarse.graph, speedless).core)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
+def test_arrays_expand_like_placements(graph, cluster):
+    for coarse in grains(Problem(graph, cluster), (4, 2)):
+        placement = METF().place(Problem(coarse.graph, cluster))
+        fine = coarse.expand(placement)
+        arrays = (np.array(row, np.int32) for row in (placement.devices, placement.order))
+        devices, order = coarse.expand_arrays(*arrays)
+        assert (tuple(devices), tuple(order)) == (fine.devices, fine.order)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=12), clusters())
+def test_regrouped_is_the_problem_with_larger_groups(graph, cluster):
+    problem = Problem(graph, cluster)
+    for level in nested(problem):
+        row = level.tolist()
+        names = [f"c{row[group]}" for group in problem.op_group]
+        ops = tuple(replace(op, group=g) for op, g in zip(graph.ops, names, strict=True))
+        larger = Problem(replace(graph, ops=ops), cluster)
+        assert etf(regrouped(problem, level)) == etf(larger.core)
+
+
 def test_names_do_not_matter():
     graph = mirrored(3, 60)
     renamed = OpGraph(
@@ -304,10 +354,11 @@ def test_on_one_device_the_coarse_step_is_the_fine_one():
     assert makespans == [15000, 15000]
 
 
-def test_a_graph_without_ops():
-    (level,) = grains(Problem(OpGraph(()), CLUSTER))
-    assert level.members == ()
-    assert level.graph == OpGraph(())
+@pytest.mark.parametrize("ops", [(), (Op("one", 5, 3, 2),)])
+def test_a_graph_of_no_op_or_one(ops):
+    (level,) = grains(Problem(OpGraph(ops), CLUSTER))
+    assert level.members == tuple((op,) for op in range(len(ops)))
+    assert level.graph == OpGraph(ops)
 
 
 def test_a_large_graph():

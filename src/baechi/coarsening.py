@@ -133,6 +133,16 @@ class Coarse:
         times = {kind: tuple(self._sums(row)) for kind, row in fine.arrays.kind_times.items()}
         return OpGraph(tuple(ops), tuple(coarse_tensors), times)
 
+    @cached_property
+    def core(self) -> _core.Problem:
+        """What C++ places instead of the fine problem, without the objects of `graph`.
+
+        A part's duration is the sum of its ops' durations on a device. `Problem(graph, cluster)`
+        divides the sum of their times by the device's speed and rounds that up, which may be less
+        by less than a nanosecond an op.
+        """
+        return _core.contracted(self.problem.core, self.part_of, self.group_of)
+
     def _group_names(self) -> list[str | None]:
         """The first name of a fine group in every part's group; `None` where a part is alone."""
         groups = self.group_of.tolist()
@@ -163,6 +173,15 @@ class Coarse:
         digest = self.problem.graph.digest
         return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
 
+    def expand_arrays(
+        self, devices: NDArray[np.int32], order: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The same devices and order for the fine ops; members launch one after the other."""
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        fine_order = np.argsort(rank[self.part_of], kind="stable").astype(np.int32)
+        return devices[self.part_of], fine_order
+
 
 def coarsen(problem: Problem) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
@@ -177,24 +196,44 @@ def coarsen(problem: Problem) -> Coarse:
 def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse, ...]:
     """Coarse graphs with fewer and fewer parts, each of which stands for the fine graph.
 
+    A part runs its ops one after the other, and waits for all that one of them waits for. So on
+    wide graphs whose transfers are cheap a level of few parts loses most of what could run side by
+    side: it is for what needs a small graph. Where it is enough to decide about few things,
+    `clusters` and `regrouped` lose less.
+
     Args:
         problem: The fine graph and the cluster.
         targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
 
     Returns:
-        What `coarsen` gives, and then a level for each target that makes a difference. Every level
-        joins parts of the one before.
+        What `coarsen` gives, and then a level for each target that makes a difference of a tenth.
+        Every level joins parts of the one before.
     """
     arrays = problem.graph.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
+    pools = np.array(problem.device_pool)[problem.allowed.any(axis=1)]
+    largest = max((problem.pool_memory[pool] for pool in pools.tolist()), default=0)
     levels = _core.coarse_levels(
         problem.core,
         idle.astype(np.uint8),
         problem.group_colors,
-        max(problem.pool_memory) // _GROUPS_PER_DEVICE,
+        largest // _GROUPS_PER_DEVICE,
         np.array(targets, np.int32),
     )
     return tuple(Coarse(problem, part_of, group_of) for part_of, group_of in levels)
+
+
+def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
+    """The problem for C++, where the groups of one cluster share a device.
+
+    So a list scheduler decides about few clusters, and still starts every op by itself: unlike in a
+    coarse graph, what may run side by side does. What it finds is valid for the problem itself.
+
+    Args:
+        problem: Whose groups.
+        cluster: For every group its cluster, counted from 0; one of the levels of `clusters`.
+    """
+    return _core.regrouped(problem.core, cluster)
 
 
 def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:

@@ -112,19 +112,6 @@ class Problem:
         _, color = np.unique(self.allowed, axis=1, return_inverse=True)
         return color.reshape(-1).astype(np.int32)
 
-    @cached_property
-    def usable(self) -> Cluster:
-        """The cluster with the memory that the constraints leave; 0 where nothing may go."""
-        if self.constraints is None:
-            return self.cluster
-        used = np.flatnonzero(self.allowed.any(axis=1)).tolist()
-        pools = {self.device_pool[device] for device in used}
-        devices = tuple(
-            replace(device, memory_bytes=self.pool_memory[pool] if pool in pools else 0)
-            for device, pool in zip(self.cluster.devices, self.device_pool, strict=True)
-        )
-        return replace(self.cluster, devices=devices)
-
     def within(self, devices: Sequence[int]) -> "Problem":
         """The problem with no other devices; the number of devices in use has no limit then.
 
