@@ -71,9 +71,8 @@ std::pair<double, double> mean_link(const Problem& problem) {
   for (int32_t src = 0; src < problem.devices; ++src) {
     for (int32_t dst = 0; dst < problem.devices; ++dst) {
       if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
-      const size_t at = static_cast<size_t>(src) * problem.devices + dst;
-      latency += static_cast<double>(problem.latency[at]);
-      per_byte += 1e9 / static_cast<double>(problem.rate[at]);
+      latency += static_cast<double>(problem.latency_ns(src, dst));
+      per_byte += 1e9 / static_cast<double>(problem.bytes_per_s(src, dst));
       ++paths;
     }
   }

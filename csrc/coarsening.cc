@@ -29,7 +29,7 @@ struct Link {
       for (int32_t dst = 0; dst < problem.devices; ++dst) {
         if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
         smallest = std::min(smallest, problem.latency_ns(src, dst));
-        rate = std::max(rate, problem.rate[static_cast<size_t>(src) * problem.devices + dst]);
+        rate = std::max(rate, problem.bytes_per_s(src, dst));
       }
     }
     if (rate == 0) return;

@@ -70,6 +70,7 @@ struct Problem {
   }
   bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
   int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
+  int64_t bytes_per_s(int32_t src, int32_t dst) const { return rate[link(src, dst)]; }
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const;
 
  private:

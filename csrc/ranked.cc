@@ -172,9 +172,8 @@ std::vector<int64_t> mean_transfers(const Problem& problem) {
   for (int32_t src = 0; src < problem.devices; ++src) {
     for (int32_t dst = 0; dst < problem.devices; ++dst) {
       if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
-      const int64_t at = static_cast<int64_t>(src) * problem.devices + dst;
-      latency += problem.latency[at];
-      per_bytes += (static_cast<int128_t>(1'000'000'000) << 32) / problem.rate[at];
+      latency += problem.latency_ns(src, dst);
+      per_bytes += (static_cast<int128_t>(1'000'000'000) << 32) / problem.bytes_per_s(src, dst);
       ++pairs;
     }
   }

@@ -8,6 +8,7 @@ import random
 from hypothesis import strategies as st
 
 from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Placement, Tensor
+from baechi.problem import Problem
 
 times = st.integers(0, 30)
 sizes = st.integers(0, 40)

@@ -367,10 +367,9 @@ def test_no_lump_spans_two_colors():
     ops = tuple(Op(f"o{i}", 1, 1) for i in range(6))
     graph = OpGraph(ops, tuple(Tensor(i, (i + 1,), 10**6) for i in range(5)))
     cluster = Cluster.uniform(2, 10**9, LINK)
-    assert len(coarsen(graph, cluster).members) == 1
+    assert len(coarsen(Problem(graph, cluster)).members) == 1
     rules = Constraints({"o2": "device1"}, {"o3": ("device0",)})
-    colors = Problem(graph, cluster, rules).colors.tolist()
-    assert coarsen(graph, cluster, colors).members == ((0, 1), (2, 3), (4, 5))
+    assert coarsen(Problem(graph, cluster, rules)).members == ((0, 1), (2, 3), (4, 5))
     assert solve(graph, cluster, constraints=rules).devices == (1,) * 6
     rules = Constraints({"o0": "device0", "o5": "device1"})
     assert solve(graph, cluster, constraints=rules, effort="fast").devices[::5] == (0, 1)

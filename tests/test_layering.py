@@ -40,7 +40,6 @@ ALLOWED = {
     "bounds": {"_core", "problem"},
     "coarsening": {"_core", "problem"},
     "linkage": {"problem", "restrictions"},
-    "coarsening": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
     "serialization": {"codec", "traced"},

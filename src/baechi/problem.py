@@ -5,7 +5,7 @@ that it can meet reaches 2**62.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Final, final
 
