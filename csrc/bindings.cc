@@ -253,6 +253,34 @@ NB_MODULE(_core, m) {
       .def("left", &Timeline::left)
       .def("need", &Timeline::need, "op"_a);
 
+  m.def(
+      "partition_search",
+      [](const Problem& problem, Array<int32_t> devices, const std::vector<Array<int32_t>>& clusters,
+         Array<int64_t> loads, double cut_weight, int64_t moves, uint64_t seed) {
+        const std::vector<int32_t> start = vector_of(devices);
+        const std::vector<int64_t> load = vector_of(loads);
+        std::vector<std::vector<int32_t>> levels;
+        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        std::vector<int32_t> result;
+        {
+          nb::gil_scoped_release unlocked;
+          result = partition_search(problem, start, levels, load, cut_weight, moves, seed);
+        }
+        return array_of(std::move(result));
+      },
+      "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "moves"_a, "seed"_a);
+  m.def(
+      "list_order",
+      [](const Problem& problem, Array<int32_t> devices) {
+        const std::vector<int32_t> row = vector_of(devices);
+        std::vector<int32_t> order;
+        {
+          nb::gil_scoped_release unlocked;
+          order = list_order(problem, row, ranks(problem, row));
+        }
+        return array_of(std::move(order));
+      },
+      "problem"_a, "devices"_a);
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
         "seed"_a);
 

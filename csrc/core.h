@@ -68,6 +68,9 @@ struct Problem {
   int64_t duration(int32_t op, int32_t device) const {
     return durations[static_cast<int64_t>(device_class[device]) * ops + op];
   }
+  bool allows(int32_t group, int32_t device) const {
+    return allowed.empty() || allowed[static_cast<int64_t>(device) * groups + group];
+  }
   bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
   int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
   int64_t bytes_per_s(int32_t src, int32_t dst) const { return rate[link(src, dst)]; }

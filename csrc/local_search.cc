@@ -12,53 +12,23 @@
 #include <algorithm>
 #include <cmath>
 
+#include "random.h"
 #include "trial.h"
 
 namespace baechi {
 
 namespace {
 
-// splitmix64.
-class Random {
- public:
-  explicit Random(uint64_t seed) : state_(seed) {}
-  uint64_t next() {
-    uint64_t x = (state_ += 0x9e3779b97f4a7c15u);
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-    return x ^ (x >> 31);
-  }
-  int32_t below(int32_t n) {
-    return static_cast<int32_t>((next() >> 32) * static_cast<uint64_t>(n) >> 32);
-  }
-  // In (0, 1].
-  double unit() { return static_cast<double>((next() >> 11) + 1) * 0x1.0p-53; }
-
- private:
-  uint64_t state_;
-};
-
 class Search {
  public:
   Search(const Problem& problem, const std::vector<int32_t>& devices,
          const std::vector<int32_t>& order, const std::vector<std::vector<int32_t>>& clusters,
          uint64_t seed)
-      : problem_(problem), trial_(problem, devices, order), random_(seed) {
-    for (const std::vector<int32_t>& cluster_of : clusters) {
-      int32_t count = 0;
-      for (int32_t cluster : cluster_of) count = std::max(count, cluster + 1);
-      Rows rows;
-      rows.begin.assign(static_cast<size_t>(count) + 1, 0);
-      for (int32_t cluster : cluster_of) ++rows.begin[cluster + 1];
-      for (int32_t i = 0; i < count; ++i) rows.begin[i + 1] += rows.begin[i];
-      rows.values.resize(cluster_of.size());
-      std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
-      for (size_t group = 0; group < cluster_of.size(); ++group) {
-        rows.values[next[cluster_of[group]]++] = static_cast<int32_t>(group);
-      }
-      levels_.push_back(std::move(rows));
-      cluster_of_.push_back(cluster_of);
-    }
+      : problem_(problem),
+        trial_(problem, devices, order),
+        random_(seed),
+        cluster_of_(clusters) {
+    for (const std::vector<int32_t>& cluster : clusters) levels_.push_back(members_of(cluster));
   }
 
   Found run(int64_t budget) {
@@ -196,21 +166,8 @@ class Search {
   // The device of a neighbor, if that is another one; else any other.
   int32_t target(int32_t op) {
     const int32_t here = trial_.device(op);
-    const int64_t in = problem_.inputs.size(op), out = problem_.outputs.size(op);
-    if (in + out > 0 && random_.below(4) > 0) {
-      const int64_t pick = random_.below(static_cast<int32_t>(in + out));
-      int32_t other = op;
-      if (pick < in) {
-        other = problem_.producer[problem_.inputs.first(op)[pick]];
-      } else {
-        const int32_t tensor = problem_.outputs.first(op)[pick - in];
-        const int64_t readers = problem_.consumers.size(tensor);
-        if (readers > 0) {
-          other = problem_.consumers.first(tensor)[random_.below(static_cast<int32_t>(readers))];
-        }
-      }
-      if (trial_.device(other) != here) return trial_.device(other);
-    }
+    const int32_t other = random_.below(4) > 0 ? random_neighbor(problem_, op, random_) : -1;
+    if (other >= 0 && trial_.device(other) != here) return trial_.device(other);
     const int32_t device = random_.below(problem_.devices - 1);
     return device + (device >= here ? 1 : 0);
   }
@@ -299,7 +256,7 @@ class Search {
   Trial trial_;
   Random random_;
   std::vector<Rows> levels_;
-  std::vector<std::vector<int32_t>> cluster_of_;
+  const std::vector<std::vector<int32_t>>& cluster_of_;
   std::vector<int32_t> critical_;
   State current_ = {0, 0, 0};
   int64_t best_finishes_ = 0, proposals_ = 0, listed_ = 0, kept_ = 0;
@@ -309,6 +266,21 @@ class Search {
 };
 
 }  // namespace
+
+Rows members_of(const std::vector<int32_t>& cluster) {
+  int32_t count = 0;
+  for (int32_t c : cluster) count = std::max(count, c + 1);
+  Rows rows;
+  rows.begin.assign(static_cast<size_t>(count) + 1, 0);
+  for (int32_t c : cluster) ++rows.begin[c + 1];
+  for (int32_t c = 0; c < count; ++c) rows.begin[c + 1] += rows.begin[c];
+  rows.values.resize(cluster.size());
+  std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
+  for (size_t i = 0; i < cluster.size(); ++i) {
+    rows.values[next[cluster[i]]++] = static_cast<int32_t>(i);
+  }
+  return rows;
+}
 
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,

@@ -22,6 +22,16 @@ Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
                    uint64_t seed);
 
+// Devices per op that balance the work and cut little, whatever the order; from a start on. `loads`
+// are bytes per group, and a ns of transfer counts as `cut_weight` ns of work.
+std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
+                                      const std::vector<std::vector<int32_t>>& clusters,
+                                      const std::vector<int64_t>& loads, double cut_weight,
+                                      int64_t moves, uint64_t seed);
+
+// The members of every cluster, ascending.
+Rows members_of(const std::vector<int32_t>& cluster);
+
 // Per op the longest way from its start to the end of the step on those devices, with transfers.
 std::vector<int64_t> ranks(const Problem& problem, const std::vector<int32_t>& devices);
 

@@ -1,0 +1,193 @@
+// A balanced partition of groups that cuts little, by simulated annealing: a start for local search.
+//
+// Times are looked at as sums, without an order: minimize
+//
+//   sum over devices of work^2 / (mean work)  +  cut_weight * (time of all transfers)
+//     + price * (bytes over the memory)
+//
+// where a tensor is sent once to each device that reads it, and a group takes `loads` bytes. A change
+// costs as much as the group has neighbors, so that many can be tried.
+#include <algorithm>
+#include <cmath>
+
+#include "local_search.h"
+#include "random.h"
+
+namespace baechi {
+
+namespace {
+
+class Partition {
+ public:
+  Partition(const Problem& problem, const std::vector<int32_t>& devices,
+            const std::vector<int64_t>& loads, double cut_weight)
+      : problem_(problem),
+        loads_(loads),
+        cut_weight_(cut_weight),
+        device_(problem.groups),
+        readers_(static_cast<size_t>(problem.tensors) * problem.devices, 0),
+        work_(problem.devices, 0),
+        filled_(problem.pools, 0) {
+    for (int32_t group = 0; group < problem.groups; ++group) {
+      device_[group] = devices[*problem.group_ops.first(group)];
+      work_[device_[group]] += work(group, device_[group]);
+      filled_[problem.pool[device_[group]]] += loads[group];
+    }
+    int64_t memory = 0, total = 0;
+    for (int64_t nbytes : problem.memory) memory += nbytes;
+    for (int64_t time : work_) total += time;
+    mean_ = std::max<int64_t>(1, total / problem.devices);
+    price_ = 20.0 * static_cast<double>(total) / static_cast<double>(std::max<int64_t>(1, memory));
+    for (int32_t tensor = 0; tensor < problem.tensors; ++tensor) {
+      for (int32_t consumer : Row(problem.consumers, tensor)) {
+        ++reads(tensor, device_[problem.group[consumer]]);
+      }
+    }
+  }
+
+  int32_t device(int32_t group) const { return device_[group]; }
+  int64_t mean() const { return mean_; }
+
+  // Moves the group; by how much the cost changes.
+  double move(int32_t group, int32_t to) {
+    const int32_t from = device_[group];
+    if (from == to) return 0;
+    const int32_t pool_from = problem_.pool[from], pool_to = problem_.pool[to];
+    double before = balance(from) + balance(to), after;
+    if (pool_from != pool_to) before += excess(pool_from) + excess(pool_to);
+    work_[from] -= work(group, from);
+    work_[to] += work(group, to);
+    filled_[pool_from] -= loads_[group];
+    filled_[pool_to] += loads_[group];
+    after = balance(from) + balance(to);
+    if (pool_from != pool_to) after += excess(pool_from) + excess(pool_to);
+    int64_t cut = 0;
+    for (int32_t op : Row(problem_.group_ops, group)) {
+      for (int32_t tensor : Row(problem_.inputs, op)) {
+        const int32_t home = device_[problem_.group[problem_.producer[tensor]]];
+        if (--reads(tensor, from) == 0) cut -= sent(tensor, home, from);
+        if (reads(tensor, to)++ == 0) cut += sent(tensor, home, to);
+      }
+    }
+    for (int32_t op : Row(problem_.group_ops, group)) {
+      for (int32_t tensor : Row(problem_.outputs, op)) {
+        if (problem_.consumers.size(tensor) == 0) continue;
+        for (int32_t d = 0; d < problem_.devices; ++d) {
+          if (reads(tensor, d) > 0) cut += sent(tensor, to, d) - sent(tensor, from, d);
+        }
+      }
+    }
+    device_[group] = to;
+    return after - before + cut_weight_ * static_cast<double>(cut);
+  }
+
+ private:
+  int64_t work(int32_t group, int32_t device) const {
+    int64_t sum = 0;
+    for (int32_t op : Row(problem_.group_ops, group)) sum += problem_.duration(op, device);
+    return sum;
+  }
+  int32_t& reads(int32_t tensor, int32_t device) {
+    return readers_[static_cast<int64_t>(tensor) * problem_.devices + device];
+  }
+  // A path that does not exist counts as very dear.
+  int64_t sent(int32_t tensor, int32_t src, int32_t dst) const {
+    if (src == dst) return 0;
+    if (!problem_.has_path(src, dst)) return 100 * mean_;
+    if (problem_.pool[src] == problem_.pool[dst]) return problem_.latency_ns(src, dst);
+    return problem_.transfer_ns(tensor, src, dst);
+  }
+  double balance(int32_t device) const {
+    const double work = static_cast<double>(work_[device]);
+    return work * work / static_cast<double>(mean_);
+  }
+  double excess(int32_t pool) const {
+    return price_ * static_cast<double>(std::max<int64_t>(0, filled_[pool] - problem_.memory[pool]));
+  }
+
+  const Problem& problem_;
+  const std::vector<int64_t>& loads_;
+  const double cut_weight_;
+  std::vector<int32_t> device_;   // per group
+  std::vector<int32_t> readers_;  // per tensor and device, how many consumers are there
+  std::vector<int64_t> work_, filled_;
+  int64_t mean_ = 1;
+  double price_ = 0;
+};
+
+}  // namespace
+
+std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
+                                      const std::vector<std::vector<int32_t>>& clusters,
+                                      const std::vector<int64_t>& loads, double cut_weight,
+                                      int64_t moves, uint64_t seed) {
+  std::vector<int32_t> result(devices);
+  if (problem.devices == 1 || problem.groups == 0) return result;
+  Partition partition(problem, devices, loads, cut_weight);
+  Random random(seed);
+  std::vector<Rows> levels;
+  for (const std::vector<int32_t>& cluster : clusters) levels.push_back(members_of(cluster));
+  std::vector<int32_t> best(problem.groups);
+  for (int32_t group = 0; group < problem.groups; ++group) best[group] = partition.device(group);
+  double cost = 0, least = 0;
+  std::vector<std::pair<int32_t, int32_t>> moved;
+  const double scale = static_cast<double>(partition.mean());
+  for (int64_t step = 0; step < moves; ++step) {
+    const double progress = static_cast<double>(step) / static_cast<double>(moves);
+    const double heat = scale * 0.3 * std::pow(1e-4, progress);
+    const int32_t group = random.below(problem.groups), here = partition.device(group);
+    int32_t there = random.below(problem.devices - 1);
+    there += there >= here ? 1 : 0;
+    if (random.below(4) > 0) {
+      // Where a neighbor is.
+      const int32_t op =
+          problem.group_ops.first(group)[random.below(
+              static_cast<int32_t>(problem.group_ops.size(group)))];
+      const int32_t other = random_neighbor(problem, op, random);
+      if (other >= 0 && partition.device(problem.group[other]) != here) {
+        there = partition.device(problem.group[other]);
+      }
+    }
+    moved.clear();
+    double change = 0;
+    const auto move = [&](int32_t which, int32_t to) {
+      if (!problem.allows(which, to)) return;
+      moved.emplace_back(which, partition.device(which));
+      change += partition.move(which, to);
+    };
+    const int32_t kind = random.below(8);
+    if (kind < 4) {
+      move(group, there);
+    } else if (kind < 6) {
+      const int32_t other = random.below(problem.groups);
+      if (partition.device(other) != here) {
+        const int32_t at = partition.device(other);
+        move(group, at);
+        move(other, here);
+      }
+    } else if (!levels.empty()) {
+      const int32_t level = random.below(static_cast<int32_t>(levels.size()));
+      for (int32_t member : Row(levels[level], clusters[level][group])) {
+        if (partition.device(member) == here) move(member, there);
+      }
+      step += static_cast<int64_t>(moved.size());
+    }
+    if (moved.empty()) continue;
+    if (change <= -heat * std::log(random.unit())) {
+      cost += change;
+      if (cost < least - 1e-6 * scale) {
+        least = cost;
+        for (int32_t g = 0; g < problem.groups; ++g) best[g] = partition.device(g);
+      }
+    } else {
+      while (!moved.empty()) {
+        partition.move(moved.back().first, moved.back().second);
+        moved.pop_back();
+      }
+    }
+  }
+  for (int32_t op = 0; op < problem.ops; ++op) result[op] = best[problem.group[op]];
+  return result;
+}
+
+}  // namespace baechi
