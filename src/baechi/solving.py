@@ -21,6 +21,7 @@ from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
+from baechi.placers.mincut import Metis
 from baechi.placers.packing import arrangements
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
@@ -40,6 +41,7 @@ _PLACERS: Final[dict[str, Placer]] = {
         HEFT(),
         PEFT(),
         Contiguous(),
+        Metis(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -63,7 +65,7 @@ def solve(
         graph: What to place.
         cluster: What is left to place it on.
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
-            `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
+            `"metis"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
 
     Raises:
