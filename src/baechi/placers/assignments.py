@@ -22,6 +22,8 @@ from baechi.simulation import fits_memory
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))
 # Moments of a step whose memory is looked at: the work of a split grows with them.
 _MOMENTS: Final = 32
+# Up to so many devices a partition is made for, and up to twice as many as it needs.
+_DEVICES: Final = 32
 # Of many assignments so many are also scheduled anew, which is dearer than to follow an order.
 _REORDERED: Final = 8
 
@@ -141,6 +143,21 @@ def most_devices(problem: Problem) -> int:
     most: int | None = getattr(problem, "max_devices", None)
     n = len(problem.device_pool)
     return n if most is None else min(n, most)
+
+
+def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
+    """The fewest of some devices, in their order, that hold so much, and the most to look at.
+
+    Splits over very many devices cost much to look for, and their parts are too small to gain.
+
+    Args:
+        problem: Graph and cluster.
+        memory: Of the devices, in their order.
+        need: What they must hold.
+    """
+    most = min(most_devices(problem), len(memory))
+    fewest = min(most, 1 + int(np.searchsorted(np.cumsum(memory[:most]), need)))
+    return fewest, min(most, max(_DEVICES, 2 * fewest))
 
 
 def shortest_assignment(

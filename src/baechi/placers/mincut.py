@@ -28,8 +28,8 @@ from baechi.errors import InputError
 from baechi.placement import Placement
 from baechi.placers.assignments import (
     allowed_devices,
+    device_range,
     live_loads,
-    most_devices,
     shortest_assignment,
 )
 from baechi.placers.base import Placer
@@ -176,10 +176,10 @@ def _tasks(problem: Problem, net: _Net) -> Iterator[tuple[tuple[int, ...], _Bala
         range(len(memory)),
         key=lambda d: (times[d], -memory[d], d) if ample else (-memory[d], times[d], d),
     )
-    most = min(most_devices(problem), max(1, len(held) // _GROUPS_PER_PART))
     need = int(net.loads.sum(axis=1).max(initial=0))
-    filled = np.cumsum([memory[device] for device in ranked[:most]])
-    fewest = min(most, 1 + int(np.searchsorted(filled, need)))
+    fewest, most = device_range(problem, [memory[device] for device in ranked], need)
+    most = min(most, max(1, len(held) // _GROUPS_PER_PART))
+    fewest = min(fewest, most)
     for count in sorted({round(k) for k in np.linspace(fewest, most, _COUNTS)} | {fewest}):
         devices = tuple(ranked[:count])
         sizes, speeds = [max(1, memory[d]) for d in devices], [1 / times[d] for d in devices]
