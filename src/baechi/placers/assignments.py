@@ -145,6 +145,12 @@ def most_devices(problem: Problem) -> int:
     return n if most is None else min(n, most)
 
 
+def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
+    """Whether every op may be on its device, and no more devices are used than may be."""
+    there = allowed_devices(problem)[devices, np.array(problem.op_group, np.int64)]
+    return bool(there.all()) and len(set(devices.tolist())) <= most_devices(problem)
+
+
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
     """The fewest of some devices, in their order, that hold so much, and the most to look at.
 
@@ -170,14 +176,15 @@ def shortest_assignment(
 
     Args:
         problem: Graph and cluster.
-        candidates: Device of every group, and a topological order of the ops.
+        candidates: Device of every group, and a topological order of the ops; those that use
+            devices which they may not are left out.
         placer: Its name.
     """
     rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
     for assignment, order in candidates.items():
         timeline = problem.timeline()
         devices = op_devices(problem, assignment)
-        if in_order(timeline, devices, order):
+        if is_allowed(problem, devices) and in_order(timeline, devices, order):
             rated.append((timeline.makespan(), fits_memory(problem, timeline), devices, order))
     rated.sort(key=lambda row: row[0])
     best: _core.Timeline | None = None

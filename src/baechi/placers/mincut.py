@@ -77,15 +77,13 @@ class Metis(Placer):
             )
         net = _Net.of(problem)
         order = range(len(problem.graph.ops))
-        allowed = allowed_devices(problem)
         candidates: dict[tuple[int, ...], range] = {}
         for parts, devices in _partitions(problem, net, self.seed):
             assignment = np.array(devices, np.int64)[parts]
             repaired = _Repair(problem, net, assignment, devices).repaired()
             if repaired is not None:
                 candidates.setdefault(repaired, order)
-            if allowed[assignment, np.arange(len(assignment))].all():
-                candidates.setdefault(tuple(assignment.tolist()), order)
+            candidates.setdefault(tuple(assignment.tolist()), order)
         return shortest_assignment(problem, candidates, self.name)
 
 
