@@ -105,11 +105,7 @@ class InsertionModel {
 
   // The earliest start, if the op may go there.
   std::optional<int64_t> start_on(int32_t op, int32_t device) const {
-    const int32_t group = problem_.group[op];
-    if (group_device_[group] < 0 ? loads_[group] > room_[problem_.pool[device]]
-                                 : group_device_[group] != device) {
-      return std::nullopt;
-    }
+    if (!has_room(problem_.group[op], device)) return std::nullopt;
     int64_t ready = 0;
     for (int32_t tensor : Row(problem_.inputs, op)) {
       const int32_t producer = problem_.producer[tensor];
@@ -152,6 +148,11 @@ class InsertionModel {
   int64_t start(int32_t op) const { return start_[op]; }
 
  private:
+  bool has_room(int32_t group, int32_t device) const {
+    if (group_device_[group] >= 0) return group_device_[group] == device;
+    return loads_[group] <= room_[problem_.pool[device]];
+  }
+
   using Gaps = std::map<int64_t, int64_t>;  // start to end
 
   const Problem& problem_;

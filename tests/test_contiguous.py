@@ -7,9 +7,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import Cluster, Contiguous, Device, Link, Op, OpGraph, Tensor, _core, simulate, solve
+from baechi import (
+    Cluster,
+    Contiguous,
+    Device,
+    Link,
+    Metis,
+    Op,
+    OpGraph,
+    Tensor,
+    _core,
+    simulate,
+    solve,
+)
 from baechi.placers import assignments, contiguous
-from baechi.placers.assignments import live_loads, shortest_assignment
+from baechi.placers.assignments import device_range, is_allowed, live_loads, shortest_assignment
 from baechi.problem import Problem
 from oracle import Oracle
 from strategies import clusters, graphs
@@ -177,13 +189,36 @@ def test_devices_of_a_pool_share_its_memory_or_leave_it_to_the_fastest():
         Device("large", 400, 0.25),
     ]
     problem = Problem(chain([1]), Cluster.connected(devices, LINK))
-    assert contiguous._rows_of_devices(problem) == [
+    assert contiguous._rows_of_devices(problem, 20) == [
         ((2, 1, 0), (400, 50, 50)),
         ((1, 0, 2), (50, 50, 400)),
         ((0, 1, 2), (50, 50, 400)),
         ((2, 1), (400, 100)),
         ((1, 2), (100, 400)),
     ]
+
+
+def test_of_very_many_devices_some_are_looked_at():
+    problem = Problem(chain([1]), Cluster.uniform(100, 10, LINK))
+    assert device_range(problem, [10] * 100, 30) == (3, 32)
+    assert device_range(problem, [10] * 100, 400) == (40, 80)
+    assert device_range(problem, [10] * 5, 400) == (5, 5)
+
+
+@pytest.mark.parametrize("placer", [Contiguous(), Metis()])
+def test_forbidden_devices_are_left_out(placer):
+    problem = Problem(chain([5, 1, 7, 4, 2, 9, 3, 8]), Cluster.uniform(3, 100, LINK))
+    allowed = np.ones((3, 9), np.bool_)
+    allowed[0, 6:] = allowed[1, :3] = allowed[2] = False
+    problem.__dict__["allowed"] = allowed
+    devices = placer.place(problem).devices
+    assert devices[:3] == (0, 0, 0)
+    assert devices[6:] == (1, 1, 1)
+    assert set(devices) == {0, 1}
+    assert is_allowed(problem, np.array(devices, np.int32))
+    problem.__dict__["max_devices"] = 1
+    assert not is_allowed(problem, np.array(devices, np.int32))
+    assert placer.place(problem) is None
 
 
 def test_an_assignment_that_fits_in_one_order_only_is_found():

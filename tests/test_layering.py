@@ -52,6 +52,7 @@ ALLOWED = {
     "placers.assignments": {"placers.base", "simulation"},
     "placers.contiguous": {"placers.assignments", "placers.base"},
     "placers.heft": {"placers.assignments", "placers.base", "placers.etf", "simulation"},
+    "placers.mincut": {"placers.assignments", "placers.base"},
     "placers.peft": {"placers.base", "placers.heft"},
     "placers.packing": {
         "placers.assignments",
@@ -78,6 +79,7 @@ ALLOWED = {
         "placers.contiguous",
         "placers.etf",
         "placers.heft",
+        "placers.mincut",
         "placers.packing",
         "placers.peft",
         "placers.sct",

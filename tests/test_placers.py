@@ -18,6 +18,7 @@ from baechi import (
     Device,
     InputError,
     Link,
+    Metis,
     MTopo,
     Op,
     OpGraph,
@@ -44,6 +45,7 @@ SEARCHING = (
     HEFT(),
     PEFT(),
     Contiguous(),
+    Metis(),
     Packing(),
     Auto(),
 )

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from baechi.placers.contiguous import Contiguous as Contiguous
     from baechi.placers.etf import METF as METF
     from baechi.placers.heft import HEFT as HEFT
+    from baechi.placers.mincut import Metis as Metis
     from baechi.placers.peft import PEFT as PEFT
     from baechi.placers.sct import MSCT as MSCT
     from baechi.placers.topo import MTopo as MTopo
@@ -72,6 +73,7 @@ _HOMES = {
     "baechi.placers.contiguous": ("Contiguous",),
     "baechi.placers.etf": ("METF",),
     "baechi.placers.heft": ("HEFT",),
+    "baechi.placers.mincut": ("Metis",),
     "baechi.placers.peft": ("PEFT",),
     "baechi.placers.sct": ("MSCT",),
     "baechi.placers.topo": ("MTopo",),

@@ -25,6 +25,7 @@ from baechi.placers.choices import device_choices, device_kinds
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
+from baechi.placers.mincut import Metis
 from baechi.placers.packing import arrangements
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
@@ -44,6 +45,7 @@ _PLACERS: Final[dict[str, Placer]] = {
         HEFT(),
         PEFT(),
         Contiguous(),
+        Metis(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -77,7 +79,7 @@ def solve(
         graph: What to place.
         cluster: What is left to place it on.
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
-            `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
+            `"metis"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
         constraints: What the placement must respect besides memory.
 

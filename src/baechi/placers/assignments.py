@@ -22,6 +22,8 @@ from baechi.simulation import fits_memory
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))
 # Moments of a step whose memory is looked at: the work of a split grows with them.
 _MOMENTS: Final = 32
+# Up to so many devices a partition is made for, and up to twice as many as it needs.
+_DEVICES: Final = 32
 # Of many assignments so many are also scheduled anew, which is dearer than to follow an order.
 _REORDERED: Final = 8
 
@@ -148,6 +150,27 @@ def most_devices(problem: Problem) -> int:
     return n if most is None else min(n, most)
 
 
+def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
+    """Whether every op may be on its device, and no more devices are used than may be."""
+    there = allowed_devices(problem)[devices, np.array(problem.op_group, np.int64)]
+    return bool(there.all()) and len(set(devices.tolist())) <= most_devices(problem)
+
+
+def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
+    """The fewest of some devices, in their order, that hold so much, and the most to look at.
+
+    Splits over very many devices cost much to look for, and their parts are too small to gain.
+
+    Args:
+        problem: Graph and cluster.
+        memory: Of the devices, in their order.
+        need: What they must hold.
+    """
+    most = min(most_devices(problem), len(memory))
+    fewest = min(most, 1 + int(np.searchsorted(np.cumsum(memory[:most]), need)))
+    return fewest, min(most, max(_DEVICES, 2 * fewest))
+
+
 def shortest_assignment(
     problem: Problem, candidates: Mapping[tuple[int, ...], Sequence[int]], placer: str
 ) -> Placement | None:
@@ -158,14 +181,15 @@ def shortest_assignment(
 
     Args:
         problem: Graph and cluster.
-        candidates: Device of every group, and a topological order of the ops.
+        candidates: Device of every group, and a topological order of the ops; those that use
+            devices which they may not are left out.
         placer: Its name.
     """
     rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
     for assignment, order in candidates.items():
         timeline = problem.timeline()
         devices = op_devices(problem, assignment)
-        if in_order(timeline, devices, order):
+        if is_allowed(problem, devices) and in_order(timeline, devices, order):
             rated.append((timeline.makespan(), fits_memory(problem, timeline), devices, order))
     rated.sort(key=lambda row: row[0])
     best: _core.Timeline | None = None

@@ -33,14 +33,14 @@ from baechi import _core
 from baechi.placement import Placement
 from baechi.placers.assignments import (
     allowed_devices,
+    device_range,
     live_loads,
-    most_devices,
     shortest_assignment,
 )
 from baechi.placers.base import HEADROOMS, Placer
 from baechi.problem import Problem
 
-# Steps of one dynamic program: some tens of milliseconds, and 2,048 blocks for 8 devices.
+# Steps of one dynamic program: some tens of milliseconds; 2,048 blocks for 8 devices.
 _WORK: Final = 2**25
 # Splits of one program that are judged: those over the fewest devices, the most, and some between.
 _SPLITS: Final = 8
@@ -100,15 +100,16 @@ def _splits(problem: Problem, order: tuple[int, ...], headroom: float) -> Iterat
     row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
     allowed = allowed_devices(problem).astype(np.uint8).reshape(-1)
-    loads = live_loads(problem, order).reshape(-1)
-    for devices, caps in _rows_of_devices(problem):
+    loads = live_loads(problem, order)
+    need = int(loads.sum(axis=1).max(initial=0))
+    for devices, caps in _rows_of_devices(problem, need):
         blocks, block = _blocks(problem, row, costs, len(devices))
         for bottleneck in (False, True):
             splits = _core.contiguous_splits(
                 problem.core,
                 blocks=blocks,
                 block=block,
-                loads=loads,
+                loads=loads.reshape(-1),
                 costs=costs,
                 devices=np.array(devices, np.int32),
                 caps=np.array([cap - int(cap * headroom) for cap in caps], np.int64),
@@ -120,8 +121,8 @@ def _splits(problem: Problem, order: tuple[int, ...], headroom: float) -> Iterat
                     yield tuple(np.array(splits[index], np.int32)[block].tolist())
 
 
-def _rows_of_devices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Orders of the devices, and what the groups on each may load.
+def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Orders of the devices, and what the groups on each may load, where all need so much.
 
     The devices of a pool have equal shares of its memory; once more only the fastest of each pool,
     with all of it.
@@ -138,8 +139,9 @@ def _rows_of_devices(problem: Problem) -> list[tuple[tuple[int, ...], tuple[int,
         by_memory = sorted((-caps[device], times[device], device) for device in devices)
         by_speed = sorted((times[device], -caps[device], device) for device in devices)
         for row in ([d for *_, d in by_memory], [d for *_, d in by_speed], sorted(devices)):
-            used = tuple(row[: most_devices(problem)])
-            rows[used, tuple(caps[device] for device in used)] = None
+            memory = tuple(caps[device] for device in row)
+            _, most = device_range(problem, memory, need)
+            rows[tuple(row[:most]), memory[:most]] = None
     return list(rows)
 
 

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.assignments import distinct_loads, shortest
+from baechi.placers.assignments import distinct_loads, is_allowed, shortest
 from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import past_dead_ends
 from baechi.problem import Problem
@@ -91,5 +91,8 @@ def _schedules(
     for loads in distinct_loads(problem):
         timeline = problem.timeline()
         inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
-        if inserted and fits_memory(problem, timeline):
-            yield placement_of(problem, timeline, placer, {"schedule": "inserted"})
+        if not inserted or not fits_memory(problem, timeline):
+            continue
+        placement = placement_of(problem, timeline, placer, {"schedule": "inserted"})
+        if is_allowed(problem, np.array(placement.devices, np.int32)):
+            yield placement
