@@ -83,8 +83,8 @@ void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> gro
   problem->durations = vector_of(durations);
   problem->pool = vector_of(pool);
   problem->memory = vector_of(memory);
-  problem->latency = vector_of(latency);
-  problem->rate = vector_of(rate);
+  problem->latency = {vector_of(latency)};
+  problem->rate = {vector_of(rate)};
   problem->ports = static_cast<Ports>(ports);
   problem->allowed = vector_of(allowed);
   problem->max_devices = max_devices;

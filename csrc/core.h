@@ -35,6 +35,15 @@ struct Row {
   const int32_t* end() const { return to; }
 };
 
+// A number per source and destination: table[src * devices + dst], or one number for all of them.
+struct PairTable {
+  std::vector<int64_t> values;
+
+  int64_t operator[](int64_t at) const {
+    return values[values.size() == 1 ? 0 : static_cast<size_t>(at)];
+  }
+};
+
 struct Problem {
   int32_t ops = 0, tensors = 0, devices = 0, pools = 0, groups = 0;
 
@@ -55,8 +64,7 @@ struct Problem {
   std::vector<int32_t> pool;          // per device; a device without a pool is alone in its own
   Rows pool_devices;                  // per pool, devices ascending
   std::vector<int64_t> memory;        // per pool
-  std::vector<int64_t> latency;       // latency[src * devices + dst]; or one number for all
-  std::vector<int64_t> rate;          // likewise; bytes per second; 0 is no path
+  PairTable latency, rate;            // ns, and bytes per second; rate 0 is no path
   Ports ports = Ports::kDuplex;
   std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
   int32_t max_devices = INT32_MAX;  // how many devices may be used
@@ -77,9 +85,7 @@ struct Problem {
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const;
 
  private:
-  int64_t link(int32_t src, int32_t dst) const {
-    return rate.size() == 1 ? 0 : static_cast<int64_t>(src) * devices + dst;
-  }
+  int64_t link(int32_t src, int32_t dst) const { return static_cast<int64_t>(src) * devices + dst; }
 };
 
 // The memory in use over time, as a treap of changes: O(log changes) to add and to ask.

@@ -150,7 +150,7 @@ class InsertionModel {
  private:
   bool has_room(int32_t group, int32_t device) const {
     if (group_device_[group] >= 0) return group_device_[group] == device;
-    return loads_[group] <= room_[problem_.pool[device]];
+    return problem_.allows(group, device) && loads_[group] <= room_[problem_.pool[device]];
   }
 
   using Gaps = std::map<int64_t, int64_t>;  // start to end

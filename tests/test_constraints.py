@@ -244,6 +244,17 @@ def test_an_answer_respects_the_constraints(data, name, effort):
     assert solve(graph, cluster, name, effort=effort, constraints=rules) == placement
 
 
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.sampled_from(EFFORTS))
+def test_auto_is_never_worse_than_a_single_device_that_may_take_all(data, effort):
+    graph, cluster = data.draw(graphs()), data.draw(clusters())
+    rules = data.draw(constraints_for(graph, cluster))
+    single = SingleDevice().place(Problem(graph, cluster, rules))
+    if single is not None:
+        chosen = solve(graph, cluster, effort=effort, constraints=rules)
+        assert chosen.stats["makespan_ns"] <= single.stats["makespan_ns"]
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(FIXED))
 def test_what_does_not_search_respects_them_too_or_says_why_not(data, name):

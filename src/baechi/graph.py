@@ -51,7 +51,7 @@ class Op:
             and 0 <= self.time_ns <= INT64_MAX
             and 0 <= self.persistent_bytes <= INT64_MAX
             and 0 <= self.workspace_bytes <= INT64_MAX
-            and self.group is None
+            and (self.group is None or (type(self.group) is str and self.group))
         ):
             return
         check_name(self.name, "op name")

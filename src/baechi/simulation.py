@@ -14,6 +14,8 @@ placer predicted and what the simulator says are the same number. The rules:
   transfer out), copies received (from their transfer's start to the end of their last consumer
   there), and the workspace of running ops. Tensors that are kept, or that nobody consumes, stay to
   the end of the step. Intervals are half-open, [start, end).
+- Constraints say where a group may be, how many devices may be used, and how much of a memory is
+  not there.
 
 The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/oracle.py`.
 """

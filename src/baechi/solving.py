@@ -55,7 +55,7 @@ _PLACERS: Final[dict[str, Placer]] = {
 _EVERY: Final = -1
 _NONE: Final = -2
 # Choices of devices that are tried at least, to find a good one, where their number is limited.
-_CHOICES: Final = 6
+_CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
 # Devices that an error text lists.
 _LISTED: Final = 8
 # Up to how many ops the missing memory is found to the byte. Above, each of the thirty or more
@@ -120,11 +120,15 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
         return _attempt_freely(problem, placer, effort)
     found: list[Placement] = []
     for tried, devices in enumerate(device_choices(problem)):
-        if found and tried >= _CHOICES:
+        if found and tried >= _CHOICES[effort]:
             break
         placement = _attempt_freely(problem.within(devices), placer, effort)
         if placement is not None:
             found.append(placement)
+    if isinstance(placer, Auto):
+        # The best single device may be in none of the choices.
+        single = best([("single", SingleDevice().place(problem))], placer.name)
+        found += [single] if single is not None else []
     # What takes only a few devices by itself may find one that none of the choices allows.
     return shortest(iter(found) if found else arrangements(problem))
 
@@ -263,7 +267,7 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
 def _is_arranged(problem: Problem) -> bool:
     """Whether `placers/packing.py` finds a placement."""
-    rows = itertools.islice(device_choices(problem), _CHOICES)
+    rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):
         narrowed = linked(choice)

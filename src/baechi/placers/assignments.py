@@ -137,7 +137,7 @@ def _reserve(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int
 
 def allowed_devices(problem: Problem) -> NDArray[np.bool_]:
     """For every device and group, whether the group may go there."""
-    allowed: NDArray[np.bool_] | None = getattr(problem, "allowed", None)
+    allowed = problem.allowed
     if allowed is None:
         return np.ones((len(problem.device_pool), len(problem.group_ops)), np.bool_)
     return allowed
@@ -145,7 +145,7 @@ def allowed_devices(problem: Problem) -> NDArray[np.bool_]:
 
 def most_devices(problem: Problem) -> int:
     """How many devices may be used."""
-    most: int | None = getattr(problem, "max_devices", None)
+    most = problem.max_devices
     n = len(problem.device_pool)
     return n if most is None else min(n, most)
 
