@@ -15,6 +15,7 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace baechi {
+extern double K[16];
 namespace {
 
 template <typename T>
@@ -111,12 +112,12 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
 // Devices and order, and what they take: makespan, overflow, evaluations.
 std::tuple<std::vector<int32_t>, std::vector<int32_t>, int64_t, int64_t, int64_t> search(
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
-    const std::vector<Array<int32_t>>& clusters, int64_t budget, uint64_t seed) {
+    const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed) {
   const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
   std::vector<std::vector<int32_t>> levels;
   for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
   nb::gil_scoped_release unlocked;
-  Found found = local_search(problem, start, launches, levels, budget, seed);
+  Found found = local_search(problem, start, launches, levels, budget, target, seed);
   return {std::move(found.devices), std::move(found.order), found.makespan, found.overflow,
           found.evaluations};
 }
@@ -281,8 +282,9 @@ NB_MODULE(_core, m) {
         return array_of(std::move(order));
       },
       "problem"_a, "devices"_a);
+  m.def("tune", [](std::vector<double> k) { for (size_t i = 0; i < k.size(); ++i) K[i] = k[i]; });
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
-        "seed"_a);
+        "target"_a, "seed"_a);
 
   m.def(
       "heads_and_tails",

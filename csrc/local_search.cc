@@ -19,6 +19,9 @@ namespace baechi {
 
 namespace {
 
+}  // namespace
+double K[16] = {3, 0.1, 1e-4, 0.4, 1024, 8, 1, 1, 1, 1, 1};
+namespace {
 class Search {
  public:
   Search(const Problem& problem, const std::vector<int32_t>& devices,
@@ -31,7 +34,7 @@ class Search {
     for (const std::vector<int32_t>& cluster : clusters) levels_.push_back(members_of(cluster));
   }
 
-  Found run(int64_t budget) {
+  Found run(int64_t budget, int64_t target) {
     current_ = state();
     remember();
     if (problem_.ops == 0) return best_;
@@ -41,13 +44,16 @@ class Search {
                    static_cast<double>(std::max<int64_t>(1, memory));
     price_ = least_price_ * 100;
     relist();
+    int64_t work = 0;
+    for (int32_t device = 0; device < problem_.devices; ++device) work += trial_.work(device);
+    const double scale = static_cast<double>(work) / problem_.ops;
     const int64_t begin = spent();
-    while (spent() < budget) {
+    while (spent() < budget && (best_.overflow > 0 || best_.makespan > target)) {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * kCycles - std::floor(progress * kCycles);
       const double heat =
-          static_cast<double>(best_.makespan) * kHot * std::pow(kCold / kHot, cycle);
+          scale * kHot * std::pow(kCold / kHot, cycle);
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
@@ -59,7 +65,9 @@ class Search {
       if (listing) list();
       const double worse = -heat * std::log(random_.unit());
       const int64_t limit = cost(current_) + static_cast<int64_t>(worse * kWeight);
-      if (!trial_.evaluate(limit / kWeight)) {
+      const int64_t dear =
+          static_cast<int64_t>(static_cast<double>(trial_.least_overflow()) * price_);
+      if (dear > limit || !trial_.evaluate((limit - dear) / kWeight)) {
         trial_.undo();
         continue;
       }
@@ -77,8 +85,8 @@ class Search {
   }
 
  private:
-  static constexpr double kCycles = 3, kHot = 1e-3, kCold = 1e-6, kListing = 0.4;
-  static constexpr int64_t kWeight = 64;
+  double kCycles = K[0], kHot = K[1], kCold = K[2], kListing = K[3];
+  int64_t kWeight = (int64_t)K[4];
 
   // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
@@ -144,7 +152,7 @@ class Search {
 
   // An op that makes the step long, or any.
   int32_t pick() {
-    return random_.below(2) == 0 && !critical_.empty()
+    return random_.below(16) < K[5] && !critical_.empty()
                ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
                : random_.below(problem_.ops);
   }
@@ -159,6 +167,7 @@ class Search {
 
   bool move(int32_t group, int32_t device) {
     if (trial_.device(*problem_.group_ops.first(group)) == device) return false;
+    if (!problem_.allows(group, device)) return false;
     trial_.move_group(group, device);
     return true;
   }
@@ -177,12 +186,11 @@ class Search {
     if (levels_.empty()) return false;
     const int32_t level = random_.below(static_cast<int32_t>(levels_.size()));
     const int32_t here = trial_.device(op);
+    bool moved = false;
     for (int32_t group : Row(levels_[level], cluster_of_[level][problem_.group[op]])) {
-      if (trial_.device(*problem_.group_ops.first(group)) == here) {
-        trial_.move_group(group, device);
-      }
+      if (trial_.device(*problem_.group_ops.first(group)) == here) moved |= move(group, device);
     }
-    return true;
+    return moved;
   }
 
   // Two groups change places.
@@ -196,9 +204,7 @@ class Search {
     }
     const int32_t there = trial_.device(other);
     if (here == there) return false;
-    trial_.move_group(problem_.group[op], there);
-    trial_.move_group(problem_.group[other], here);
-    return true;
+    return move(problem_.group[op], there) && move(problem_.group[other], here);
   }
 
   // Some ops in a row on one device, from this one on forward or backward, to another device.
@@ -206,13 +212,14 @@ class Search {
     const int32_t here = trial_.device(op), step = random_.below(2) == 0 ? 1 : -1;
     int32_t left = 2 + random_.below(1 << (1 + random_.below(6)));
     const std::vector<int32_t>& order = trial_.order();
+    bool moved = false;
     for (int32_t at = trial_.position(op); at >= 0 && at < problem_.ops && left > 0; at += step) {
       if (trial_.device(order[at]) == here) {
-        trial_.move_group(problem_.group[order[at]], device);
+        moved |= move(problem_.group[order[at]], device);
         --left;
       }
     }
-    return true;
+    return moved;
   }
 
   // Earlier or later in the order, past one or more ops of its device.
@@ -285,8 +292,8 @@ Rows members_of(const std::vector<int32_t>& cluster) {
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   uint64_t seed) {
-  return Search(problem, devices, order, clusters, seed).run(budget);
+                   int64_t target, uint64_t seed) {
+  return Search(problem, devices, order, clusters, seed).run(budget, target);
 }
 
 }  // namespace baechi

@@ -16,11 +16,12 @@ struct Found {
 
 // The best placement met from a start on, never worse than it. `devices` per op, groups together;
 // `order` topological; `clusters` per level and group a cluster of groups that may move as one;
-// `budget` in evaluated ops.
+// `budget` in evaluated ops; it ends before
+// where a placement that fits takes `target` or less.
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   uint64_t seed);
+                   int64_t target, uint64_t seed);
 
 // Devices per op that balance the work and cut little, whatever the order; from a start on. `loads`
 // are bytes per group, and a ns of transfer counts as `cut_weight` ns of work.

@@ -45,8 +45,11 @@ void Trial::reset(const std::vector<int32_t>& devices, const std::vector<int32_t
     work_[device_[op]] += problem_.duration(op, device_[op]);
   }
   groups_on_.assign(problem_.devices, 0);
+  held_bytes_.assign(problem_.pools, 0);
   for (int32_t group = 0; group < problem_.groups; ++group) {
-    ++groups_on_[device_[*problem_.group_ops.first(group)]];
+    const int32_t device = device_[*problem_.group_ops.first(group)];
+    ++groups_on_[device];
+    held_bytes_[problem_.pool[device]] += problem_.group_persistent[group];
   }
   for (Copy& copy : copies_) copy.by = -1;
   sent_.clear();
@@ -67,6 +70,8 @@ void Trial::move_group(int32_t group, int32_t device) {
   moved_.push_back({Moved::kGroup, group, from});
   --groups_on_[from];
   ++groups_on_[device];
+  held_bytes_[problem_.pool[from]] -= problem_.group_persistent[group];
+  held_bytes_[problem_.pool[device]] += problem_.group_persistent[group];
   for (int32_t op : Row(problem_.group_ops, group)) {
     work_[from] -= problem_.duration(op, from);
     work_[device] += problem_.duration(op, device);
@@ -186,7 +191,7 @@ bool Trial::commit(int32_t op) {
     }
     const int64_t at = static_cast<int64_t>(transfer.tensor) * problem_.pools + pool;
     old_copies_.emplace_back(at, copies_[at]);
-    copies_[at] = {begin, arrival, 0, op, device, epoch_};
+    copies_[at] = {begin, arrival, 0, op, device, epoch_, 0};
     sending_.push_back(at);
     ready = std::max(ready, arrival);
   }
@@ -198,8 +203,8 @@ bool Trial::commit(int32_t op) {
 
 // How many of `sent_` the order before `base_` has made.
 int32_t Trial::sent_before() const {
-  if (base_ == 0) return 0;
   if (base_ >= problem_.ops) return static_cast<int32_t>(sent_.size());
+  if (base_ == 0) return 0;
   const size_t index = static_cast<size_t>(base_ / kStride);
   return sent_before_[2 * index + live_[index]];
 }
@@ -220,7 +225,7 @@ void Trial::keep() {
     }
   }
   moved_.clear();
-  first_ = INT32_MAX;
+  settle();
 }
 
 void Trial::undo() {
@@ -244,16 +249,32 @@ void Trial::undo() {
       for (int32_t i = 0; i < problem_.ops; ++i) position_[order_[i]] = i;
     }
   }
+  settle();
+}
+
+// Nothing has changed since, and nothing is to be undone.
+void Trial::settle() {
+  old_ends_.clear();
+  old_copies_.clear();
+  sending_.clear();
+  base_ = reached_ = problem_.ops;
+  old_makespan_ = makespan_;
+  old_finishes_ = finishes_;
   first_ = INT32_MAX;
+}
+
+int64_t Trial::least_overflow() const {
+  int64_t overflow = 0;
+  for (int32_t pool = 0; pool < problem_.pools; ++pool) {
+    overflow += std::max<int64_t>(0, held_bytes_[pool] - problem_.memory[pool]);
+  }
+  return overflow;
 }
 
 int64_t Trial::overflow() {
   const int32_t pools = problem_.pools;
   std::vector<int64_t> room(problem_.memory);
-  for (int32_t group = 0; group < problem_.groups; ++group) {
-    room[problem_.pool[device_[*problem_.group_ops.first(group)]]] -=
-        problem_.group_persistent[group];
-  }
+  for (int32_t pool = 0; pool < pools; ++pool) room[pool] -= held_bytes_[pool];
   // A bound that needs no order: all that is ever made or received there, as if it stayed.
   std::vector<int64_t> most(pools, 0), workspace(pools, 0);
   for (int32_t op = 0; op < problem_.ops; ++op) {
@@ -272,17 +293,21 @@ int64_t Trial::overflow() {
   }
   evaluations_ += problem_.ops / 4;
   if (ample) return 0;
-  evaluations_ += problem_.ops * 2;
+  evaluations_ += problem_.ops;
   for (auto& events : events_) events.clear();
+  ++seen_;
+  const auto add = [this](int32_t pool, int64_t time, int64_t delta) {
+    if (time < makespan_) events_[pool].push_back({time, delta});
+  };
   for (int32_t op = 0; op < problem_.ops; ++op) {
     const int32_t pool = problem_.pool[device_[op]];
     const int64_t from = start(op);
     const int64_t running = problem_.workspace[op];
     if (running > 0 && end_[op] > from) {
-      events_[pool].push_back({from, problem_.output_bytes[op] + running});
-      events_[pool].push_back({end_[op], -running});
+      add(pool, from, problem_.output_bytes[op] + running);
+      add(pool, end_[op], -running);
     } else if (problem_.output_bytes[op] > 0) {
-      events_[pool].push_back({from, problem_.output_bytes[op]});
+      add(pool, from, problem_.output_bytes[op]);
     }
   }
   for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
@@ -295,26 +320,23 @@ int64_t Trial::overflow() {
       if (pool == home) {
         last = std::max(last, end_[consumer]);
       } else {
+        // Consumers come in index order, not in launch order.
         Copy& there = copy(tensor, pool);
-        last = std::max(last, there.available);
-        if (there.by == consumer) there.last_use = there.available;
+        if (there.seen != seen_) {
+          there.seen = seen_;
+          there.last_use = there.available;
+          last = std::max(last, there.available);
+          held_.push_back(static_cast<int64_t>(tensor) * pools + pool);
+        }
+        there.last_use = std::max(there.last_use, end_[consumer]);
       }
     }
-    for (int32_t consumer : Row(problem_.consumers, tensor)) {
-      const int32_t pool = problem_.pool[device_[consumer]];
-      if (pool == home) continue;
-      Copy& there = copy(tensor, pool);
-      there.last_use = std::max(there.last_use, end_[consumer]);
+    for (int64_t at : held_) {
+      add(static_cast<int32_t>(at % pools), copies_[at].begin, nbytes);
+      add(static_cast<int32_t>(at % pools), copies_[at].last_use, -nbytes);
     }
-    for (int32_t consumer : Row(problem_.consumers, tensor)) {
-      const int32_t pool = problem_.pool[device_[consumer]];
-      if (pool == home) continue;
-      const Copy& there = copy(tensor, pool);
-      if (there.by != consumer) continue;
-      events_[pool].push_back({there.begin, nbytes});
-      events_[pool].push_back({there.last_use, -nbytes});
-    }
-    if (!problem_.kept[tensor]) events_[home].push_back({last, -nbytes});
+    held_.clear();
+    if (!problem_.kept[tensor]) add(home, last, -nbytes);
   }
   int64_t overflow = 0;
   for (int32_t pool = 0; pool < pools; ++pool) {
@@ -323,19 +345,24 @@ int64_t Trial::overflow() {
   return overflow;
 }
 
-// By time, in passes of eleven bits from the lowest on.
+// By time: into as many buckets as events, and then past the few that a bucket has put in disorder.
 void Trial::sort(std::vector<Event>& events) {
-  constexpr int kBits = 11;
-  for (int shift = 0; shift < 63 && makespan_ >> shift != 0; shift += kBits) {
-    std::array<uint32_t, (1u << kBits) + 1> begin{};
-    const auto digit = [shift](const Event& event) {
-      return static_cast<size_t>(event.time >> shift) & ((1u << kBits) - 1);
-    };
-    for (const Event& event : events) ++begin[digit(event) + 1];
-    for (size_t i = 1; i < begin.size(); ++i) begin[i] += begin[i - 1];
-    sorted_.resize(events.size());
-    for (const Event& event : events) sorted_[begin[digit(event)]++] = event;
-    events.swap(sorted_);
+  int bits = 0, shift = 0;
+  while (bits < 16 && (size_t{1} << bits) < events.size()) ++bits;
+  while ((makespan_ >> shift) >= (int64_t{1} << bits)) ++shift;
+  buckets_.assign((size_t{1} << bits) + 1, 0);
+  for (const Event& event : events) ++buckets_[static_cast<size_t>(event.time >> shift) + 1];
+  for (size_t i = 1; i < buckets_.size(); ++i) buckets_[i] += buckets_[i - 1];
+  sorted_.resize(events.size());
+  for (const Event& event : events) {
+    sorted_[buckets_[static_cast<size_t>(event.time >> shift)]++] = event;
+  }
+  events.swap(sorted_);
+  for (size_t i = 1; i < events.size(); ++i) {
+    const Event event = events[i];
+    size_t j = i;
+    for (; j > 0 && events[j - 1].time > event.time; --j) events[j] = events[j - 1];
+    events[j] = event;
   }
 }
 
@@ -349,7 +376,6 @@ int64_t Trial::peak(std::vector<Event>& events, int64_t room) {
   int64_t level = 0, highest = 0;
   for (size_t i = 0; i < events.size();) {
     const int64_t time = events[i].time;
-    if (time >= makespan_) break;
     for (; i < events.size() && events[i].time == time; ++i) level += events[i].delta;
     highest = std::max(highest, level);
   }

@@ -49,6 +49,8 @@ class Trial {
   int64_t finishes() const { return finishes_; }
   // By how many bytes the peaks pass the memory, summed over pools; after `evaluate`.
   int64_t overflow();
+  // The same of persistent bytes alone, which never is more; at any time.
+  int64_t least_overflow() const;
   void keep();
   void undo();
 
@@ -62,7 +64,7 @@ class Trial {
   struct Copy {
     int64_t begin = 0, available = 0, last_use = 0;
     int32_t by = -1, holder = -1;
-    uint32_t epoch = 0;
+    uint32_t epoch = 0, seen = 0;
   };
   struct Planned {
     int64_t produced;
@@ -80,6 +82,7 @@ class Trial {
   }
   int64_t* checkpoint(int32_t index, bool trial);
   bool commit(int32_t op);
+  void settle();
   int32_t sent_before() const;
   void sort(std::vector<Event>& events);
   int64_t peak(std::vector<Event>& events, int64_t room);
@@ -88,6 +91,7 @@ class Trial {
   std::vector<int32_t> device_, order_, position_;
   std::vector<int64_t> end_, work_;
   std::vector<int32_t> groups_on_;
+  std::vector<int64_t> held_bytes_;  // per pool, of persistent bytes
   std::vector<int64_t> tail_;  // per op, the shortest time from its end to the end of the step
   std::vector<Copy> copies_;
   int64_t makespan_ = 0, finishes_ = 0, evaluations_ = 0, limit_ = 0;
@@ -114,6 +118,9 @@ class Trial {
   std::vector<Planned> planned_;
   std::vector<std::vector<Event>> events_;  // per pool
   std::vector<Event> sorted_;
+  std::vector<uint32_t> buckets_;
+  std::vector<int64_t> held_;
+  uint32_t seen_ = 0;
 };
 
 }  // namespace baechi
