@@ -8,6 +8,7 @@
 
 #include <tuple>
 
+#include "bounds.h"
 #include "core.h"
 
 namespace nb = nanobind;
@@ -87,6 +88,21 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
+std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
+    const Problem& problem, int64_t devices, Array<int64_t> durations, Array<uint8_t> allowed,
+    Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> weights,
+    Array<int64_t> weight_sums, int64_t known, int32_t window, int32_t thresholds,
+    int32_t guesses) {
+  const Sites sites{size_of(memory.shape(0)), devices,
+                    vector_of(durations),     vector_of(allowed),
+                    vector_of(memory),        vector_of(latency),
+                    vector_of(rate),          vector_of(weights),
+                    vector_of(weight_sums)};
+  nb::gil_scoped_release unlocked;
+  const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses}, known);
+  return {bounds.path, bounds.group, bounds.work, bounds.interval, bounds.guess};
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -125,12 +141,10 @@ NB_MODULE(_core, m) {
       .def("left", &Timeline::left)
       .def("need", &Timeline::need, "op"_a);
 
-  m.def(
-      "heads_and_tails",
-      [](const Problem& problem, Array<int64_t> best) {
-        return heads_and_tails(problem, vector_of(best));
-      },
-      "problem"_a, "best"_a);
+  m.def("running_bytes", &running_bytes, "problem"_a);
+  m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
+        "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
+        "window"_a, "thresholds"_a, "guesses"_a);
 }
 
 }  // namespace baechi

@@ -197,8 +197,4 @@ class Timeline {
 // an empty vector the rule is ETF's and allows every pair, otherwise SCT's (`placers/sct.py`).
 bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
 
-// Per op, the longest path of `best` durations up to its start, and from its end.
-std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
-    const Problem& problem, const std::vector<int64_t>& best);
-
 }  // namespace baechi
