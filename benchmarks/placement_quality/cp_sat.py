@@ -18,16 +18,20 @@ where `baechi.simulate` reaches the bound with the placement that was read off t
 
 import heapq
 import pickle
+import random
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.placement_quality.exact import Exact, Fit
 from ortools.sat.python import cp_model
 
 import baechi
 from baechi.problem import Problem
-from baechi.simulation import overflows
+from baechi.simulation import fits_memory, replay
+
+# Orders that are tried for the devices of a solution.
+_ORDERS: Final = 1000
 
 
 def solve(
@@ -39,9 +43,10 @@ def solve(
 ) -> Exact:
     """As `exact.solve_exactly`, in this process."""
     found: dict[int, baechi.Placement] = {}
+    problem = Problem(graph, cluster)
     if hint is not None:
-        _add(found, graph, cluster, hint)
-    model = _Model(Problem(graph, cluster), min(found, default=None))
+        _add(found, problem, hint)
+    model = _Model(problem, min(found, default=None))
     model.model.minimize(model.makespan)
     solver, status = _solved(model, seconds, workers)
     if status == cp_model.INFEASIBLE:
@@ -49,7 +54,7 @@ def solve(
     bound_ns = max(0, round(solver.best_objective_bound))
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         for placement in model.placements(solver):
-            _add(found, graph, cluster, placement)
+            _add(found, problem, placement)
     if not found:
         return Exact(None, bound_ns, None, None, proven=False)
     best = min(found)
@@ -71,25 +76,20 @@ def fit(graph: baechi.OpGraph, cluster: baechi.Cluster, seconds: float, workers:
     found: dict[int, baechi.Placement] = {}
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         for placement in model.placements(solver):
-            _add(found, graph, cluster, placement)
+            _add(found, problem, placement)
     if found:
         return Fit(persistent=True, full=True, placement=found[min(found)])
     return Fit(persistent, full=None)
 
 
-def _add(
-    found: dict[int, baechi.Placement],
-    graph: baechi.OpGraph,
-    cluster: baechi.Cluster,
-    placement: baechi.Placement,
-) -> None:
+def _add(found: dict[int, baechi.Placement], problem: Problem, placement: baechi.Placement) -> None:
     """Notes a placement under its makespan, if it is valid."""
     try:
-        schedule = baechi.simulate(graph, cluster, placement)
+        timeline = replay(problem, placement.devices, placement.order)
     except baechi.InputError:
         return
-    if not overflows(schedule, cluster):
-        found.setdefault(schedule.makespan_ns, placement)
+    if fits_memory(problem, timeline):
+        found.setdefault(timeline.makespan(), placement)
 
 
 def _solved(model: "_Model | _Packing", seconds: float, workers: int) -> tuple[Any, Any]:
@@ -174,7 +174,11 @@ class _Model(_Packing):
                 self.model.add_no_overlap(self.receiving[device])
 
     def placements(self, solver: Any) -> Iterable[baechi.Placement]:
-        """Those that a solution may stand for: launched as ops start, or as their transfers do."""
+        """Those that a solution may stand for.
+
+        Ops are launched as they start, or as their transfers do, or in an order near one of these:
+        the clock waits for nothing, and so may reach with another order what the solution has.
+        """
         problem, graph = self.problem, self.problem.graph
         devices = tuple(
             next(d for d, here in enumerate(self.on[group]) if solver.boolean_value(here))
@@ -188,9 +192,15 @@ class _Model(_Packing):
                 for op in graph.tensors[tensor].consumers:
                     if devices[op] == device:
                         first[op] = min(first[op], solver.value(self.sent_at[tensor, device]))
-        rows = (zip(starts, ends, strict=True), zip(first, starts, strict=True))
-        for keys in rows:
-            yield baechi.Placement(graph.digest, devices, _order(graph, list(keys)), "exact")
+        draw = random.Random(0)
+        step = solver.value(self.makespan)
+        for attempt in range(_ORDERS):
+            near = step * (attempt // 2) / (4 * _ORDERS)
+            keys = first if attempt % 2 else starts
+            rows = [
+                (key + draw.uniform(-near, near), end) for key, end in zip(keys, ends, strict=True)
+            ]
+            yield baechi.Placement(graph.digest, devices, _order(graph, rows), "exact")
 
     def _time(self, name: str = "") -> Any:
         return self.model.new_int_var(0, self.horizon, name)

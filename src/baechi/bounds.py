@@ -34,9 +34,11 @@ from baechi.problem import LIMIT, Problem
 _FOREVER: Final = np.iinfo(np.int64).max
 # Time grows with the square of the sites.
 _MOST_SITES: Final = 8
-# The prices are looked for on a sample of so many groups, in so many steps; any price is a bound.
+# The prices are looked for on a sample of so many groups, in so many steps, which become shorter
+# after so many without a gain. Any price is a bound.
 _SAMPLE: Final = 4096
 _STEPS: Final = 64
+_PATIENCE: Final = 4
 
 
 def lower_bound_ns(problem: Problem) -> int:
@@ -106,9 +108,9 @@ def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
 
 def _effort(size: int) -> tuple[int, int, int]:
     """Ancestors, times and guesses to look at, for so many ops times sites."""
-    window = min(256, max(4, 2**18 // size))
-    thresholds = min(48, max(4, 2**20 // size))
-    return window, thresholds, 6 if size <= 2**12 else 2 if size <= 2**16 else 0
+    window = min(128, max(4, 2**18 // size))
+    thresholds = min(48, max(4, 2**19 // size))
+    return window, thresholds, 6 if size <= 2**8 else 2 if size <= 2**12 else 0
 
 
 def _usable(problem: Problem) -> int:
@@ -350,18 +352,22 @@ class _Prices:
         weights = _by_speed(self.sites.group_times).astype(np.float64)
         weights /= weights @ counts
         prices = np.zeros(len(memory))
-        fastest = np.where(allowed, times, np.inf).min(axis=0)
-        unit = float(fastest.sum()) / counts.sum() / memory
-        best, found = -1.0, (weights, prices)
-        for step in range(_STEPS):
+        # The price at which memory costs as much as the slower devices' time.
+        unit = float(times.max(axis=0).sum()) / counts.sum() / memory
+        best, found, since, rate = -np.inf, (weights, prices), 0, 1.0
+        for _ in range(_STEPS):
             costs = weights[:, None] * times + prices[self._domain][:, None] * sizes
             choice = np.where(allowed, costs, np.inf).argmin(axis=0)
             value = float(costs[choice, columns].sum() - prices @ memory)
+            since += 1
             if value > best:
-                best, found = value, (weights, prices)
+                best, found, since = value, (weights, prices), 0
+            elif since == _PATIENCE:
+                # Too wide a step: back to the best with a shorter one.
+                (weights, prices), since, rate = found, 0, rate / 2
+                continue
             loads = np.bincount(choice, times[choice, columns], len(counts)) / counts
             full = np.bincount(self._domain[choice], sizes, len(memory)) / memory
-            rate = 1.0 / (2.0 + step) ** 0.7
             typical = max(float(loads @ counts / counts.sum()), 1e-9)
             weights = weights * np.exp(rate * np.clip(loads / typical - 1.0, -1.0, 1.0))
             weights = weights / (weights @ counts)
