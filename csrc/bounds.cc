@@ -4,242 +4,16 @@
 #include <numeric>
 #include <queue>
 
+#include "starts.h"
+
 namespace baechi {
 
 namespace {
 
 __extension__ typedef __int128 int128_t;
 
-// Ancestors of an ancestor are only looked at where they are at most so many.
-constexpr int64_t kManyAncestors = 64;
-
-int64_t add(int64_t a, int64_t b) { return a == kForever || b == kForever ? kForever : a + b; }
-
-// The groups that ops are taken to share a device by, and where each could be.
-struct Groups {
-  std::vector<int32_t> of;          // per op
-  std::vector<int64_t> persistent;  // per group
-  std::vector<uint8_t> allowed;     // allowed[site * count + group]
-
-  int32_t count() const { return static_cast<int32_t>(persistent.size()); }
-  bool possible(int32_t site, int32_t op) const {
-    return allowed[static_cast<size_t>(site) * persistent.size() + of[op]] != 0;
-  }
-};
-
-// The cost of sending each tensor between sites.
-class Costs {
- public:
-  Costs(const Problem& problem, const Sites& sites) : problem_(problem), sites_(sites) {}
-
-  int64_t operator()(int32_t tensor, int32_t from, int32_t to) const {
-    const int64_t at = static_cast<int64_t>(from) * sites_.count + to;
-    const int64_t latency = sites_.latency[at], rate = sites_.rate[at];
-    if (latency == kForever || rate == 0) return latency;
-    const int64_t nbytes = problem_.nbytes[tensor];
-    // The wide division takes several times as long.
-    if (nbytes < 9'000'000'000) return latency + (nbytes * 1'000'000'000 + rate - 1) / rate;
-    const int128_t scaled = static_cast<int128_t>(nbytes) * 1'000'000'000;
-    return latency + static_cast<int64_t>((scaled + rate - 1) / rate);
-  }
-
- private:
-  const Problem& problem_;
-  const Sites& sites_;
-};
-
-// Ops that one device must run before a time, each from its release on.
-class Serial {
- public:
-  void clear() { items_.clear(); }
-  int64_t end() const { return items_.empty() ? 0 : items_.front().end; }
-
-  // Amortized O(1) where releases fall.
-  void add(int64_t release, int64_t duration) {
-    auto at = std::partition_point(items_.begin(), items_.end(),
-                                   [&](const Item& item) { return item.release > release; });
-    size_t i = static_cast<size_t>(at - items_.begin());
-    items_.insert(at, {release, duration, 0});
-    int64_t before = i + 1 < items_.size() ? items_[i + 1].end : 0;
-    while (true) {
-      const int64_t end = std::max(before, items_[i].release) + items_[i].duration;
-      if (items_[i].end == end) break;
-      items_[i].end = before = end;
-      if (i-- == 0) break;
-    }
-  }
-
- private:
-  struct Item {
-    int64_t release, duration, end;
-  };
-  std::vector<Item> items_;  // by release, the latest first
-};
-
-// Earliest starts in one direction. Backwards, consumers are what producers are forwards.
-class Starts {
- public:
-  Starts(const Problem& problem, const Sites& sites, const Groups& groups, int32_t window,
-         bool reverse)
-      : problem_(problem),
-        sites_(sites),
-        groups_(groups),
-        costs_(problem, sites),
-        window_(window),
-        reverse_(reverse),
-        slots_(reverse ? problem.consumers.values.size() : static_cast<size_t>(problem.tensors)),
-        starts_(static_cast<size_t>(sites.count) * problem.ops, kForever),
-        remote_(slots_ * sites.count, kForever),
-        local_(problem.ops, 0),
-        seen_(problem.ops, 0),
-        below_(problem.ops, 0),
-        group_local_(groups.persistent.size(), 0) {}
-
-  std::vector<int64_t> run() {
-    for (int32_t i = 0; i < problem_.ops; ++i) {
-      const int32_t op = reverse_ ? problem_.ops - 1 - i : i;
-      for (int32_t site = 0; site < sites_.count; ++site) {
-        if (groups_.possible(site, op)) start(op, site) = earliest(op, site);
-      }
-      send(op);
-    }
-    return std::move(starts_);
-  }
-
- private:
-  int64_t& start(int32_t op, int32_t site) {
-    return starts_[static_cast<size_t>(site) * problem_.ops + op];
-  }
-  int64_t duration(int32_t op, int32_t site) const {
-    return sites_.durations[static_cast<size_t>(site) * problem_.ops + op];
-  }
-  int64_t end(int32_t op, int32_t site) { return add(start(op, site), duration(op, site)); }
-  // When the data of a slot could be on another device than where it was made.
-  int64_t& remote(int64_t slot, int32_t site) { return remote_[slot * sites_.count + site]; }
-
-  int64_t degree(int32_t op) const {
-    if (!reverse_) return problem_.inputs.size(op);
-    int64_t sum = 0;
-    for (int32_t t : Row(problem_.outputs, op)) sum += problem_.consumers.size(t);
-    return sum;
-  }
-
-  // Calls f(slot, op) for every tensor that `op` waits for and the op that it comes from.
-  template <typename F>
-  void each_before(int32_t op, F f) {
-    if (!reverse_) {
-      for (int32_t t : Row(problem_.inputs, op)) f(t, problem_.producer[t]);
-      return;
-    }
-    for (int32_t t : Row(problem_.outputs, op)) {
-      for (int64_t i = problem_.consumers.begin[t]; i < problem_.consumers.begin[t + 1]; ++i) {
-        f(i, problem_.consumers.values[i]);
-      }
-    }
-  }
-
-  void send(int32_t op) {
-    if (!reverse_) {
-      for (int32_t t : Row(problem_.outputs, op)) send(t, t, op);
-      return;
-    }
-    for (int32_t t : Row(problem_.inputs, op)) {
-      const int32_t* first = problem_.consumers.first(t);
-      const int32_t* at = std::lower_bound(first, problem_.consumers.last(t), op);
-      send(problem_.consumers.begin[t] + (at - first), t, op);
-    }
-  }
-
-  void send(int64_t slot, int32_t tensor, int32_t op) {
-    for (int32_t to = 0; to < sites_.count; ++to) {
-      int64_t best = kForever;
-      for (int32_t from = 0; from < sites_.count; ++from) {
-        const int64_t cost = reverse_ ? costs_(tensor, to, from) : costs_(tensor, from, to);
-        best = std::min(best, add(end(op, from), cost));
-      }
-      remote(slot, to) = best;
-    }
-  }
-
-  int64_t earliest(int32_t op, int32_t site) {
-    int64_t ready = 0;
-    each_before(op, [&](int64_t slot, int32_t before) {
-      int64_t here = end(before, site);
-      if (groups_.of[before] != groups_.of[op]) here = std::min(here, remote(slot, site));
-      ready = std::max(ready, here);
-    });
-    return ready == 0 || ready == kForever ? ready : std::max(ready, gathered(op, site, ready));
-  }
-
-  // Ancestors are taken one by one, the one first that would hold the op up longest from another
-  // device. Either some first one of them is on another device, and the op waits for what it sends
-  // and for those before it, which are here and run one at a time; or all are here.
-  int64_t gathered(int32_t op, int32_t site, int64_t known) {
-    ++epoch_;
-    serial_.clear();
-    heap_.clear();
-    int64_t persistent = groups_.persistent[groups_.of[op]];
-    group_local_[groups_.of[op]] = epoch_;
-    reach(op, site, 0);
-    int64_t best = kForever;
-    for (int32_t count = 0; best > known; ++count) {
-      while (!heap_.empty() && local_[heap_.front().second] == epoch_) pop();
-      if (heap_.empty() || count == window_) return std::min(best, serial_.end());
-      const auto [away, before] = heap_.front();
-      pop();
-      best = std::min(best, std::max(away, serial_.end()));
-      if (serial_.end() >= away || !groups_.possible(site, before)) return best;
-      const int32_t group = groups_.of[before];
-      if (group_local_[group] != epoch_) {
-        group_local_[group] = epoch_;
-        persistent += groups_.persistent[group];
-        if (persistent > sites_.memory[site]) return best;
-      }
-      if (start(before, site) == kForever) return best;
-      local_[before] = epoch_;
-      serial_.add(start(before, site), duration(before, site));
-      // Any ancestors may be left out. Those of an op with very many would be met from many others.
-      if (degree(before) <= kManyAncestors) {
-        reach(before, site, below_[before] + duration(before, site));
-      }
-    }
-    return best;
-  }
-
-  // Offers the ops before `op`, which starts at least `distance` before the op that gathers.
-  void reach(int32_t op, int32_t site, int64_t distance) {
-    each_before(op, [&](int64_t slot, int32_t before) {
-      if (local_[before] == epoch_) return;
-      if (seen_[before] != epoch_) below_[before] = 0;
-      seen_[before] = epoch_;
-      below_[before] = std::max(below_[before], distance);
-      const bool bound = group_local_[groups_.of[before]] == epoch_;
-      heap_.emplace_back(bound ? kForever : add(remote(slot, site), distance), before);
-      std::push_heap(heap_.begin(), heap_.end());
-    });
-  }
-
-  void pop() {
-    std::pop_heap(heap_.begin(), heap_.end());
-    heap_.pop_back();
-  }
-
-  const Problem& problem_;
-  const Sites& sites_;
-  const Groups& groups_;
-  const Costs costs_;
-  const int32_t window_;
-  const bool reverse_;
-  const size_t slots_;
-  std::vector<int64_t> starts_, remote_;
-  // Scratch of `gathered`; what is not of this epoch is of an earlier call.
-  int32_t epoch_ = 0;
-  std::vector<int32_t> local_, seen_;
-  std::vector<int64_t> below_;
-  std::vector<int32_t> group_local_;
-  std::vector<std::pair<int64_t, int32_t>> heap_;
-  Serial serial_;
-};
+// A guess joins ops to large groups, whose ops would always gather as many ancestors as they may.
+constexpr int32_t kGuessWindow = 24;
 
 struct Job {
   int64_t release, duration, tail;
@@ -353,6 +127,7 @@ class Relaxation {
   // Joins what a schedule shorter than `guess` cannot part, and takes from each group the sites
   // that would make it too long. Returns whether anything changed.
   bool assume(int64_t guess) {
+    effort_.window = std::min(effort_.window, kGuessWindow);
     const size_t count = groups_.persistent.size();
     bool changed = false;
     for (int32_t op = 0; op < problem_.ops; ++op) {
@@ -399,8 +174,8 @@ class Relaxation {
   static int64_t ceil_div(int128_t a, int64_t b) { return static_cast<int64_t>((a + b - 1) / b); }
 
   void update() {
-    heads_ = Starts(problem_, sites_, groups_, effort_.window, false).run();
-    tails_ = Starts(problem_, sites_, groups_, effort_.window, true).run();
+    heads_ = earliest_starts(problem_, sites_, groups_, effort_.window, false);
+    tails_ = earliest_starts(problem_, sites_, groups_, effort_.window, true);
     path_ = 0;
     for (int32_t op = 0; op < problem_.ops; ++op) {
       path_ = std::max(path_, length(op, nearest(op)));
@@ -561,7 +336,7 @@ class Relaxation {
 
   const Problem& problem_;
   const Sites& sites_;
-  const Effort effort_;
+  Effort effort_;
   Groups groups_;
   std::vector<int64_t> heads_, tails_;  // per [site * ops + op]
   int64_t path_ = 0;
@@ -604,15 +379,14 @@ Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& ef
   bounds.work = relaxation.work();
   bounds.interval = relaxation.interval(std::max({bounds.path, bounds.group, bounds.work, known}));
   bounds.guess = bounds.interval;
-  // Bisection between what is known and what was not refuted; upwards while nothing is.
-  int64_t above = kForever;
-  for (int32_t i = 0; i < effort.guesses; ++i) {
-    const int64_t below = bounds.guess;
-    const int64_t step = above == kForever ? below / 2 : (above - below) / 2;
-    if (step < 1) break;
-    const int64_t reached = refute(relaxation, below + step);
-    if (reached < below + step) above = below + step;
-    bounds.guess = std::max(below, reached);
+  // Ever larger steps up while makespans are refuted, then bisection below one that was not.
+  int64_t above = kForever, step = bounds.guess / 16;
+  for (int32_t i = 0; i < effort.guesses && step > 0; ++i) {
+    const int64_t guess = bounds.guess + step;
+    const int64_t reached = refute(relaxation, guess);
+    if (reached < guess) above = guess;
+    bounds.guess = std::max(bounds.guess, reached);
+    step = above == kForever ? 2 * step : (above - bounds.guess) / 2;
   }
   return bounds;
 }

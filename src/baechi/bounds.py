@@ -110,7 +110,7 @@ def _effort(size: int) -> tuple[int, int, int]:
     """Ancestors, times and guesses to look at, for so many ops times sites."""
     window = min(128, max(4, 2**18 // size))
     thresholds = min(48, max(4, 2**19 // size))
-    return window, thresholds, 6 if size <= 2**8 else 2 if size <= 2**12 else 0
+    return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
 def _usable(problem: Problem) -> int:
