@@ -1,10 +1,11 @@
 """How far below the best known schedule the lower bound is, and what it costs.
 
-    python3 -m benchmarks.placement_quality.tightness [--exact SECONDS]
+    python3 -m benchmarks.placement_quality.tightness [--exact SECONDS] [--largest OPS]
 
 The first table has graphs whose optimum CP-SAT proves (`exact`), each in so many seconds at most;
 the second larger ones, against the better of `auto` and m-ETF. A cell is the bound, or one of its
-parts, over that makespan: 1 is tight. All graphs are random with fixed seeds.
+parts, over that makespan: 1 is tight. The third tells how its time grows, up to so many ops, beside
+that of the arrays that a solver needs in any case. All graphs are random with fixed seeds.
 """
 
 import argparse
@@ -147,13 +148,42 @@ def print_large() -> None:
         print(f"| {name} | {cells} | {milliseconds:.0f} |")
 
 
+def print_times(largest: int) -> None:
+    print("| ops | devices | links | arrays, ms | bound, ms |")
+    print("|---|---|---|---|---|")
+    slow = baechi.Link(LINK.latency_ns, LINK.bytes_per_s // 100)
+    n_ops = 1_000
+    while n_ops <= largest:
+        graph = random_graph(1, n_ops, 1.0, window=30)
+        speeds = [1.0 + i % 4 / 4 for i in range(8)]
+        mixed = [baechi.Device(f"d{i}", 2**50, speed) for i, speed in enumerate(speeds)]
+        for label, links, devices in (
+            ("8 equal", "as fast as ops", baechi.Cluster.uniform(8, 2**50, LINK)),
+            ("8 equal", "100 times slower", baechi.Cluster.uniform(8, 2**50, slow)),
+            ("8 of 4 speeds", "as fast as ops", baechi.Cluster.connected(mixed, LINK)),
+            ("1,024 equal", "as fast as ops", baechi.Cluster.uniform(1024, 2**50, LINK)),
+        ):
+            begin = time.perf_counter()
+            problem = Problem(graph, devices)
+            assert problem.core
+            middle = time.perf_counter()
+            parts(problem)
+            end = time.perf_counter()
+            figures = f"{(middle - begin) * 1e3:.0f} | {(end - middle) * 1e3:.0f}"
+            print(f"| {n_ops:,} | {label} | {links} | {figures} |")
+        n_ops *= 10
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--exact", type=float, default=20.0, help="seconds of CP-SAT per graph")
+    parser.add_argument("--largest", type=int, default=100_000, help="ops of the largest graph")
     arguments = parser.parse_args()
     print_small(arguments.exact)
     print()
     print_large()
+    print()
+    print_times(arguments.largest)
 
 
 if __name__ == "__main__":

@@ -159,9 +159,8 @@ class _Sites:
         looks = [_look(problem, device) for device in range(len(problem.cluster.devices))]
         latency, rate = _links(problem) if limited else _free_links(len(looks))
         self.members = _members(problem, looks, latency, rate)
-        self.durations = np.array(
-            [problem.durations[problem.device_class[row]].min(axis=0) for row in self.members]
-        )
+        classes = [np.unique(problem.device_class[row]) for row in self.members]
+        self.durations = np.array([problem.durations[row].min(axis=0) for row in classes])
         shape = (len(self.members), len(problem.group_persistent))
         self.allowed = np.ones(shape, np.bool_)
         self.memory = np.full(len(self.members), LIMIT, np.int64)
@@ -195,12 +194,21 @@ def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
     A tensor comes from its producer's device, or over another device of the reader's pool.
     """
-    links = [link for row in problem.cluster.links for link in row]
-    n = len(problem.cluster.devices)
-    latency = np.array([link.latency_ns if link else _FOREVER for link in links]).reshape(n, n)
-    rate = np.array([link.bytes_per_s if link else 0 for link in links]).reshape(n, n)
+    rows, n = problem.cluster.links, len(problem.cluster.devices)
+    one = rows[0][-1]
+    if all((row[:i] + row[i + 1 :]).count(one) == n - 1 for i, row in enumerate(rows)):
+        # Equal links, as most clusters have; a million of them need not be read one by one.
+        latency = np.full((n, n), one.latency_ns if one else _FOREVER, np.int64)
+        rate = np.full((n, n), one.bytes_per_s if one else 0, np.int64)
+    else:
+        links = [link for row in rows for link in row]
+        latency = np.array([link.latency_ns if link else _FOREVER for link in links])
+        rate = np.array([link.bytes_per_s if link else 0 for link in links])
+        latency, rate = latency.reshape(n, n), rate.reshape(n, n)
     best_latency, best_rate = latency.copy(), rate.copy()
     for pool in problem.pool_devices:
+        if len(pool) == 1:
+            continue
         outside = np.setdiff1d(np.arange(n), pool)
         for over in pool:
             for to in pool:
@@ -230,7 +238,7 @@ def _members(
 ) -> list[list[int]]:
     """The devices of every site: as few apart as is exact, unless those are too many."""
     others = ~np.eye(len(looks), dtype=bool)
-    equal = len(np.unique(latency[others])) <= 1 and len(np.unique(rate[others])) <= 1
+    equal = all(len(row) == 0 or (row == row[0]).all() for row in (latency[others], rate[others]))
     few = len(looks) * len(problem.graph.ops) <= 2**16
     keys: tuple[list[object], ...] = (
         [look if equal else (look, device) for device, look in enumerate(looks)] if few else [],
