@@ -131,7 +131,8 @@ class Starts {
       if (groups_.of[before] != groups_.of[op]) here = std::min(here, remote(slot, site));
       ready = std::max(ready, here);
     });
-    return ready == 0 || ready == kForever ? ready : std::max(ready, gathered(op, site, ready));
+    const bool known = ready == 0 || ready == kForever || window_ == 0;
+    return known ? ready : std::max(ready, gathered(op, site, ready));
   }
 
   // Ancestors are taken one by one, the one first that would hold the op up longest from another

@@ -108,8 +108,8 @@ def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
 
 def _effort(size: int) -> tuple[int, int, int]:
     """Ancestors, times and guesses to look at, for so many ops times sites."""
-    window = min(128, max(4, 2**18 // size))
-    thresholds = min(48, max(4, 2**19 // size))
+    window = min(128, max(4, 2**18 // size)) if size <= 2**21 else 0
+    thresholds = min(48, max(2, 2**19 // size))
     return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
