@@ -260,10 +260,6 @@ struct Line {
 std::vector<std::vector<int32_t>> contiguous_splits(const Problem& problem, const Line& line,
                                                     bool bottleneck);
 
-// Per op, the longest path of `best` durations up to its start, and from its end.
-std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
-    const Problem& problem, const std::vector<int64_t>& best);
-
 // A coarse graph: its parts are the ops' sets, counted in topological order.
 struct CoarseLevel {
   std::vector<int32_t> part_of;  // per op

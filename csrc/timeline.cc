@@ -372,22 +372,4 @@ int64_t Timeline::need(int32_t op) const {
   return need;
 }
 
-std::pair<std::vector<int64_t>, std::vector<int64_t>> heads_and_tails(
-    const Problem& problem, const std::vector<int64_t>& best) {
-  std::vector<int64_t> heads(problem.ops, 0), tails(problem.ops, 0);
-  for (int32_t op = 0; op < problem.ops; ++op) {
-    for (int32_t tensor : Row(problem.inputs, op)) {
-      const int32_t producer = problem.producer[tensor];
-      heads[op] = std::max(heads[op], heads[producer] + best[producer]);
-    }
-  }
-  for (int32_t op = problem.ops - 1; op >= 0; --op) {
-    for (int32_t tensor : Row(problem.inputs, op)) {
-      const int32_t producer = problem.producer[tensor];
-      tails[producer] = std::max(tails[producer], tails[op] + best[op]);
-    }
-  }
-  return {std::move(heads), std::move(tails)};
-}
-
 }  // namespace baechi

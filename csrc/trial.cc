@@ -28,7 +28,13 @@ Trial::Trial(const Problem& problem, const std::vector<int32_t>& devices,
     for (int32_t d = 0; d < problem.devices; ++d) least = std::min(least, problem.duration(op, d));
     fastest[op] = least;
   }
-  tail_ = heads_and_tails(problem, fastest).second;
+  tail_.assign(problem.ops, 0);
+  for (int32_t op = problem.ops - 1; op >= 0; --op) {
+    for (int32_t tensor : Row(problem.inputs, op)) {
+      int64_t& tail = tail_[problem.producer[tensor]];
+      tail = std::max(tail, tail_[op] + fastest[op]);
+    }
+  }
   const size_t checkpoints = static_cast<size_t>(problem.ops / kStride) + 1;
   checkpoints_.resize(2 * checkpoints * state_.size());
   live_.assign(checkpoints, 0);

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baechi import (
+    Constraints,
     Cluster,
     Contiguous,
     Device,
@@ -207,18 +208,18 @@ def test_of_very_many_devices_some_are_looked_at():
 
 @pytest.mark.parametrize("placer", [Contiguous(), Metis()])
 def test_forbidden_devices_are_left_out(placer):
-    problem = Problem(chain([5, 1, 7, 4, 2, 9, 3, 8]), Cluster.uniform(3, 100, LINK))
-    allowed = np.ones((3, 9), np.bool_)
-    allowed[0, 6:] = allowed[1, :3] = allowed[2] = False
-    problem.__dict__["allowed"] = allowed
+    graph, cluster = chain([5, 1, 7, 4, 2, 9, 3, 8]), Cluster.uniform(3, 100, LINK)
+    names = [op.name for op in graph.ops]
+    forbidden = {name: ("device0",) for name in names[6:]}
+    forbidden |= {name: ("device1",) for name in names[:3]}
+    problem = Problem(graph, cluster, Constraints(forbidden=forbidden, excluded=("device2",)))
     devices = placer.place(problem).devices
     assert devices[:3] == (0, 0, 0)
     assert devices[6:] == (1, 1, 1)
     assert set(devices) == {0, 1}
     assert is_allowed(problem, np.array(devices, np.int32))
-    problem.__dict__["max_devices"] = 1
-    assert not is_allowed(problem, np.array(devices, np.int32))
-    assert placer.place(problem) is None
+    one = Problem(graph, cluster, Constraints(max_devices=1))
+    assert not is_allowed(one, np.array(devices, np.int32))
 
 
 def test_an_assignment_that_fits_in_one_order_only_is_found():

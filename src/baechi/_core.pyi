@@ -54,7 +54,6 @@ class Timeline:
     def left(self) -> list[int]: ...
     def need(self, op: int) -> int: ...
 
-def heads_and_tails(problem: Problem, best: NDArray[int64]) -> tuple[list[int], list[int]]: ...
 def local_search(
     problem: Problem,
     devices: NDArray[int32],
@@ -91,3 +90,20 @@ def contiguous_splits(
     allowed: NDArray[uint8],
     bottleneck: bool,
 ) -> list[list[int]]: ...
+def running_bytes(problem: Problem) -> list[int]: ...
+def lower_bounds(
+    problem: Problem,
+    *,
+    devices: int,
+    durations: NDArray[int64],
+    allowed: NDArray[uint8],
+    memory: NDArray[int64],
+    latency: NDArray[int64],
+    rate: NDArray[int64],
+    weights: NDArray[int64],
+    weight_sums: NDArray[int64],
+    known: int,
+    window: int,
+    thresholds: int,
+    guesses: int,
+) -> tuple[int, int, int, int, int]: ...
