@@ -198,6 +198,8 @@ std::vector<std::vector<int32_t>> split_line(const Problem& problem, int32_t blo
       vector_of(caps), vector_of(allowed)};
   nb::gil_scoped_release unlocked;
   return contiguous_splits(problem, line, bottleneck);
+}
+
 std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
     const Problem& problem, int64_t devices, Array<int64_t> durations, Array<uint8_t> allowed,
     Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> weights,
