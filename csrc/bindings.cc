@@ -29,6 +29,9 @@ std::vector<T> vector_of(const Array<T>& array) {
 
 // The vector as a NumPy array that owns it.
 template <typename T>
+using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
+
+template <typename T>
 nb::ndarray<nb::numpy, T, nb::ndim<1>> array_of(std::vector<T>&& values) {
   auto* kept = new std::vector<T>(std::move(values));
   nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
@@ -111,16 +114,19 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
 }
 
 // Devices and order, and what they take: makespan, overflow, evaluations.
-std::tuple<std::vector<int32_t>, std::vector<int32_t>, int64_t, int64_t, int64_t> search(
+std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> search(
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
     const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed) {
   const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
   std::vector<std::vector<int32_t>> levels;
   for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
-  nb::gil_scoped_release unlocked;
-  Found found = local_search(problem, start, launches, levels, budget, target, seed);
-  return {std::move(found.devices), std::move(found.order), found.makespan, found.overflow,
-          found.evaluations};
+  Found found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = local_search(problem, start, launches, levels, budget, target, seed);
+  }
+  return {array_of(std::move(found.devices)), array_of(std::move(found.order)), found.makespan,
+          found.overflow, found.evaluations};
 }
 
 std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Problem& problem,
@@ -149,9 +155,6 @@ bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64
   nb::gil_scoped_release unlocked;
   return insertion_schedule(timeline, rank, after, load);
 }
-
-template <typename T>
-using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
 
 // Per level the part of every op, and the first part of every part's group.
 std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> coarse_levels(const Problem& problem,
@@ -312,6 +315,13 @@ NB_MODULE(_core, m) {
         return contracted(problem, vector_of(part_of), vector_of(group_of));
       },
       "problem"_a, "part_of"_a, "group_of"_a);
+  m.def(
+      "restricted",
+      [](const Problem& problem, Array<int32_t> devices) {
+        nb::gil_scoped_release unlocked;
+        return restricted(problem, vector_of(devices));
+      },
+      "problem"_a, "devices"_a);
   m.def(
       "regrouped",
       [](const Problem& problem, Array<int32_t> cluster) {

@@ -130,4 +130,44 @@ Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster) {
   return result;
 }
 
+Problem restricted(const Problem& problem, const std::vector<int32_t>& devices) {
+  Problem result = problem;
+  const int32_t n = static_cast<int32_t>(devices.size());
+  result.devices = n;
+  result.device_class.clear();
+  result.pool.clear();
+  result.memory.clear();
+  std::vector<int32_t> pool_of(problem.pools, -1);
+  for (int32_t device : devices) {
+    int32_t& pool = pool_of[problem.pool[device]];
+    if (pool < 0) {
+      pool = static_cast<int32_t>(result.memory.size());
+      result.memory.push_back(problem.memory[problem.pool[device]]);
+    }
+    result.pool.push_back(pool);
+    result.device_class.push_back(problem.device_class[device]);
+  }
+  result.pools = static_cast<int32_t>(result.memory.size());
+  if (problem.rate.values.size() > 1) {
+    result.latency.values.assign(static_cast<size_t>(n) * n, 0);
+    result.rate.values.assign(static_cast<size_t>(n) * n, 0);
+    for (int32_t src = 0; src < n; ++src) {
+      for (int32_t dst = 0; dst < n; ++dst) {
+        const size_t at = static_cast<size_t>(src) * n + dst;
+        result.latency.values[at] = problem.latency_ns(devices[src], devices[dst]);
+        result.rate.values[at] = problem.bytes_per_s(devices[src], devices[dst]);
+      }
+    }
+  }
+  if (!problem.allowed.empty()) {
+    result.allowed.clear();
+    for (int32_t device : devices) {
+      const auto row = problem.allowed.begin() + static_cast<int64_t>(device) * problem.groups;
+      result.allowed.insert(result.allowed.end(), row, row + problem.groups);
+    }
+  }
+  result.finish();
+  return result;
+}
+
 }  // namespace baechi

@@ -295,6 +295,9 @@ Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
 // The same problem, but the groups of one cluster are one group.
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
 
+// The problem with these devices alone, counted anew in their order.
+Problem restricted(const Problem& problem, const std::vector<int32_t>& devices);
+
 // Nested clusters of well-connected groups: per level and group its cluster, counted by first
 // group. Level 0 has every group alone, every other level joins clusters of the one before, and the
 // last has a handful. Groups of different `color` are never in one cluster; an empty vector is one

@@ -60,8 +60,20 @@ def local_search(
     order: NDArray[int32],
     clusters: list[NDArray[int32]],
     budget: int,
+    target: int,
     seed: int,
-) -> tuple[list[int], list[int], int, int, int]: ...
+) -> tuple[NDArray[int32], NDArray[int32], int, int, int]: ...
+def partition_search(
+    problem: Problem,
+    devices: NDArray[int32],
+    clusters: list[NDArray[int32]],
+    loads: NDArray[int64],
+    cut_weight: float,
+    moves: int,
+    seed: int,
+) -> NDArray[int32]: ...
+def list_order(problem: Problem, devices: NDArray[int32]) -> NDArray[int32]: ...
+def restricted(problem: Problem, devices: NDArray[int32]) -> Problem: ...
 def coarse_levels(
     problem: Problem,
     idle: NDArray[uint8],

@@ -1,0 +1,292 @@
+"""Local search over placements, from several starts.
+
+A state is a device for every group and an order of all ops; what it takes, the clock says. A step
+changes a little: a group, a cluster of groups, or a run of a device's ops goes to another device
+(which shifts the boundary between two devices), two groups change places, or an op launches earlier
+or later. It is kept where the step gets shorter, or not much longer (simulated annealing:
+Kirkpatrick, Gelatt, Vecchi, Science 220, 1983). A placement may pass the memory meanwhile, at a
+price that rises while it does, since where memory is tight hardly any single change fits. In a part
+of every cycle the order is made anew after each change of devices, by list scheduling along the
+critical path, so that devices are found first and the order afterwards (`csrc/local_search.cc`).
+
+Starts are placements that others have found; list schedules that decide about whole clusters
+(`coarsening.regrouped`); and partitions of the groups that balance work and cut little whatever the
+order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut. All get
+a little of the budget, the better ones more, and the best most of it (`Budget`): successive halving
+(Karnin, Koren, Somekh, ICML 2013).
+
+Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
+the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log
+tensors) at most, and usually a fraction, since it resumes from the first change and ends where the
+step is known to be too long.
+"""
+
+import os
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.bounds import lower_bound_ns
+from baechi.placement import Placement
+from baechi.placers.assignments import distinct_loads
+from baechi.placers.base import Placer, placement_of
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT
+from baechi.problem import Problem
+from baechi.simulation import fits_memory
+
+# Of more devices than this only those are searched that some start uses.
+_DEVICES: Final = 16
+# How many ns of work a ns of transfer counts in the partitions to start from.
+_CUT_WEIGHTS: Final = (0.3, 1.0, 0.1)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a search may cost.
+
+    Attributes:
+        evaluations: Ops to evaluate, at most; about a hundred million in ten seconds.
+        per_op: The same per op of the graph: a small graph needs less.
+        stages: Number of searches and share of the budget of each, from stage to stage.
+        partitions: How many partitions to start from.
+        moves: Changes per group and partition.
+    """
+
+    evaluations: int
+    per_op: int
+    stages: tuple[tuple[int, float], ...]
+    partitions: int
+    moves: int
+
+
+FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 1, 30)
+BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 6, 100)
+THOROUGH: Final = Budget(400_000_000, 400_000, ((24, 1 / 96), (4, 1 / 16), (2, 1 / 4)), 24, 1_000)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LocalSearch(Placer):
+    """The best that a search from some placers' placements finds.
+
+    Attributes:
+        starts: The placers.
+        budget: What it may cost.
+    """
+
+    name: ClassVar[str] = "local-search"
+    starts: tuple[Placer, ...] = (METF(), HEFT())
+    budget: Budget = BALANCED
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the module says; never worse than the starts."""
+        placements = [placer.place(problem) for placer in self.starts]
+        found = [placement for placement in placements if placement is not None]
+        better = improved(problem, found, self.budget)
+        return min(
+            [*found, *([] if better is None else [better])],
+            key=lambda placement: placement.stats["makespan_ns"],
+            default=None,
+        )
+
+
+def improved(
+    problem: Problem, placements: Sequence[Placement], budget: Budget
+) -> Placement | None:
+    """The best placement that a search finds from these and other starts on.
+
+    `None` where none is found that fits, or where a start cannot be improved, since it takes the
+    lower bound.
+
+    Args:
+        problem: What to place.
+        placements: Valid placements, if there are any.
+        budget: What it may cost. Graphs for which it would not pay for `_WORTH` evaluations of the
+            whole step are left alone.
+    """
+    n = len(problem.graph.ops)
+    evaluations = min(budget.evaluations, budget.per_op * n)
+    least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
+    target = lower_bound_ns(problem)
+    if evaluations < _WORTH * n or n == 0 or least == target:
+        return None
+    space = _Space.of(problem, placements)
+    if len(space.devices) == 1 and placements:
+        return None
+    states = space.evaluated(space.starts(placements, budget), target)
+    spent = 0
+    with ThreadPoolExecutor(min(budget.stages[0][0], os.cpu_count() or 1)) as threads:
+        for stage, (count, share) in enumerate(budget.stages):
+            if _is_optimal(states[0], target):
+                break
+            jobs = states[:count]
+            results = threads.map(
+                lambda job, share=share, stage=stage: space.searched(
+                    job[1], int(evaluations * share), target, seed=stage * 1000 + job[0]
+                ),
+                enumerate(jobs),
+            )
+            found = list(results)
+            spent += sum(state.evaluations for state in found)
+            states = space.ranked([*found, *states])
+    if states[0].overflow_bytes:
+        return None
+    return space.placement(states[0], {"evaluations": spent})
+
+
+# Evaluations of a whole step below which a search is not worth its start.
+_WORTH: Final = 20
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _State:
+    """Devices (of the space) and order of all ops, and what they take."""
+
+    devices: NDArray[np.int32]
+    order: NDArray[np.int32]
+    makespan_ns: int
+    overflow_bytes: int
+    evaluations: int
+
+
+def _is_optimal(state: _State, target: int) -> bool:
+    return state.overflow_bytes == 0 and state.makespan_ns <= target
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Space:
+    """A problem on the devices that are searched.
+
+    Attributes:
+        problem: With all devices.
+        devices: Those that are searched; a device of the space is an index into them.
+        core: The problem with them alone.
+        clusters: Clusters of groups per level.
+    """
+
+    problem: Problem
+    devices: NDArray[np.int32]
+    core: _core.Problem
+    clusters: list[NDArray[np.int32]]
+
+    @staticmethod
+    def of(problem: Problem, placements: Iterable[Placement]) -> "_Space":
+        """The space of all devices, if they are few, or of those that the placements use."""
+        n = len(problem.device_pool)
+        devices = np.flatnonzero(problem.allowed.any(axis=1))
+        if len(devices) > _DEVICES:
+            devices = np.array(_used(problem, placements) or devices)
+        devices = devices.astype(np.int32)
+        core = problem.core if len(devices) == n else _core.restricted(problem.core, devices)
+        return _Space(problem, devices, core, _core.group_clusters(core, problem.group_colors))
+
+    def starts(
+        self, placements: Sequence[Placement], budget: Budget
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """Devices and order of every start, the given ones first."""
+        index = np.full(len(self.problem.device_pool), -1, np.int32)
+        index[self.devices] = np.arange(len(self.devices), dtype=np.int32)
+        rows = []
+        for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
+            devices = index[np.array(placement.devices, np.int64)]
+            if devices.min(initial=0) >= 0:
+                rows.append((devices, np.array(placement.order, np.int32)))
+        if len(self.devices) > 1:
+            rows += self._clustered()
+        if not rows:
+            devices = self._anywhere()
+            rows.append((devices, _core.list_order(self.core, devices)))
+        if len(self.devices) > 1:
+            rows += self._partitions(rows[0][0], budget)
+        return rows
+
+    def _clustered(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        """What earliest task first gives where the groups of a cluster stay together."""
+        rows = []
+        n = len(self.problem.graph.ops)
+        for cluster in self.clusters[1:]:
+            timeline = _core.Timeline(_core.regrouped(self.core, cluster))
+            if timeline.list_schedule(np.empty(0, np.int32)):
+                op, device, _, _ = timeline.span_columns()
+                devices = np.empty(n, np.int32)
+                devices[op] = device
+                rows.append((devices, np.asarray(op, np.int32)))
+        return rows
+
+    def _anywhere(self) -> NDArray[np.int32]:
+        """Every group on the first device that it may use."""
+        first = self.problem.allowed[self.devices].argmax(axis=0)
+        return np.asarray(first[np.array(self.problem.op_group, np.int64)], np.int32)
+
+    def _partitions(
+        self, devices: NDArray[np.int32], budget: Budget
+    ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        loads = [np.array(row, np.int64) for row in distinct_loads(self.problem)]
+        moves = budget.moves * len(self.problem.group_ops)
+        rows = []
+        for number in range(budget.partitions):
+            weight = _CUT_WEIGHTS[number % len(_CUT_WEIGHTS)]
+            load = loads[number // len(_CUT_WEIGHTS) % len(loads)]
+            found = _core.partition_search(
+                self.core, devices, self.clusters, load, weight, moves, number
+            )
+            rows.append((found, _core.list_order(self.core, found)))
+        return rows
+
+    def evaluated(
+        self, starts: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], target: int
+    ) -> list[_State]:
+        """The different starts, the best first."""
+        states = {}
+        for devices, order in starts:
+            key = devices.tobytes()
+            if key not in states:
+                states[key] = self.searched(_State(devices, order, 0, 0, 0), 0, target, seed=0)
+        return self.ranked(states.values())
+
+    def searched(self, state: _State, evaluations: int, target: int, *, seed: int) -> _State:
+        """The best that is found from a state on."""
+        return _State(
+            *_core.local_search(
+                self.core, state.devices, state.order, self.clusters, evaluations, target, seed
+            )
+        )
+
+    def ranked(self, states: Iterable[_State]) -> list[_State]:
+        """The best first; what does not fit counts as longer by twice the share that is missing."""
+        memory = max(1, sum(self.problem.pool_memory))
+
+        def rank(state: _State) -> tuple[bool, float]:
+            price = 1 + 2 * len(self.devices) * state.overflow_bytes / memory
+            return state.overflow_bytes > 0, state.makespan_ns * price
+
+        return sorted(states, key=rank)
+
+    def placement(self, state: _State, stats: dict[str, int | float | str]) -> Placement | None:
+        """The state as a placement of the problem, with the exact clock's word for it."""
+        timeline = self.problem.timeline()
+        stuck = timeline.fold(self.devices[state.devices], state.order)
+        if stuck >= 0 or not fits_memory(self.problem, timeline):
+            return None
+        return placement_of(self.problem, timeline, LocalSearch.name, stats)
+
+
+def _used(problem: Problem, placements: Iterable[Placement]) -> list[int]:
+    """The devices of the best placements, ascending, and those that some group cannot do without."""
+    only = problem.allowed[:, problem.allowed.sum(axis=0) == 1].any(axis=1)
+    used: set[int] = set()
+    for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
+        more = used | set(placement.devices)
+        if used and len(more) > _DEVICES:
+            break
+        used = more
+    return sorted(used | set(np.flatnonzero(only).tolist())) if used else []
