@@ -16,7 +16,6 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace baechi {
-extern double K[16];
 namespace {
 
 template <typename T>
@@ -275,8 +274,9 @@ NB_MODULE(_core, m) {
 
   m.def(
       "partition_search",
-      [](const Problem& problem, Array<int32_t> devices, const std::vector<Array<int32_t>>& clusters,
-         Array<int64_t> loads, double cut_weight, int64_t moves, uint64_t seed) {
+      [](const Problem& problem, Array<int32_t> devices,
+         const std::vector<Array<int32_t>>& clusters, Array<int64_t> loads, double cut_weight,
+         int32_t windows, int64_t moves, uint64_t seed) {
         const std::vector<int32_t> start = vector_of(devices);
         const std::vector<int64_t> load = vector_of(loads);
         std::vector<std::vector<int32_t>> levels;
@@ -284,11 +284,12 @@ NB_MODULE(_core, m) {
         std::vector<int32_t> result;
         {
           nb::gil_scoped_release unlocked;
-          result = partition_search(problem, start, levels, load, cut_weight, moves, seed);
+          result = partition_search(problem, start, levels, load, cut_weight, windows, moves, seed);
         }
         return array_of(std::move(result));
       },
-      "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "moves"_a, "seed"_a);
+      "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "windows"_a, "moves"_a,
+      "seed"_a);
   m.def(
       "list_order",
       [](const Problem& problem, Array<int32_t> devices) {
@@ -301,10 +302,8 @@ NB_MODULE(_core, m) {
         return array_of(std::move(order));
       },
       "problem"_a, "devices"_a);
-  m.def("tune", [](std::vector<double> k) { for (size_t i = 0; i < k.size(); ++i) K[i] = k[i]; });
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
         "target"_a, "seed"_a);
-
 
   m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);

@@ -1,8 +1,9 @@
 // A launch order for ops whose devices are known: list scheduling by critical path.
 //
-// The rank of an op is the longest way from its start to the end of the step, with the transfers that
-// its device makes necessary. Whenever a device is free it takes the op of highest rank among those
-// whose inputs are there, or else the one whose inputs are there first. Ports are not looked at here.
+// The rank of an op is the longest way from its start to the end of the step, with the transfers
+// that its device makes necessary. Whenever a device is free it takes the op of highest rank among
+// those whose inputs are there, or else the one whose inputs are there first. Ports are not looked
+// at here.
 #include <algorithm>
 #include <utility>
 

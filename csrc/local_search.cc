@@ -1,12 +1,13 @@
 // Local search over placements, by simulated annealing with restarts from the best.
 //
-// A state is a device per group and an order of all ops; `Trial` says what it takes. A step proposes
-// one change, draws how much worse it may be before looking at it, and asks for the time up to that
-// limit alone, so that most proposals end early. Memory is looked at where the time is good enough.
-// From a start that does not fit, changes are taken that lessen the overflow, until it does.
+// A state is a device per group and an order of all ops; `Trial` says what it takes. A step
+// proposes one change, draws how much worse it may be before looking at it, and asks for the time
+// up to that limit alone, so that most proposals end early. Memory is looked at where the time is
+// good enough. From a start that does not fit, changes are taken that lessen the overflow, until it
+// does.
 //
-// Everything is integers and one seeded generator: equal input gives equal output, and the budget is
-// counted in evaluated ops.
+// One seeded generator, and no function whose last bit differs between machines: equal input gives
+// equal output. The budget is counted in evaluated ops.
 #include "local_search.h"
 
 #include <algorithm>
@@ -19,28 +20,26 @@ namespace baechi {
 
 namespace {
 
-}  // namespace
-double K[16] = {3, 0.1, 1e-4, 0.4, 1024, 8, 1, 1, 1, 1, 1};
-namespace {
 class Search {
  public:
   Search(const Problem& problem, const std::vector<int32_t>& devices,
          const std::vector<int32_t>& order, const std::vector<std::vector<int32_t>>& clusters,
          uint64_t seed)
-      : problem_(problem),
-        trial_(problem, devices, order),
-        random_(seed),
-        cluster_of_(clusters) {
+      : problem_(problem), trial_(problem, devices, order), random_(seed), cluster_of_(clusters) {
     for (const std::vector<int32_t>& cluster : clusters) levels_.push_back(members_of(cluster));
   }
 
   Found run(int64_t budget, int64_t target) {
+    if (!trial_.valid()) {
+      // Worse than anything.
+      return {trial_.devices(), trial_.order(), kForever / 4, kForever / 4, 0};
+    }
     current_ = state();
     remember();
     if (problem_.ops == 0) return best_;
     int64_t memory = 0;
     for (int64_t nbytes : problem_.memory) memory += nbytes;
-    least_price_ = 1e-2 * static_cast<double>(kWeight * best_.makespan) /
+    least_price_ = 1e-2 * static_cast<double>(best_.makespan) /
                    static_cast<double>(std::max<int64_t>(1, memory));
     price_ = least_price_ * 100;
     relist();
@@ -52,8 +51,7 @@ class Search {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * kCycles - std::floor(progress * kCycles);
-      const double heat =
-          scale * kHot * std::pow(kCold / kHot, cycle);
+      const double heat = scale * kHot * cooling_.at(cycle);
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
@@ -63,11 +61,9 @@ class Search {
         continue;
       }
       if (listing) list();
-      const double worse = -heat * std::log(random_.unit());
-      const int64_t limit = cost(current_) + static_cast<int64_t>(worse * kWeight);
-      const int64_t dear =
-          static_cast<int64_t>(static_cast<double>(trial_.least_overflow()) * price_);
-      if (dear > limit || !trial_.evaluate((limit - dear) / kWeight)) {
+      const double limit = cost(current_) + heat * random_.exponential();
+      const double left = limit - static_cast<double>(trial_.least_overflow()) * price_;
+      if (left < 0 || !trial_.evaluate(static_cast<int64_t>(std::min(left, 4e18)))) {
         trial_.undo();
         continue;
       }
@@ -85,8 +81,11 @@ class Search {
   }
 
  private:
-  double kCycles = K[0], kHot = K[1], kCold = K[2], kListing = K[3];
-  int64_t kWeight = (int64_t)K[4];
+  // Cycles of cooling, each from the best on; the heat at their begin, in mean op times; and the
+  // part of a cycle in which the order is listed anew. They were found by trying.
+  static constexpr double kCycles = 3, kHot = 0.1, kListing = 0.4;
+  // What a ns of a device's last end counts, in ns of makespan.
+  static constexpr double kFinish = 1.0 / 1024;
 
   // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
@@ -95,11 +94,12 @@ class Search {
 
   State state() { return {trial_.makespan(), trial_.finishes(), trial_.overflow()}; }
 
-  // The makespan, with the mean of the ends to tell equal ones apart, and a price per byte that does
-  // not fit.
-  int64_t cost(const State& state) const {
-    return state.makespan * kWeight + state.finishes / problem_.devices +
-           static_cast<int64_t>(static_cast<double>(state.overflow) * price_);
+  // The makespan, with the mean of the ends to tell equal ones apart, and a price per byte that
+  // does not fit.
+  double cost(const State& state) const {
+    return static_cast<double>(state.makespan) +
+           static_cast<double>(state.finishes) * kFinish / problem_.devices +
+           static_cast<double>(state.overflow) * price_;
   }
 
   bool is_better(const State& state) const {
@@ -152,7 +152,7 @@ class Search {
 
   // An op that makes the step long, or any.
   int32_t pick() {
-    return random_.below(16) < K[5] && !critical_.empty()
+    return random_.below(2) == 0 && !critical_.empty()
                ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
                : random_.below(problem_.ops);
   }
@@ -262,6 +262,7 @@ class Search {
   const Problem& problem_;
   Trial trial_;
   Random random_;
+  Cooling cooling_{3};
   std::vector<Rows> levels_;
   const std::vector<std::vector<int32_t>>& cluster_of_;
   std::vector<int32_t> critical_;

@@ -28,7 +28,7 @@ Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
 std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
                                       const std::vector<std::vector<int32_t>>& clusters,
                                       const std::vector<int64_t>& loads, double cut_weight,
-                                      int64_t moves, uint64_t seed);
+                                      int32_t windows, int64_t moves, uint64_t seed);
 
 // The members of every cluster, ascending.
 Rows members_of(const std::vector<int32_t>& cluster);

@@ -1,14 +1,14 @@
-// A balanced partition of groups that cuts little, by simulated annealing: a start for local search.
+// A balanced partition of groups that cuts little, by simulated annealing: a start for local
+// search.
 //
 // Times are looked at as sums, without an order: minimize
 //
 //   sum over devices of work^2 / (mean work)  +  cut_weight * (time of all transfers)
 //     + price * (bytes over the memory)
 //
-// where a tensor is sent once to each device that reads it, and a group takes `loads` bytes. A change
-// costs as much as the group has neighbors, so that many can be tried.
+// where a tensor is sent once to each device that reads it, and a group takes `loads` bytes. A
+// change costs as much as the group has neighbors, so that many can be tried.
 #include <algorithm>
-#include <cmath>
 
 #include "local_search.h"
 #include "random.h"
@@ -17,20 +17,26 @@ namespace baechi {
 
 namespace {
 
+// Of the mean work of a device.
+constexpr double kHot = 0.3;
+
 class Partition {
  public:
   Partition(const Problem& problem, const std::vector<int32_t>& devices,
-            const std::vector<int64_t>& loads, double cut_weight)
+            const std::vector<int64_t>& loads, double cut_weight, int32_t windows)
       : problem_(problem),
         loads_(loads),
         cut_weight_(cut_weight),
         device_(problem.groups),
         readers_(static_cast<size_t>(problem.tensors) * problem.devices, 0),
-        work_(problem.devices, 0),
+        windows_(windows),
+        window_(problem.ops, 0),
+        work_(static_cast<size_t>(problem.devices) * windows, 0),
         filled_(problem.pools, 0) {
+    find_windows();
     for (int32_t group = 0; group < problem.groups; ++group) {
       device_[group] = devices[*problem.group_ops.first(group)];
-      work_[device_[group]] += work(group, device_[group]);
+      add_work(group, device_[group], 1);
       filled_[problem.pool[device_[group]]] += loads[group];
     }
     int64_t memory = 0, total = 0;
@@ -53,13 +59,10 @@ class Partition {
     const int32_t from = device_[group];
     if (from == to) return 0;
     const int32_t pool_from = problem_.pool[from], pool_to = problem_.pool[to];
-    double before = balance(from) + balance(to), after;
-    if (pool_from != pool_to) before += excess(pool_from) + excess(pool_to);
-    work_[from] -= work(group, from);
-    work_[to] += work(group, to);
+    double before = pool_from == pool_to ? 0 : excess(pool_from) + excess(pool_to);
+    double after = add_work(group, from, -1) + add_work(group, to, 1);
     filled_[pool_from] -= loads_[group];
     filled_[pool_to] += loads_[group];
-    after = balance(from) + balance(to);
     if (pool_from != pool_to) after += excess(pool_from) + excess(pool_to);
     int64_t cut = 0;
     for (int32_t op : Row(problem_.group_ops, group)) {
@@ -82,11 +85,42 @@ class Partition {
   }
 
  private:
-  int64_t work(int32_t group, int32_t device) const {
-    int64_t sum = 0;
-    for (int32_t op : Row(problem_.group_ops, group)) sum += problem_.duration(op, device);
-    return sum;
+  // Ops of equal work in the order of the longest path up to them.
+  void find_windows() {
+    std::vector<int64_t> head(problem_.ops, 0);
+    std::vector<int32_t> order(problem_.ops);
+    int64_t total = 0;
+    for (int32_t op = 0; op < problem_.ops; ++op) {
+      order[op] = op;
+      total += problem_.duration(op, 0);
+      for (int32_t tensor : Row(problem_.inputs, op)) {
+        const int32_t producer = problem_.producer[tensor];
+        head[op] = std::max(head[op], head[producer] + problem_.duration(producer, 0));
+      }
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int32_t a, int32_t b) { return head[a] < head[b]; });
+    int64_t before = 0;
+    for (int32_t op : order) {
+      window_[op] = static_cast<int32_t>(before * windows_ / std::max<int64_t>(1, total));
+      window_[op] = std::min(window_[op], windows_ - 1);
+      before += problem_.duration(op, 0);
+    }
   }
+
+  // Adds or takes the group's work; by how much the balance changes.
+  double add_work(int32_t group, int32_t device, int sign) {
+    double change = 0;
+    for (int32_t op : Row(problem_.group_ops, group)) {
+      int64_t& work = work_[static_cast<int64_t>(device) * windows_ + window_[op]];
+      const double old = static_cast<double>(work);
+      work += sign * problem_.duration(op, device);
+      const double now = static_cast<double>(work);
+      change += (now * now - old * old) * static_cast<double>(windows_);
+    }
+    return change / static_cast<double>(mean_);
+  }
+
   int32_t& reads(int32_t tensor, int32_t device) {
     return readers_[static_cast<int64_t>(tensor) * problem_.devices + device];
   }
@@ -97,12 +131,9 @@ class Partition {
     if (problem_.pool[src] == problem_.pool[dst]) return problem_.latency_ns(src, dst);
     return problem_.transfer_ns(tensor, src, dst);
   }
-  double balance(int32_t device) const {
-    const double work = static_cast<double>(work_[device]);
-    return work * work / static_cast<double>(mean_);
-  }
   double excess(int32_t pool) const {
-    return price_ * static_cast<double>(std::max<int64_t>(0, filled_[pool] - problem_.memory[pool]));
+    return price_ *
+           static_cast<double>(std::max<int64_t>(0, filled_[pool] - problem_.memory[pool]));
   }
 
   const Problem& problem_;
@@ -110,7 +141,9 @@ class Partition {
   const double cut_weight_;
   std::vector<int32_t> device_;   // per group
   std::vector<int32_t> readers_;  // per tensor and device, how many consumers are there
-  std::vector<int64_t> work_, filled_;
+  const int32_t windows_;
+  std::vector<int32_t> window_;         // per op
+  std::vector<int64_t> work_, filled_;  // work per device and window
   int64_t mean_ = 1;
   double price_ = 0;
 };
@@ -120,10 +153,10 @@ class Partition {
 std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
                                       const std::vector<std::vector<int32_t>>& clusters,
                                       const std::vector<int64_t>& loads, double cut_weight,
-                                      int64_t moves, uint64_t seed) {
+                                      int32_t windows, int64_t moves, uint64_t seed) {
   std::vector<int32_t> result(devices);
   if (problem.devices == 1 || problem.groups == 0) return result;
-  Partition partition(problem, devices, loads, cut_weight);
+  Partition partition(problem, devices, loads, cut_weight, windows);
   Random random(seed);
   std::vector<Rows> levels;
   for (const std::vector<int32_t>& cluster : clusters) levels.push_back(members_of(cluster));
@@ -132,17 +165,17 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
   double cost = 0, least = 0;
   std::vector<std::pair<int32_t, int32_t>> moved;
   const double scale = static_cast<double>(partition.mean());
+  Cooling cooling(4);
   for (int64_t step = 0; step < moves; ++step) {
     const double progress = static_cast<double>(step) / static_cast<double>(moves);
-    const double heat = scale * 0.3 * std::pow(1e-4, progress);
+    const double heat = scale * kHot * cooling.at(progress);
     const int32_t group = random.below(problem.groups), here = partition.device(group);
     int32_t there = random.below(problem.devices - 1);
     there += there >= here ? 1 : 0;
     if (random.below(4) > 0) {
       // Where a neighbor is.
-      const int32_t op =
-          problem.group_ops.first(group)[random.below(
-              static_cast<int32_t>(problem.group_ops.size(group)))];
+      const int32_t op = problem.group_ops.first(
+          group)[random.below(static_cast<int32_t>(problem.group_ops.size(group)))];
       const int32_t other = random_neighbor(problem, op, random);
       if (other >= 0 && partition.device(problem.group[other]) != here) {
         there = partition.device(problem.group[other]);
@@ -173,7 +206,7 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
       step += static_cast<int64_t>(moved.size());
     }
     if (moved.empty()) continue;
-    if (change <= -heat * std::log(random.unit())) {
+    if (change <= heat * random.exponential()) {
       cost += change;
       if (cost < least - 1e-6 * scale) {
         least = cost;

@@ -1,4 +1,5 @@
-// The one source of chance: seeded, and the same on every machine.
+// The one source of chance, and what annealing needs of it: seeded, and the same on every machine,
+// since nothing here asks the C library for a logarithm.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +24,47 @@ class Random {
   }
   // In (0, 1].
   double unit() { return static_cast<double>((next() >> 11) + 1) * 0x1.0p-53; }
+  // Exponentially distributed with mean 1: -log(unit()).
+  double exponential() {
+    double x = unit(), sum = 0;
+    while (x < 0.5) {
+      x *= 2;
+      sum += 0.69314718055994531;
+    }
+    // -log(x) = 2 artanh(t) with t = (1 - x) / (1 + x) <= 1 / 3.
+    const double t = (1 - x) / (1 + x), t2 = t * t;
+    double power = t;
+    for (int k = 1; k < 16; k += 2) {
+      sum += 2 * power / k;
+      power *= t2;
+    }
+    return sum;
+  }
 
  private:
   uint64_t state_;
+};
+
+// A temperature that falls from 1 by a factor of ten for each of `decades`, in even steps.
+class Cooling {
+ public:
+  explicit Cooling(int decades) : decades_(decades) {}
+  // At a progress in [0, 1).
+  double at(double progress) {
+    const int step = static_cast<int>(progress * kSteps * decades_);
+    if (step < step_) {
+      step_ = 0;
+      heat_ = 1;
+    }
+    for (; step_ < step; ++step_) heat_ *= 0.86596432336006535;  // 10^(-1 / 16)
+    return heat_;
+  }
+
+ private:
+  static constexpr int kSteps = 16;
+  const int decades_;
+  int step_ = 0;
+  double heat_ = 1;
 };
 
 // An op that sends to `op` or receives from it, or -1.

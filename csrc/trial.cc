@@ -61,7 +61,7 @@ void Trial::reset(const std::vector<int32_t>& devices, const std::vector<int32_t
   sent_.clear();
   moved_.clear();
   first_ = 0;
-  evaluate(kForever);
+  valid_ = evaluate(kForever);
   keep();
 }
 
@@ -372,8 +372,8 @@ void Trial::sort(std::vector<Event>& events) {
   }
 }
 
-// The highest level of the events before the end of the step; where all of them together stay within
-// `room`, a bound of it.
+// The highest level of the events before the end of the step; where all of them together stay
+// within `room`, a bound of it.
 int64_t Trial::peak(std::vector<Event>& events, int64_t room) {
   int64_t all = 0;
   for (const Event& event : events) all += std::max<int64_t>(0, event.delta);

@@ -1,9 +1,9 @@
 // One placement of all ops, evaluated again and again while a search changes it.
 //
 // The clock of `timeline.cc` for a whole order at once: the same starts, transfers and peaks to the
-// last nanosecond (`tests/test_search.py` compares them), but no account that could be asked half-way.
-// What makes it fast: a change at a position leaves the times before it as they are, so an
-// evaluation resumes from a checkpoint, ends as soon as the step is known to be too long, and is
+// last nanosecond (`tests/test_search.py` compares them), but no account that could be asked
+// half-way. What makes it fast: a change at a position leaves the times before it as they are, so
+// an evaluation resumes from a checkpoint, ends as soon as the step is known to be too long, and is
 // undone from a log. Memory is looked at only where the time is good enough.
 #pragma once
 
@@ -17,11 +17,15 @@ namespace baechi {
 
 class Trial {
  public:
-  // `devices` per op, the ops of a group together; `order` topological. The problem must outlive it.
+  // `devices` per op, the ops of a group together; `order` topological. The problem must outlive
+  // it.
   Trial(const Problem& problem, const std::vector<int32_t>& devices,
         const std::vector<int32_t>& order);
   // Starts again from another placement.
   void reset(const std::vector<int32_t>& devices, const std::vector<int32_t>& order);
+
+  // Whether there was a path for every tensor at the start; if not, nothing else holds.
+  bool valid() const { return valid_; }
 
   const std::vector<int32_t>& devices() const { return device_; }
   const std::vector<int32_t>& order() const { return order_; }
@@ -98,9 +102,9 @@ class Trial {
 
   // State of the fold: free times of devices, send and receive ports, and work done, per device.
   std::vector<int64_t> state_;
-  std::vector<int64_t> checkpoints_;   // two of each, `live_` says which one counts
-  std::vector<uint8_t> live_;          // per checkpoint
-  std::vector<int32_t> sent_before_;   // per checkpoint and version, size of `sent_`
+  std::vector<int64_t> checkpoints_;     // two of each, `live_` says which one counts
+  std::vector<uint8_t> live_;            // per checkpoint
+  std::vector<int32_t> sent_before_;     // per checkpoint and version, size of `sent_`
   std::vector<int64_t> sent_, sending_;  // copies in commit order: kept, and of this evaluation
 
   // What to undo.
@@ -121,6 +125,7 @@ class Trial {
   std::vector<uint32_t> buckets_;
   std::vector<int64_t> held_;
   uint32_t seen_ = 0;
+  bool valid_ = false;
 };
 
 }  // namespace baechi

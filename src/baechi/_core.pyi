@@ -69,6 +69,7 @@ def partition_search(
     clusters: list[NDArray[int32]],
     loads: NDArray[int64],
     cut_weight: float,
+    windows: int,
     moves: int,
     seed: int,
 ) -> NDArray[int32]: ...

@@ -11,7 +11,8 @@ critical path, so that devices are found first and the order afterwards (`csrc/l
 
 Starts are placements that others have found; list schedules that decide about whole clusters
 (`coarsening.regrouped`); and partitions of the groups that balance work and cut little whatever the
-order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut. All get
+order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut and in several
+windows of time. All get
 a little of the budget, the better ones more, and the best most of it (`Budget`): successive halving
 (Karnin, Koren, Somekh, ICML 2013).
 
@@ -42,8 +43,13 @@ from baechi.simulation import fits_memory
 
 # Of more devices than this only those are searched that some start uses.
 _DEVICES: Final = 16
-# How many ns of work a ns of transfer counts in the partitions to start from.
-_CUT_WEIGHTS: Final = (0.3, 1.0, 0.1)
+# Evaluations of a whole step below which a search is not worth its start.
+_WORTH: Final = 20
+# Tensors times devices, of 40 bytes, above which a search takes too much memory.
+_SIZE: Final = 2**22
+# Windows of time in which a partition balances the work, and how many ns of work a ns of transfer
+# counts in it: where transfers can hide behind work the first, where they are dear the second.
+_SHAPES: Final = ((4, 1.0), (1, 1.0), (4, 3.0), (1, 3.0), (4, 0.3), (16, 3.0))
 
 
 @final
@@ -66,9 +72,9 @@ class Budget:
     moves: int
 
 
-FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 1, 30)
-BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 6, 100)
-THOROUGH: Final = Budget(400_000_000, 400_000, ((24, 1 / 96), (4, 1 / 16), (2, 1 / 4)), 24, 1_000)
+FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 2, 50)
+BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 12, 200)
+THOROUGH: Final = Budget(800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 48, 1_000)
 
 
 @final
@@ -108,14 +114,16 @@ def improved(
     Args:
         problem: What to place.
         placements: Valid placements, if there are any.
-        budget: What it may cost. Graphs for which it would not pay for `_WORTH` evaluations of the
-            whole step are left alone.
+        budget: What it may cost. Graphs for which it does not pay for `_WORTH` evaluations of the
+            whole step are left alone; so are problems with a limit on the number of devices, for
+            which `solve` asks about one choice of devices at a time.
     """
     n = len(problem.graph.ops)
     evaluations = min(budget.evaluations, budget.per_op * n)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     target = lower_bound_ns(problem)
-    if evaluations < _WORTH * n or n == 0 or least == target:
+    size = len(problem.graph.tensors) * min(len(problem.device_pool), _DEVICES)
+    if evaluations < _WORTH * n or size > _SIZE or problem.max_devices or least == target:
         return None
     space = _Space.of(problem, placements)
     if len(space.devices) == 1 and placements:
@@ -139,10 +147,6 @@ def improved(
     if states[0].overflow_bytes:
         return None
     return space.placement(states[0], {"evaluations": spent})
-
-
-# Evaluations of a whole step below which a search is not worth its start.
-_WORTH: Final = 20
 
 
 @final
@@ -234,10 +238,10 @@ class _Space:
         moves = budget.moves * len(self.problem.group_ops)
         rows = []
         for number in range(budget.partitions):
-            weight = _CUT_WEIGHTS[number % len(_CUT_WEIGHTS)]
-            load = loads[number // len(_CUT_WEIGHTS) % len(loads)]
+            windows, weight = _SHAPES[number % len(_SHAPES)]
+            load = loads[number // len(_SHAPES) % len(loads) - 1]
             found = _core.partition_search(
-                self.core, devices, self.clusters, load, weight, moves, number
+                self.core, devices, self.clusters, load, weight, windows, moves, number
             )
             rows.append((found, _core.list_order(self.core, found)))
         return rows
