@@ -5,7 +5,7 @@ search makes of them (`search.py`). So the result is never worse than the best s
 fits, nor than any placer. Efforts, with their cost on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, and a short search;
-  under 0.1 s for 2,000 ops on 8 devices.
+  under 0.1 s for 2,000 ops on 8 devices. Where that finds nothing, it goes on as `"balanced"`.
 - `"balanced"`: all placers, m-ETF and m-SCT on the coarse graph, too (`coarsening.py`), and a search
   from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
@@ -14,7 +14,7 @@ Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the effort i
 searches of large graphs end when their evaluations are used up, long before they are done.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, final
 
@@ -31,13 +31,16 @@ from baechi.placers.mincut import Metis
 from baechi.placers.packing import Packing
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
-from baechi.placers.search import BALANCED, FAST, THOROUGH, improved
+from baechi.placers.search import BALANCED, FAST, THOROUGH, Budget, improved
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
 from baechi.values import FrozenDict
 
-EFFORTS: Final = ("fast", "balanced", "thorough")
+BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
+    {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}
+)
+EFFORTS: Final = tuple(BUDGETS)
 # The graph itself is placed within about a second up to here.
 _BALANCED_OPS: Final = 20_000
 # What sees the coarse graph in a balanced solve; all but m-SCT are what a fast one asks.
@@ -75,13 +78,17 @@ class Auto(Placer):
         candidates = list(_singles(problem))
         candidates += self._placed(problem)
         fitting = [placement for _, placement in candidates if placement is not None]
-        budget = {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}[self.effort]
-        better = improved(problem, fitting, budget)
+        better = improved(problem, fitting, BUDGETS[self.effort])
+        if better is None and not fitting:
+            if self.effort == EFFORTS[0]:
+                # A placement is worth more than haste.
+                return replace(self, effort=EFFORTS[1]).place(problem)
+            # What less effort finds is always found.
+            less = (BUDGETS[effort] for effort in EFFORTS[: EFFORTS.index(self.effort)])
+            tries = (improved(problem, (), budget) for budget in less)
+            better = next((found for found in tries if found is not None), None)
         if better is not None:
             candidates.append((better.placer, better))
-        if not fitting and better is None and self.effort != "fast":
-            # Less is enough where more leads astray; so that what fast finds is always found.
-            return replace(self, effort="fast").place(problem)
         return best(candidates, self.name)
 
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
