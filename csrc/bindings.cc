@@ -9,6 +9,7 @@
 #include <tuple>
 
 #include "core.h"
+#include "favorites.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -87,6 +88,21 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
+std::pair<std::vector<double>, std::vector<double>> paths(Array<double> times, Array<int32_t> src,
+                                                          Array<int32_t> dst,
+                                                          Array<double> length) {
+  return longest_paths(vector_of(times), vector_of(src), vector_of(dst), vector_of(length));
+}
+
+std::tuple<std::vector<double>, double, double, int32_t> shares(
+    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
+    double tolerance, int32_t max_iterations) {
+  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
+  nb::gil_scoped_release unlocked;
+  Shares found = save_transfers(transfers, tolerance, max_iterations);
+  return {std::move(found.y), found.objective, found.bound, found.iterations};
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -131,6 +147,10 @@ NB_MODULE(_core, m) {
         return heads_and_tails(problem, vector_of(best));
       },
       "problem"_a, "best"_a);
+
+  m.def("longest_paths", &paths, "times"_a, "src"_a, "dst"_a, "length"_a);
+  m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
+        "max_iterations"_a);
 }
 
 }  // namespace baechi

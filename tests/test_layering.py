@@ -15,7 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values graph devices placement costs",
-    1: "serialization codec traced training coarsening problem bounds _core",
+    1: "serialization codec traced training coarsening problem bounds _core linear_programs "
+    "granularity",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -38,6 +39,7 @@ ALLOWED = {
     "problem": {"_core"},
     "bounds": {"_core", "problem"},
     "coarsening": {"problem"},
+    "granularity": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
     "serialization": {"codec", "traced"},
@@ -46,6 +48,7 @@ ALLOWED = {
     "placers.baselines": {"placers.base"},
     "placers.topo": {"placers.base"},
     "placers.etf": {"placers.base"},
+    "placers.favorites": {"placers.favorite_program"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
     "placers.packing": {
         "placers.base",
