@@ -25,6 +25,8 @@ from baechi.errors import InputError
 
 # Far above what programs of a hundred thousand rows have been seen to take.
 _ITERATIONS_PER_ROW: Final = 50
+# HiGHS's number for it.
+_PRIMAL_SIMPLEX: Final = 4
 # Without a second refinement step its Newton directions get lost on the last digits of programs of
 # thousands of rows, and it answers `unknown`.
 _CVXOPT_REFINEMENT: Final = 2
@@ -62,6 +64,22 @@ class LinearProgram:
 
 @final
 @dataclass(frozen=True, eq=False)
+class Vertex:
+    """A feasible vertex to start from: there, as many columns and rows as columns are at a bound.
+
+    Attributes:
+        low: Columns that are 0.
+        high: Columns that are at their upper bound.
+        tight: Rows that are at their limit.
+    """
+
+    low: NDArray[np.bool_]
+    high: NDArray[np.bool_]
+    tight: NDArray[np.bool_]
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class LinearSolution:
     """What a solver answers.
 
@@ -81,8 +99,12 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:
         """The optimum, or why there is none.
+
+        Args:
+            program: What to solve.
+            start: Where a simplex may start; an interior point has no use for it.
 
         Raises:
             InputError: The solver is not installed or has no licence.
@@ -92,7 +114,7 @@ class LinearSolver(ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class Highs(LinearSolver):
-    """HiGHS's dual simplex: a vertex.
+    """HiGHS's simplex: a vertex. Primal from a start, which is feasible; dual without one.
 
     Attributes:
         max_iterations: Where it stops; 0 is 50 for each row.
@@ -101,7 +123,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     max_iterations: int = 0
 
-    def solve(self, program: LinearProgram) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:
         """As the class says."""
         make: Any = highspy.Highs  # some releases have types, others none
         solver = make()
@@ -117,6 +139,9 @@ class Highs(LinearSolver):
         ):
             solver.setOptionValue(option, value)
         solver.passModel(_highs_model(program))
+        if start is not None:
+            solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
+            solver.setBasis(_highs_basis(start))
         solver.run()
         status = solver.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
@@ -142,6 +167,17 @@ def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
     return lp
 
 
+def _highs_basis(start: Vertex) -> "highspy.HighsBasis":
+    status = highspy.HighsBasisStatus
+    columns = np.where(start.high, 2, np.where(start.low, 1, 0))
+    kinds = (status.kBasic, status.kLower, status.kUpper)
+    basis = highspy.HighsBasis()
+    basis.col_status = [kinds[kind] for kind in columns.tolist()]
+    basis.row_status = [status.kUpper if tight else status.kBasic for tight in start.tight.tolist()]
+    basis.valid = True
+    return basis
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Cvxopt(LinearSolver):
@@ -149,7 +185,7 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         try:
             from cvxopt import matrix, solvers, spmatrix
@@ -186,7 +222,7 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         mosek = _mosek()
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:

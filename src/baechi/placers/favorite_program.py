@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.linear_programs import LinearProgram
+from baechi.linear_programs import LinearProgram, Vertex
 from baechi.problem import Problem
 
 
@@ -184,6 +184,56 @@ def solver_rows(program: FavoriteProgram) -> SolverRows:
         offset_ns,
         unit_ns,
     )
+
+
+def matching_vertex(
+    program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]
+) -> Vertex:
+    """The vertex of `rows`, which are the program's, at a matching of the largest shares.
+
+    Its x are 0 or 1. Every op starts when the last of its inputs arrives, and that edge's row is
+    tight (the first of equals); w is where the last op ends, and that op's end row is tight. So
+    there is a tight row for each s and w that is not 0: the tight edges are a critical forest.
+    """
+    n, free = len(program.times), program.free
+    taken = greedy_matching(program, np.lexsort((program.dst, program.src, -shares)), shares > 0)
+    heads, _, _ = program.spans(taken.astype(np.float64))
+    slack = heads[program.dst] - heads[program.src] - program.times[program.src]
+    slack -= program.free_cost * ~taken
+    by_slack = np.lexsort((slack, program.dst))
+    children, first = np.unique(program.dst[by_slack], return_index=True)
+    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
+    tight = np.zeros(len(rows.program.limit), np.bool_)
+    tight[by_slack[first]] = True
+    tight[len(slack) + int(np.argmax((heads + program.times)[last]))] = True
+    waits = np.zeros(n + 1, np.bool_)
+    waits[children] = waits[n] = True
+    none = np.zeros(n + 1, np.bool_)
+    return Vertex(
+        low=np.concatenate([taken[free], ~waits]),
+        high=np.concatenate([~taken[free], none]),
+        tight=tight,
+    )
+
+
+def greedy_matching(
+    program: FavoriteProgram, order: NDArray[np.int64], may: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Of the edges in this order that may be taken, those that no earlier one shares an end with.
+
+    Where both ends are counted apart: an op may be the parent of one and the child of another.
+    """
+    order = order[may[order]]
+    parents, children = set[int](), set[int]()
+    taken = np.zeros(len(may), np.bool_)
+    for edge, parent, child in zip(
+        order.tolist(), program.src[order].tolist(), program.dst[order].tolist(), strict=True
+    ):
+        if parent not in parents and child not in children:
+            parents.add(parent)
+            children.add(child)
+            taken[edge] = True
+    return taken
 
 
 # Rows, columns and values of the nonzeros of some constraints, and the constraints' upper bounds.

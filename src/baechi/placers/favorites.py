@@ -3,7 +3,8 @@
 The linear program is in `placers/favorite_program.py`. Solvers: `"highs"`, `"cvxopt"` and `"mosek"`
 (`linear_programs.py`) find its optimum; `"first-order"` finds a choice and a lower bound that
 proves how far it is from the optimum, on graphs where those take too long (`csrc/favorites.cc`);
-`"auto"` is HiGHS up to a size and first-order above, or where HiGHS stops.
+`"auto"` is HiGHS up to a size and first-order above. HiGHS starts from what first-order found
+(`matching_vertex`), and where a solver stops, that is the answer.
 
 Optima are many, and a simplex returns one that chooses wherever it may. A favorite child without
 need is harmful: its device waits for it. So shares 1 - x that w does not need are taken back first
@@ -31,7 +32,13 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.linear_programs import SOLVERS, LinearSolver
-from baechi.placers.favorite_program import FavoriteProgram, favorite_program, solver_rows
+from baechi.placers.favorite_program import (
+    FavoriteProgram,
+    favorite_program,
+    greedy_matching,
+    matching_vertex,
+    solver_rows,
+)
 from baechi.problem import Problem
 
 NAMES: Final = ("auto", *SOLVERS, "first-order")
@@ -95,15 +102,16 @@ def favorite_children(
     if isinstance(solver, str) and solver in SOLVERS:
         solver = SOLVERS[solver]
     method = solver.name if isinstance(solver, LinearSolver) else solver
-    relaxed: Relaxed | str = ""
     if not program.free.any():
         method, relaxed = "none needed", _trivial(program)
-    elif isinstance(solver, LinearSolver):
-        relaxed = relax(program, solver)
-        if isinstance(relaxed, str):
-            method = f"first-order ({method} stopped: {relaxed})"
-    if isinstance(relaxed, str):
+    else:
         relaxed = first_order(program, tolerance)
+    if isinstance(solver, LinearSolver) and program.free.any():
+        solved = relax(program, solver, relaxed.shares)
+        if isinstance(solved, str):
+            method = f"first-order ({method} stopped: {solved})"
+        else:
+            relaxed = solved
     children = _rounded(program, program.needed(relaxed.shares))
     objective_ns = program.spans(relaxed.shares)[2]
     return Favorites(children, objective_ns, relaxed.bound_ns, method)
@@ -127,10 +135,19 @@ def _trivial(program: FavoriteProgram) -> Relaxed:
     return Relaxed(shares, program.spans(shares)[2])
 
 
-def relax(program: FavoriteProgram, solver: LinearSolver) -> Relaxed | str:
-    """The optimum of a program that has a free edge, or why the solver stopped."""
+def relax(
+    program: FavoriteProgram, solver: LinearSolver, near: NDArray[np.float64] | None = None
+) -> Relaxed | str:
+    """The optimum of a program that has a free edge, or why the solver stopped.
+
+    Args:
+        program: What to solve.
+        solver: By which.
+        near: Feasible shares near the optimum, where a simplex may start.
+    """
     rows = solver_rows(program)
-    solution = solver.solve(rows.program)
+    start = None if near is None else matching_vertex(program, rows, near)
+    solution = solver.solve(rows.program, start)
     if solution.values is None:
         return solution.status
     shares = np.zeros(len(program.src))
@@ -156,13 +173,8 @@ def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
 def _rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
     """The favorite children."""
     x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
-    src, dst = program.src, program.dst
-    order = np.lexsort((dst, src, -program.cost, x))
-    children = [-1] * len(program.times)
-    parented = [False] * len(program.times)
-    order = order[x[order] < 0.5]
-    for parent, child in zip(src[order].tolist(), dst[order].tolist(), strict=True):
-        if children[parent] < 0 and not parented[child]:
-            children[parent] = child
-            parented[child] = True
-    return np.array(children, np.int32)
+    order = np.lexsort((program.dst, program.src, -program.cost, x))
+    taken = greedy_matching(program, order, x < 0.5)
+    children = np.full(len(program.times), -1, np.int32)
+    children[program.src[taken]] = program.dst[taken]
+    return children
