@@ -55,6 +55,9 @@ constexpr double kFirstMu = 0.2;
 constexpr double kSmoothingShare = 0.5;
 // ... and after so many steps at the latest.
 constexpr int32_t kStepsPerMu = 200;
+// Cheaper edges, in mean costs, get no share: nothing can be gained there, and their steps, which
+// go with 1 / c, would lose all digits.
+constexpr double kWorthless = 1e-6;
 // exp(-40) is below half a unit in the last place of 1.
 constexpr double kNegligible = -40;
 // How fast the assumed curvature falls back after it was raised.
@@ -107,7 +110,7 @@ class Smoothing {
   Vector y_, before_, ahead_, target_;  // shares: now, one step ago, extrapolated, not projected
   Vector end_, share_, sink_share_;     // of the forward pass: per op, per edge, per sink
   Flow flow_, mean_;
-  double mean_weight_ = 0;
+  double mean_weight_ = 0, least_ = 0;
   Vector child_price_;  // per op, as a child; flow_.price is as a parent
   std::vector<std::pair<double, double>> breaks_;
   Vector best_y_;
@@ -189,7 +192,7 @@ double Smoothing::step(double value, double curvature, double mu) {
   std::swap(y_, before_);
   for (;; curvature *= 2) {
     for (size_t e = 0; e < edges_; ++e)
-      target_[e] = cost_[e] > 0 ? ahead_[e] + flow_.edge[e] / (curvature * cost_[e]) : 0.0;
+      target_[e] = cost_[e] > least_ ? ahead_[e] + flow_.edge[e] / (curvature * cost_[e]) : 0.0;
     project(curvature);
     double model = value, distance = 0;
     for (size_t e = 0; e < edges_; ++e) {
@@ -210,7 +213,7 @@ double Smoothing::price(const int32_t* first, const int32_t* last, const Vector&
   double sum = 0;
   for (; first != last; ++first) {
     const int32_t e = *first;
-    if (cost_[e] <= 0) continue;
+    if (cost_[e] <= least_) continue;
     const double slope = 1 / (curvature * cost_[e] * cost_[e]);
     const double share = target_[e] - other[end[e]] * slope;
     if (share > 0) breaks_.emplace_back(share / slope, slope), sum += share;
@@ -239,7 +242,8 @@ void Smoothing::project(double curvature) {
   }
   for (size_t e = 0; e < edges_; ++e) {
     const double paid = parent_price[src_[e]] + child_price_[dst_[e]];
-    y_[e] = cost_[e] > 0 ? std::max(0.0, target_[e] - paid / (curvature * cost_[e] * cost_[e])) : 0;
+    y_[e] = cost_[e] > least_ ? std::max(0.0, target_[e] - paid / (curvature * cost_[e] * cost_[e]))
+                              : 0;
   }
 }
 
@@ -312,7 +316,9 @@ Shares Smoothing::run(double tolerance, int32_t max_iterations) {
     return result;
   }
   const auto costly = std::count_if(cost_.begin(), cost_.end(), [](double c) { return c > 0; });
-  double mu = kFirstMu * total / static_cast<double>(costly);
+  const double mean = total / static_cast<double>(costly);
+  least_ = kWorthless * mean;
+  double mu = kFirstMu * mean;
   double curvature = 1 / mu, momentum = 1;
   int32_t steps_at_mu = 0;
   while (result.iterations < max_iterations) {

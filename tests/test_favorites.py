@@ -142,7 +142,7 @@ def test_what_is_needed_is_feasible_and_enough():
 def test_where_a_solver_stops_the_first_order_method_goes_on_and_says_so():
     ops = tuple(Op(f"o{i}", 5 + i % 3) for i in range(30))
     graph = OpGraph(ops, tuple(Tensor(i, (i + 1, i + 2), 9) for i in range(28)))
-    found = favorite_children(Problem(graph, CLUSTER), Highs(max_iterations=1))
+    found = favorite_children(Problem(graph, CLUSTER), Highs(iterations_per_row=0))
     assert found.method.startswith("first-order (highs stopped: ")
     assert found.bound_ns <= found.objective_ns <= 1.0025 * found.bound_ns
 

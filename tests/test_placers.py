@@ -197,7 +197,7 @@ def test_m_sct_says_where_its_favorites_come_from():
     # 4 ops of 100 ns; the fork and the join each save one half of a transfer of 11 ns.
     assert stats["lp_solver"] == "highs"
     assert stats["lp_objective_ns"] == stats["lp_bound_ns"] == 411
-    above = MSCT(exact_ops=5).place(Problem(graph, cluster)).stats
+    above = MSCT(exact_size=5).place(Problem(graph, cluster)).stats
     assert above["lp_solver"] == "first-order"
     assert above["lp_bound_ns"] <= 411 <= above["lp_objective_ns"] <= 412
     chain = OpGraph((Op("a", 1), Op("b", 1)), (Tensor(0, (1,), 1),))

@@ -43,7 +43,7 @@ class MSCT(Placer):
         retries: How often a dead end is met with one more group pinned.
         solver: `"auto"`, `"highs"`, `"cvxopt"`, `"mosek"`, `"first-order"`, or a solver; see
             `placers/favorites.py`.
-        exact_ops: Up to how many ops `"auto"` solves the linear program exactly.
+        exact_size: Up to how many ops and edges `"auto"` solves the linear program exactly.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -53,7 +53,7 @@ class MSCT(Placer):
     name: ClassVar[str] = "m-sct"
     retries: int = 16
     solver: str | LinearSolver = "auto"
-    exact_ops: int = 5000
+    exact_size: int = 20_000
     tolerance: float = 0.0025
 
     def __post_init__(self) -> None:
@@ -65,7 +65,7 @@ class MSCT(Placer):
         Raises:
             InputError: The solver is not installed or has no licence.
         """
-        favorites = favorite_children(problem, self.solver, self.exact_ops, self.tolerance)
+        favorites = favorite_children(problem, self.solver, self.exact_size, self.tolerance)
         ratio = rho(problem)
         stats: dict[str, int | float | str] = {
             "favorites": int((favorites.children >= 0).sum()),
