@@ -116,7 +116,7 @@ def favorite_children(
             method = f"first-order ({method} stopped: {solved})"
         else:
             relaxed = solved
-    children = _rounded(program, program.needed(relaxed.shares))
+    children = rounded(program, program.needed(relaxed.shares))
     objective_ns = program.spans(relaxed.shares)[2]
     return Favorites(children, objective_ns, relaxed.bound_ns, method)
 
@@ -174,8 +174,8 @@ def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
     return Relaxed(np.array(shares, np.float64), bound * unit_ns)
 
 
-def _rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
-    """The favorite children."""
+def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
+    """The favorite children of feasible shares, as the module says under rounding."""
     x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
     order = np.lexsort((program.dst, program.src, -program.cost, x))
     taken = greedy_matching(program, order, x < 0.5)
