@@ -110,7 +110,8 @@ def assert_proved(program):
 
 
 @pytest.mark.parametrize(
-    ("n", "width", "cost"), [(2000, 10, 20.0), (2000, 10, 200.0), (2000, 100, 20.0), (20000, 10, 9)]
+    ("n", "width", "cost"),
+    [(2000, 10, 20.0), (2000, 10, 200.0), (2000, 100, 20.0), (20000, 10, 9), (100000, 10, 9)],
 )
 def test_first_order_reaches_its_tolerance_on_large_graphs(n, width, cost):
     program = layered(n, width, 1, cost)
