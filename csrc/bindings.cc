@@ -11,6 +11,7 @@
 #include "bounds.h"
 #include "core.h"
 #include "local_search.h"
+#include "favorites.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -215,6 +216,19 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
   nb::gil_scoped_release unlocked;
   const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses}, known);
   return {bounds.path, bounds.group, bounds.work, bounds.interval, bounds.guess};
+std::pair<std::vector<double>, std::vector<double>> paths(Array<double> times, Array<int32_t> src,
+                                                          Array<int32_t> dst,
+                                                          Array<double> length) {
+  return longest_paths(vector_of(times), vector_of(src), vector_of(dst), vector_of(length));
+}
+
+std::tuple<std::vector<double>, double, double, int32_t> shares(
+    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
+    double tolerance, int32_t max_iterations) {
+  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
+  nb::gil_scoped_release unlocked;
+  Shares found = save_transfers(transfers, tolerance, max_iterations);
+  return {std::move(found.y), found.objective, found.bound, found.iterations};
 }
 
 }  // namespace
@@ -339,6 +353,11 @@ NB_MODULE(_core, m) {
   m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
         "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
         "window"_a, "thresholds"_a, "guesses"_a);
+      "problem"_a, "best"_a);
+
+  m.def("longest_paths", &paths, "times"_a, "src"_a, "dst"_a, "length"_a);
+  m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
+        "max_iterations"_a);
 }
 
 }  // namespace baechi

@@ -5,9 +5,11 @@ Small, and full of corners: no time, no bytes, no memory, missing links, pools, 
 
 import random
 
+import numpy as np
 from hypothesis import strategies as st
 
 from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Placement, Tensor
+from baechi.placers.favorite_program import FavoriteProgram
 from baechi.problem import Problem
 
 times = st.integers(0, 30)
@@ -179,3 +181,13 @@ def random_favorites(graph, seed):
                 children[tensor.producer] = child
                 parented.add(child)
     return children
+
+
+def layered(n, width, seed, cost=100.0):
+    """A program of favorite children; every op reads one to three ops of the layer before."""
+    draw = np.random.default_rng(seed)
+    child = np.repeat(np.arange(width, n), draw.integers(1, 4, n - width))
+    parent = child - child % width - 1 - draw.integers(0, width, len(child))
+    pairs = np.unique(parent * n + child)
+    costs = draw.uniform(0.1, cost, len(pairs))
+    return FavoriteProgram(draw.uniform(1.0, 100.0, n), pairs // n, pairs % n, costs)

@@ -16,6 +16,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core",
+    0: "errors units values graph devices placement costs",
+    1: "serialization codec traced training coarsening problem bounds _core linear_programs "
+    "granularity",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -40,6 +43,8 @@ ALLOWED = {
     "bounds": {"_core", "problem"},
     "coarsening": {"_core", "problem"},
     "linkage": {"problem", "restrictions"},
+    "coarsening": {"problem"},
+    "granularity": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
     "serialization": {"codec", "traced"},
@@ -48,6 +53,7 @@ ALLOWED = {
     "placers.baselines": {"placers.base", "placers.choices"},
     "placers.topo": {"placers.base"},
     "placers.etf": {"placers.base"},
+    "placers.favorites": {"placers.favorite_program"},
     "placers.sct": {"placers.base", "placers.etf", "placers.favorites"},
     "placers.assignments": {"placers.base", "simulation"},
     "placers.contiguous": {"placers.assignments", "placers.base"},

@@ -207,14 +207,19 @@ def test_the_single_device_is_the_fastest_that_fits():
     assert (placement.devices, placement.stats["makespan_ns"]) == ((2,), 50)
 
 
-def test_above_its_limit_m_sct_has_no_favorites_and_says_so():
+def test_m_sct_says_where_its_favorites_come_from():
     graph, cluster = towers()
-    problem = Problem(graph, cluster)
-    placement = MSCT(max_ops=5).place(problem)
-    assert placement.stats["favorites"] == "none: 6 ops are more than max_ops=5"
-    assert placement.devices == METF().place(problem).devices
+    stats = MSCT().place(Problem(graph, cluster)).stats
+    # 4 ops of 100 ns; the fork and the join each save one half of a transfer of 11 ns.
+    assert stats["lp_solver"] == "highs"
+    assert stats["lp_objective_ns"] == stats["lp_bound_ns"] == 411
+    above = MSCT(exact_size=5).place(Problem(graph, cluster)).stats
+    assert above["lp_solver"] == "first-order"
+    assert above["lp_bound_ns"] <= 411 <= above["lp_objective_ns"] <= 412
     chain = OpGraph((Op("a", 1), Op("b", 1)), (Tensor(0, (1,), 1),))
     assert MSCT().place(Problem(chain, cluster)).stats["favorites"] == 1
+    with pytest.raises(InputError, match="solver 'gurobi' is unknown; it must be one of 'auto'"):
+        MSCT(solver="gurobi")
 
 
 def test_packing_finds_what_greedy_rules_do_not():

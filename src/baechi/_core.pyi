@@ -1,4 +1,4 @@
-from numpy import int32, int64, uint8
+from numpy import float64, int32, int64, uint8
 from numpy.typing import NDArray
 
 class Problem:
@@ -120,3 +120,15 @@ def lower_bounds(
     thresholds: int,
     guesses: int,
 ) -> tuple[int, int, int, int, int]: ...
+def heads_and_tails(problem: Problem, best: NDArray[int64]) -> tuple[list[int], list[int]]: ...
+def longest_paths(
+    times: NDArray[float64], src: NDArray[int32], dst: NDArray[int32], length: NDArray[float64]
+) -> tuple[list[float], list[float]]: ...
+def save_transfers(
+    times: NDArray[float64],
+    src: NDArray[int32],
+    dst: NDArray[int32],
+    cost: NDArray[float64],
+    tolerance: float,
+    max_iterations: int,
+) -> tuple[list[float], float, float, int]: ...

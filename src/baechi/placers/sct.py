@@ -15,17 +15,22 @@ with their parents (`csrc/list_schedule.cc`). At every step:
 Of the pairs that this allows, the one with the smallest (earliest start, op, device) is committed.
 Without favorites that is m-ETF.
 
-Where we leave the paper: see `placers/etf.py`; and above `max_ops` the linear program costs more
-than it gains, so that there are no favorites, which `stats` says.
+Where we leave the paper: see `placers/etf.py`, and `placers/favorites.py`.
+
+`stats` has the number of favorites, the optimum of the linear program or what is proved about it,
+how it was found, and rho (`granularity.py`): the paper's bounds hold for rho <= 1.
 """
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from baechi.granularity import rho
+from baechi.linear_programs import LinearSolver
 from baechi.placement import Placement
 from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import schedule_list
-from baechi.placers.favorites import favorite_children, no_favorites
+from baechi.placers.favorites import check_solver, favorite_children
 from baechi.problem import Problem
 
 
@@ -36,24 +41,40 @@ class MSCT(Placer):
 
     Attributes:
         retries: How often a dead end is met with one more group pinned.
-        max_ops: Up to how many ops the linear program is solved.
+        solver: `"auto"`, `"highs"`, `"cvxopt"`, `"mosek"`, `"first-order"`, or a solver; see
+            `placers/favorites.py`.
+        exact_size: Up to how many ops and edges `"auto"` solves the linear program exactly.
+        tolerance: The proved relative gap at which the first-order method stops.
+
+    Raises:
+        InputError: The solver is unknown.
     """
 
     name: ClassVar[str] = "m-sct"
     retries: int = 16
-    max_ops: int = 3000
+    solver: str | LinearSolver = "auto"
+    exact_size: int = 20_000
+    tolerance: float = 0.0025
+
+    def __post_init__(self) -> None:
+        check_solver(self.solver)
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says."""
-        n = len(problem.graph.ops)
-        stats: dict[str, int | float | str] = {}
-        if n > self.max_ops:
-            favorites = no_favorites(n)
-            stats["favorites"] = f"none: {n} ops are more than max_ops={self.max_ops}"
-        else:
-            favorites = favorite_children(problem)
-            stats["favorites"] = int((favorites >= 0).sum())
-        timeline, pins = schedule_list(problem, favorites, self.retries)
+        """As the module says.
+
+        Raises:
+            InputError: The solver is not installed or has no licence.
+        """
+        favorites = favorite_children(problem, self.solver, self.exact_size, self.tolerance)
+        ratio = rho(problem)
+        stats: dict[str, int | float | str] = {
+            "favorites": int((favorites.children >= 0).sum()),
+            "lp_solver": favorites.method,
+            "lp_objective_ns": round(favorites.objective_ns),
+            "lp_bound_ns": round(favorites.bound_ns),
+            "rho": ratio if math.isfinite(ratio) else "infinite",
+        }
+        timeline, pins = schedule_list(problem, favorites.children, self.retries)
         if timeline is None:
             return None
         if pins:
