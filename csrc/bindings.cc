@@ -10,8 +10,8 @@
 
 #include "bounds.h"
 #include "core.h"
-#include "local_search.h"
 #include "favorites.h"
+#include "local_search.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -216,6 +216,8 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
   nb::gil_scoped_release unlocked;
   const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses}, known);
   return {bounds.path, bounds.group, bounds.work, bounds.interval, bounds.guess};
+}
+
 std::pair<std::vector<double>, std::vector<double>> paths(Array<double> times, Array<int32_t> src,
                                                           Array<int32_t> dst,
                                                           Array<double> length) {
@@ -353,8 +355,6 @@ NB_MODULE(_core, m) {
   m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
         "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
         "window"_a, "thresholds"_a, "guesses"_a);
-      "problem"_a, "best"_a);
-
   m.def("longest_paths", &paths, "times"_a, "src"_a, "dst"_a, "length"_a);
   m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
         "max_iterations"_a);

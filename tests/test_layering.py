@@ -15,10 +15,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs",
-    1: "serialization codec traced training coarsening restrictions problem linkage bounds _core",
-    0: "errors units values graph devices placement costs",
-    1: "serialization codec traced training coarsening problem bounds _core linear_programs "
-    "granularity",
+    1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
+    "linear_programs granularity",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
@@ -43,7 +41,6 @@ ALLOWED = {
     "bounds": {"_core", "problem"},
     "coarsening": {"_core", "problem"},
     "linkage": {"problem", "restrictions"},
-    "coarsening": {"problem"},
     "granularity": {"problem"},
     "traced": {"training"},
     "training": {"traced"},
@@ -67,12 +64,25 @@ ALLOWED = {
         "placers.etf",
         "placers.topo",
     },
+    "placers.search": {
+        "placers.assignments",
+        "placers.base",
+        "placers.etf",
+        "placers.heft",
+        "simulation",
+    },
     "placers.auto": {
         "placers.base",
         "placers.baselines",
+        "placers.choices",
+        "placers.contiguous",
         "placers.etf",
+        "placers.heft",
+        "placers.mincut",
         "placers.packing",
+        "placers.peft",
         "placers.sct",
+        "placers.search",
         "placers.topo",
         "simulation",
     },
@@ -89,6 +99,7 @@ ALLOWED = {
         "placers.packing",
         "placers.peft",
         "placers.sct",
+        "placers.search",
         "placers.topo",
         "simulation",
     },

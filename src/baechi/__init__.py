@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from baechi.placers.mincut import Metis as Metis
     from baechi.placers.peft import PEFT as PEFT
     from baechi.placers.sct import MSCT as MSCT
+    from baechi.placers.search import LocalSearch as LocalSearch
     from baechi.placers.topo import MTopo as MTopo
     from baechi.placing import place as place
     from baechi.probing import probe as probe
@@ -76,6 +77,7 @@ _HOMES = {
     "baechi.placers.mincut": ("Metis",),
     "baechi.placers.peft": ("PEFT",),
     "baechi.placers.sct": ("MSCT",),
+    "baechi.placers.search": ("LocalSearch",),
     "baechi.placers.topo": ("MTopo",),
     "baechi.placing": ("place",),
     "baechi.probing": ("probe",),

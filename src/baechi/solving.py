@@ -29,6 +29,7 @@ from baechi.placers.mincut import Metis
 from baechi.placers.packing import arrangements
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
+from baechi.placers.search import LocalSearch
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
@@ -46,6 +47,7 @@ _PLACERS: Final[dict[str, Placer]] = {
         PEFT(),
         Contiguous(),
         Metis(),
+        LocalSearch(),
         SingleDevice(),
         RoundRobin(),
         RandomPlacer(),
@@ -79,7 +81,8 @@ def solve(
         graph: What to place.
         cluster: What is left to place it on.
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
-            `"metis"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a placer.
+            `"metis"`, `"local-search"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a
+            placer.
         effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
         constraints: What the placement must respect besides memory.
 

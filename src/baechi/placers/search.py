@@ -11,10 +11,9 @@ critical path, so that devices are found first and the order afterwards (`csrc/l
 
 Starts are placements that others have found; list schedules that decide about whole clusters
 (`coarsening.regrouped`); and partitions of the groups that balance work and cut little whatever the
-order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut and in several
-windows of time. All get
-a little of the budget, the better ones more, and the best most of it (`Budget`): successive halving
-(Karnin, Koren, Somekh, ICML 2013).
+order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut and in
+several windows of time. All get a little of the budget, the better ones more, and the best most of
+it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log
@@ -74,7 +73,9 @@ class Budget:
 
 FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 2, 50)
 BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 12, 200)
-THOROUGH: Final = Budget(800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 48, 1_000)
+THOROUGH: Final = Budget(
+    800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 48, 1_000
+)
 
 
 @final
@@ -103,9 +104,7 @@ class LocalSearch(Placer):
         )
 
 
-def improved(
-    problem: Problem, placements: Sequence[Placement], budget: Budget
-) -> Placement | None:
+def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
     """The best placement that a search finds from these and other starts on.
 
     `None` where none is found that fits, or where a start cannot be improved, since it takes the
@@ -189,9 +188,9 @@ class _Space:
         devices = np.flatnonzero(problem.allowed.any(axis=1))
         if len(devices) > _DEVICES:
             devices = np.array(_used(problem, placements) or devices)
-        devices = devices.astype(np.int32)
-        core = problem.core if len(devices) == n else _core.restricted(problem.core, devices)
-        return _Space(problem, devices, core, _core.group_clusters(core, problem.group_colors))
+        searched = np.array(devices, np.int32)
+        core = problem.core if len(searched) == n else _core.restricted(problem.core, searched)
+        return _Space(problem, searched, core, _core.group_clusters(core, problem.group_colors))
 
     def starts(
         self, placements: Sequence[Placement], budget: Budget
@@ -285,7 +284,7 @@ class _Space:
 
 
 def _used(problem: Problem, placements: Iterable[Placement]) -> list[int]:
-    """The devices of the best placements, ascending, and those that some group cannot do without."""
+    """The devices of the best placements, and those that a group cannot do without, ascending."""
     only = problem.allowed[:, problem.allowed.sum(axis=0) == 1].any(axis=1)
     used: set[int] = set()
     for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
