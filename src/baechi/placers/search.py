@@ -60,6 +60,7 @@ class Budget:
         evaluations: Ops to evaluate, at most; about a hundred million in ten seconds.
         per_op: The same per op of the graph: a small graph needs less.
         stages: Number of searches and share of the budget of each, from stage to stage.
+        levels: How many levels of clusters list schedules start from, at most.
         partitions: How many partitions to start from.
         moves: Changes per group and partition.
     """
@@ -67,14 +68,15 @@ class Budget:
     evaluations: int
     per_op: int
     stages: tuple[tuple[int, float], ...]
+    levels: int
     partitions: int
     moves: int
 
 
-FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 2, 50)
-BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 12, 200)
+FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
+BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 200)
 THOROUGH: Final = Budget(
-    800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 48, 1_000
+    800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 48, 1_000
 )
 
 
@@ -204,7 +206,7 @@ class _Space:
             if devices.min(initial=0) >= 0:
                 rows.append((devices, np.array(placement.order, np.int32)))
         if len(self.devices) > 1:
-            rows += self._clustered()
+            rows += self._clustered(budget.levels)
         if not rows:
             devices = self._anywhere()
             rows.append((devices, _core.list_order(self.core, devices)))
@@ -212,11 +214,11 @@ class _Space:
             rows += self._partitions(rows[0][0], budget)
         return rows
 
-    def _clustered(self) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
+    def _clustered(self, levels: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """What earliest task first gives where the groups of a cluster stay together."""
         rows = []
         n = len(self.problem.graph.ops)
-        for cluster in self.clusters[1:]:
+        for cluster in self.clusters[1 : 1 + levels]:
             timeline = _core.Timeline(_core.regrouped(self.core, cluster))
             if timeline.list_schedule(np.empty(0, np.int32)):
                 op, device, _, _ = timeline.span_columns()
