@@ -4,8 +4,8 @@ Candidates in their order, which breaks ties: every single device, the placers, 
 search makes of them (`search.py`). So the result is never worse than the best single device that
 fits, nor than any placer. Efforts, with their cost on two cores:
 
-- `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, and a short search;
-  under 0.1 s for 2,000 ops on 8 devices. Where that finds nothing, it goes on as `"balanced"`.
+- `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
+  split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds nothing, it goes on as `"balanced"`.
 - `"balanced"`: all placers, m-ETF, m-SCT and HEFT on the coarse graph, too (`coarsening.py`), and a
   search from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
@@ -43,7 +43,9 @@ BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
 EFFORTS: Final = tuple(BUDGETS)
 # The graph itself is placed within about a second up to here.
 _BALANCED_OPS: Final = 20_000
-# What sees the coarse graph in a balanced solve; all but m-SCT are what a fast one asks.
+# The contiguous split takes some 20 ms up to here, and is part of a fast solve.
+_SMALL_OPS: Final = 700
+# What sees the coarse graph in a balanced solve.
 _GREEDY: Final = (METF, HEFT, MSCT)
 
 
@@ -95,8 +97,10 @@ class Auto(Placer):
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())
         few = tuple(p for p in placers if isinstance(p, _GREEDY))
         if self.effort == "fast":
-            few = tuple(p for p in few if not isinstance(p, MSCT))
-            return portfolio(problem, few, "fast", coarsely=few if _is_large(problem) else ())
+            small = len(problem.graph.ops) <= _SMALL_OPS
+            kinds = (METF, HEFT, Contiguous) if small else (METF, HEFT)
+            fast = tuple(p for p in placers if isinstance(p, kinds))
+            return portfolio(problem, fast, "fast", coarsely=fast if _is_large(problem) else ())
         coarsely = placers if self.effort == "thorough" or _is_large(problem) else few
         return portfolio(problem, placers, self.effort, coarsely=coarsely)
 
