@@ -5,7 +5,8 @@ search makes of them (`search.py`). So the result is never worse than the best s
 fits, nor than any placer. Efforts, with their cost on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
-  split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds nothing, it goes on as `"balanced"`.
+  split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds
+  nothing, it goes on as `"balanced"`.
 - `"balanced"`: all placers, m-ETF, m-SCT and HEFT on the coarse graph, too (`coarsening.py`), and a
   search from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
@@ -63,7 +64,7 @@ class Auto(Placer):
     placers: tuple[Placer, ...] = (
         METF(),
         HEFT(),
-        MSCT(),
+        MSCT(exact_size=2_000),
         MTopo(),
         PEFT(),
         Contiguous(),
