@@ -52,9 +52,9 @@ constexpr int32_t kProofEvery = 10;
 // The first mu, in mean costs. Between 0.05 and 0.5 the number of steps changes little.
 constexpr double kFirstMu = 0.2;
 // mu is halved where it explains that much of the gap.
-constexpr double kSmoothingShare = 0.5;
+constexpr double kSmoothingShare = 0.9;
 // ... and after so many steps at the latest.
-constexpr int32_t kStepsPerMu = 200;
+constexpr int32_t kStepsPerMu = 400;
 // Cheaper edges, in mean costs, get no share: nothing can be gained there, and their steps, which
 // go with 1 / c, would lose all digits.
 constexpr double kWorthless = 1e-6;
