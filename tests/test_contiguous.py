@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baechi import (
-    Constraints,
     Cluster,
+    Constraints,
     Contiguous,
     Device,
     Link,
@@ -210,8 +210,8 @@ def test_of_very_many_devices_some_are_looked_at():
 def test_forbidden_devices_are_left_out(placer):
     graph, cluster = chain([5, 1, 7, 4, 2, 9, 3, 8]), Cluster.uniform(3, 100, LINK)
     names = [op.name for op in graph.ops]
-    forbidden = {name: ("device0",) for name in names[6:]}
-    forbidden |= {name: ("device1",) for name in names[:3]}
+    forbidden = dict.fromkeys(names[6:], ("device0",))
+    forbidden |= dict.fromkeys(names[:3], ("device1",))
     problem = Problem(graph, cluster, Constraints(forbidden=forbidden, excluded=("device2",)))
     devices = placer.place(problem).devices
     assert devices[:3] == (0, 0, 0)

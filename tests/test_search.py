@@ -9,8 +9,19 @@ from benchmarks.placement_quality.mirroring import mirrored
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import HEFT, METF, Cluster, Constraints, Device, Link, Op, OpGraph, Tensor, simulate
-from baechi import _core
+from baechi import (
+    HEFT,
+    METF,
+    Cluster,
+    Constraints,
+    Device,
+    Link,
+    Op,
+    OpGraph,
+    Tensor,
+    _core,
+    simulate,
+)
 from baechi.bounds import lower_bound_ns
 from baechi.placers.search import BALANCED, FAST, Budget, LocalSearch, improved
 from baechi.problem import Problem
@@ -321,3 +332,27 @@ def test_a_search_without_a_placement_to_start_from_finds_one():
     assert replayed(problem, placement).peaks() == [100] * 3
     limited = Problem(problem.graph, problem.cluster, Constraints(max_devices=2))
     assert improved(limited, [], BALANCED) is None
+
+
+def test_a_search_near_the_largest_numbers_is_exact():
+    # Each device ends in its turn, so that the sum of the ends passes 64 bits; so do the sums of
+    # the memory, and the workspaces of a pool.
+    ops = tuple(Op(f"o{i}", 2**58 + i, 2**55, 2**57) for i in range(8))
+    graph = OpGraph(ops, tuple(Tensor(i, (i + 1,), 1) for i in range(7)))
+    devices = [Device(f"d{i}", 2**63 - 1, pool="p" if i < 6 else "") for i in range(8)]
+    problem = Problem(graph, Cluster.connected(devices, LINK))
+    check(problem, range(8), range(8), 0)
+    check(problem, range(8), range(8), 5_000)
+    check_improved(problem, SHORT)
+    for windows in (1, 16):
+        found = _core.partition_search(
+            problem.core,
+            np.arange(8, dtype=np.int32),
+            [],
+            np.array(problem.group_bytes, np.int64),
+            1.0,
+            windows,
+            500,
+            0,
+        )
+        assert set(found.tolist()) <= set(range(8))

@@ -106,7 +106,7 @@ class Problem:
 
     @cached_property
     def group_colors(self) -> NDArray[np.int32]:
-        """A number per group, equal where the same devices are allowed; empty where they all are."""
+        """A number per group, equal where the same devices are allowed; empty where all are."""
         if self.constraints is None or self.allowed.all():
             return np.empty(0, np.int32)
         _, color = np.unique(self.allowed, axis=1, return_inverse=True)

@@ -6,8 +6,8 @@ fits, nor than any placer. Efforts, with their cost on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, and a short search;
   under 0.1 s for 2,000 ops on 8 devices.
-- `"balanced"`: all placers, m-ETF and m-SCT on the coarse graph, too (`coarsening.py`), and a search
-  from eight starts; under 2 s.
+- `"balanced"`: all placers, m-ETF and m-SCT on the coarse graph, too (`coarsening.py`), and a
+  search from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
 
 Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the effort is thorough, and

@@ -10,11 +10,10 @@ of every cycle the order is made anew after each change of devices, by list sche
 critical path, so that devices are found first and the order afterwards (`csrc/local_search.cc`).
 
 Starts are placements that others have found; list schedules that decide about whole clusters
-(`coarsening.regrouped`); and partitions of the groups that balance work and cut little whatever the
-order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut and in several
-windows of time. All get
-a little of the budget, the better ones more, and the best most of it (`Budget`): successive halving
-(Karnin, Koren, Somekh, ICML 2013).
+(`_core.regrouped`); and partitions of the groups that balance work and cut little whatever the
+order, found by annealing too (`csrc/partition_search.cc`), for several weights of the cut and in
+several windows of time. All get a little of the budget, the better ones more, and the best most of
+it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log
@@ -186,10 +185,10 @@ class _Space:
     def of(problem: Problem, placements: Iterable[Placement]) -> "_Space":
         """The space of all devices, if they are few, or of those that the placements use."""
         n = len(problem.device_pool)
-        devices = np.flatnonzero(problem.allowed.any(axis=1))
-        if len(devices) > _DEVICES:
-            devices = np.array(_used(problem, placements) or devices)
-        devices = devices.astype(np.int32)
+        some = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+        if len(some) > _DEVICES:
+            some = _used(problem, placements) or some
+        devices = np.array(some, np.int32)
         core = problem.core if len(devices) == n else _core.restricted(problem.core, devices)
         return _Space(problem, devices, core, _core.group_clusters(core, problem.group_colors))
 
@@ -285,7 +284,7 @@ class _Space:
 
 
 def _used(problem: Problem, placements: Iterable[Placement]) -> list[int]:
-    """The devices of the best placements, ascending, and those that some group cannot do without."""
+    """The devices of the best placements, and those that some group needs, ascending."""
     only = problem.allowed[:, problem.allowed.sum(axis=0) == 1].any(axis=1)
     used: set[int] = set()
     for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
