@@ -37,10 +37,9 @@ class Search {
     current_ = state();
     remember();
     if (problem_.ops == 0) return best_;
-    int64_t memory = 0;
-    for (int64_t nbytes : problem_.memory) memory += nbytes;
-    least_price_ = 1e-2 * static_cast<double>(best_.makespan) /
-                   static_cast<double>(std::max<int64_t>(1, memory));
+    double memory = 0;
+    for (int64_t nbytes : problem_.memory) memory += static_cast<double>(nbytes);
+    least_price_ = 1e-2 * static_cast<double>(best_.makespan) / std::max(1.0, memory);
     price_ = least_price_ * 100;
     relist();
     int64_t work = 0;
@@ -77,6 +76,7 @@ class Search {
         trial_.undo();
       }
     }
+    best_.evaluations = spent();
     return best_;
   }
 
@@ -89,7 +89,9 @@ class Search {
 
   // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
-    int64_t makespan, finishes, overflow;
+    int64_t makespan;
+    double finishes;
+    int64_t overflow;
   };
 
   State state() { return {trial_.makespan(), trial_.finishes(), trial_.overflow()}; }
@@ -97,8 +99,7 @@ class Search {
   // The makespan, with the mean of the ends to tell equal ones apart, and a price per byte that
   // does not fit.
   double cost(const State& state) const {
-    return static_cast<double>(state.makespan) +
-           static_cast<double>(state.finishes) * kFinish / problem_.devices +
+    return static_cast<double>(state.makespan) + state.finishes * kFinish / problem_.devices +
            static_cast<double>(state.overflow) * price_;
   }
 
@@ -109,7 +110,7 @@ class Search {
   }
 
   void remember() {
-    best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow, spent()};
+    best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow, 0};
     best_finishes_ = current_.finishes;
     critical_ = trial_.critical();
   }
@@ -267,7 +268,8 @@ class Search {
   const std::vector<std::vector<int32_t>>& cluster_of_;
   std::vector<int32_t> critical_;
   State current_ = {0, 0, 0};
-  int64_t best_finishes_ = 0, proposals_ = 0, listed_ = 0, kept_ = 0;
+  double best_finishes_ = 0;
+  int64_t proposals_ = 0, listed_ = 0, kept_ = 0;
   double price_ = 0, least_price_ = 0;
   double last_cycle_ = 0;
   Found best_;

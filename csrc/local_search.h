@@ -11,13 +11,14 @@ namespace baechi {
 struct Found {
   std::vector<int32_t> devices, order;
   int64_t makespan = 0, overflow = 0;  // ns, and bytes that do not fit
-  int64_t evaluations = 0;
+  int64_t evaluations = 0;             // ops evaluated, what the search has cost
 };
 
 // The best placement met from a start on, never worse than it. `devices` per op, groups together;
 // `order` topological; `clusters` per level and group a cluster of groups that may move as one;
-// `budget` in evaluated ops; it ends before
-// where a placement that fits takes `target` or less.
+// `budget` in evaluated ops, which one more change may pass; the search ends before where a
+// placement that fits takes `target` or less. Where the start needs a path that does not exist, it
+// comes back with a makespan and an overflow of a quarter of `kForever`.
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,

@@ -17,6 +17,8 @@ namespace baechi {
 
 namespace {
 
+__extension__ typedef __int128 int128_t;
+
 // Of the mean work of a device.
 constexpr double kHot = 0.3;
 
@@ -39,11 +41,12 @@ class Partition {
       add_work(group, device_[group], 1);
       filled_[problem.pool[device_[group]]] += loads[group];
     }
-    int64_t memory = 0, total = 0;
-    for (int64_t nbytes : problem.memory) memory += nbytes;
+    double memory = 0;
+    for (int64_t nbytes : problem.memory) memory += static_cast<double>(nbytes);
+    int64_t total = 0;
     for (int64_t time : work_) total += time;
     mean_ = std::max<int64_t>(1, total / problem.devices);
-    price_ = 20.0 * static_cast<double>(total) / static_cast<double>(std::max<int64_t>(1, memory));
+    price_ = 20.0 * static_cast<double>(total) / std::max(1.0, memory);
     for (int32_t tensor = 0; tensor < problem.tensors; ++tensor) {
       for (int32_t consumer : Row(problem.consumers, tensor)) {
         ++reads(tensor, device_[problem.group[consumer]]);
@@ -64,7 +67,7 @@ class Partition {
     filled_[pool_from] -= loads_[group];
     filled_[pool_to] += loads_[group];
     if (pool_from != pool_to) after += excess(pool_from) + excess(pool_to);
-    int64_t cut = 0;
+    double cut = 0;
     for (int32_t op : Row(problem_.group_ops, group)) {
       for (int32_t tensor : Row(problem_.inputs, op)) {
         const int32_t home = device_[problem_.group[problem_.producer[tensor]]];
@@ -81,7 +84,7 @@ class Partition {
       }
     }
     device_[group] = to;
-    return after - before + cut_weight_ * static_cast<double>(cut);
+    return after - before + cut_weight_ * cut;
   }
 
  private:
@@ -102,7 +105,9 @@ class Partition {
                      [&](int32_t a, int32_t b) { return head[a] < head[b]; });
     int64_t before = 0;
     for (int32_t op : order) {
-      window_[op] = static_cast<int32_t>(before * windows_ / std::max<int64_t>(1, total));
+      // The product may pass 64 bits.
+      const int128_t place = static_cast<int128_t>(before) * windows_;
+      window_[op] = static_cast<int32_t>(place / std::max<int64_t>(1, total));
       window_[op] = std::min(window_[op], windows_ - 1);
       before += problem_.duration(op, 0);
     }
@@ -125,11 +130,12 @@ class Partition {
     return readers_[static_cast<int64_t>(tensor) * problem_.devices + device];
   }
   // A path that does not exist counts as very dear.
-  int64_t sent(int32_t tensor, int32_t src, int32_t dst) const {
+  double sent(int32_t tensor, int32_t src, int32_t dst) const {
     if (src == dst) return 0;
-    if (!problem_.has_path(src, dst)) return 100 * mean_;
-    if (problem_.pool[src] == problem_.pool[dst]) return problem_.latency_ns(src, dst);
-    return problem_.transfer_ns(tensor, src, dst);
+    if (!problem_.has_path(src, dst)) return 100 * static_cast<double>(mean_);
+    const bool shared = problem_.pool[src] == problem_.pool[dst];
+    return static_cast<double>(shared ? problem_.latency_ns(src, dst)
+                                      : problem_.transfer_ns(tensor, src, dst));
   }
   double excess(int32_t pool) const {
     return price_ *

@@ -147,10 +147,11 @@ bool Trial::evaluate(int64_t limit) {
     }
   }
   evaluations_ += reached_ - base_;
-  makespan_ = finishes_ = 0;
+  makespan_ = 0;
+  finishes_ = 0;
   for (int32_t d = 0; d < problem_.devices; ++d) {
     makespan_ = std::max(makespan_, state_[d]);
-    finishes_ += state_[d];
+    finishes_ += static_cast<double>(state_[d]);
   }
   return makespan_ <= limit;
 }
@@ -294,8 +295,9 @@ int64_t Trial::overflow() {
   for (int64_t at : sending_) most[at % pools] += problem_.nbytes[at / pools];
   bool ample = true;
   for (int32_t pool = 0; pool < pools; ++pool) {
-    const int64_t running = problem_.pool_devices.size(pool) * workspace[pool];
-    ample = ample && most[pool] + running <= room[pool];
+    // Each device runs one op at a time. The product may pass 64 bits.
+    const int64_t left = room[pool] - most[pool];
+    ample = ample && left >= 0 && workspace[pool] <= left / problem_.pool_devices.size(pool);
   }
   evaluations_ += problem_.ops / 4;
   if (ample) return 0;

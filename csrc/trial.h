@@ -49,8 +49,8 @@ class Trial {
   // `limit`. Otherwise only `undo` may follow.
   bool evaluate(int64_t limit);
   int64_t makespan() const { return makespan_; }
-  // The sum of the devices' last ends.
-  int64_t finishes() const { return finishes_; }
+  // The sum of the devices' last ends; it may pass 64 bits.
+  double finishes() const { return finishes_; }
   // By how many bytes the peaks pass the memory, summed over pools; after `evaluate`.
   int64_t overflow();
   // The same of persistent bytes alone, which never is more; at any time.
@@ -98,7 +98,8 @@ class Trial {
   std::vector<int64_t> held_bytes_;  // per pool, of persistent bytes
   std::vector<int64_t> tail_;  // per op, the shortest time from its end to the end of the step
   std::vector<Copy> copies_;
-  int64_t makespan_ = 0, finishes_ = 0, evaluations_ = 0, limit_ = 0;
+  int64_t makespan_ = 0, evaluations_ = 0, limit_ = 0;
+  double finishes_ = 0;
 
   // State of the fold: free times of devices, send and receive ports, and work done, per device.
   std::vector<int64_t> state_;
@@ -116,7 +117,8 @@ class Trial {
   std::vector<int32_t> old_order_;
   std::vector<int64_t> old_ends_;
   std::vector<std::pair<int64_t, Copy>> old_copies_;
-  int64_t old_makespan_ = 0, old_finishes_ = 0;
+  int64_t old_makespan_ = 0;
+  double old_finishes_ = 0;
   int32_t first_ = INT32_MAX, base_ = 0, reached_ = 0;
   uint32_t epoch_ = 1;
   std::vector<Planned> planned_;

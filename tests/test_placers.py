@@ -30,6 +30,7 @@ from baechi import (
     simulate,
 )
 from baechi.placers.packing import Packing
+from baechi.placers.search import LocalSearch
 from baechi.problem import Problem
 from baechi.simulation import overflows
 from oracle import Oracle, list_schedule
@@ -47,6 +48,7 @@ SEARCHING = (
     Contiguous(),
     Metis(),
     Packing(),
+    LocalSearch(),
     Auto(),
 )
 FIXED = (SingleDevice(), RoundRobin(), RandomPlacer(0))

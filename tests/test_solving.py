@@ -218,7 +218,7 @@ def test_efforts_look_at_different_grains():
         for effort, row in stats.items()
     }
     assert grains == {
-        "fast": {"coarse"},
+        "fast": {"fine"},
         "balanced": {"coarse", "fine"},
         "thorough": {"coarse", "fine"},
     }

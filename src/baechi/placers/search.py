@@ -109,25 +109,25 @@ class LocalSearch(Placer):
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
     """The best placement that a search finds from these and other starts on.
 
-    `None` where none is found that fits, or where a start cannot be improved, since it takes the
-    lower bound.
+    `None` where none is found that fits, or where nothing can be improved: there are no ops, or a
+    start takes the lower bound.
 
     Args:
         problem: What to place.
         placements: Valid placements, if there are any.
-        budget: What it may cost. Graphs for which it does not pay for `_WORTH` evaluations of the
-            whole step are left alone; so are problems with a limit on the number of devices, for
-            which `solve` asks about one choice of devices at a time.
+        budget: What it may cost. Graphs for which it does not pay for more than `_WORTH`
+            evaluations of the whole step are left alone; so are problems with a limit on the number
+            of devices, for which `solve` asks about one choice of devices at a time.
     """
     n = len(problem.graph.ops)
     evaluations = min(budget.evaluations, budget.per_op * n)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     target = lower_bound_ns(problem)
-    size = len(problem.graph.tensors) * min(len(problem.device_pool), _DEVICES)
-    if evaluations < _WORTH * n or size > _SIZE or problem.max_devices or least == target:
+    if evaluations <= _WORTH * n or problem.max_devices or least == target:
         return None
     space = _Space.of(problem, placements)
-    if len(space.devices) == 1 and placements:
+    too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
+    if too_large or (len(space.devices) == 1 and placements):
         return None
     states = space.evaluated(space.starts(placements, budget), target)
     spent = 0
