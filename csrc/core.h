@@ -69,8 +69,9 @@ struct Problem {
   std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
   int32_t max_devices = INT32_MAX;  // how many devices may be used
   std::vector<int32_t> only;        // per group, the one device that is allowed, or -1; or empty
+  std::vector<int64_t> sent_ns;     // per tensor, where all links are equal: its transfer; or empty
 
-  // Derives group_ops, inputs, outputs, output_bytes, pool_devices and only from the rest.
+  // Derives group_ops, inputs, outputs, output_bytes, pool_devices, only and sent_ns from the rest.
   void finish();
 
   int64_t duration(int32_t op, int32_t device) const {
@@ -82,35 +83,58 @@ struct Problem {
   bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
   int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
   int64_t bytes_per_s(int32_t src, int32_t dst) const { return rate[link(src, dst)]; }
-  int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const;
+  int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
+    return sent_ns.empty() ? divided_ns(tensor, link(src, dst)) : sent_ns[tensor];
+  }
 
  private:
+  int64_t divided_ns(int32_t tensor, int64_t at) const;
   int64_t link(int32_t src, int32_t dst) const { return static_cast<int64_t>(src) * devices + dst; }
 };
 
-// The memory in use over time, as a treap of changes: O(log changes) to add and to ask.
+// The memory in use over time.
+//
+// Changes wait in a row until an exact question needs them in a treap, which then takes O(log
+// changes) to add and to ask. Where the cheap `bound` suffices, there never is a treap.
 class Profile {
  public:
-  void add(int64_t time, int64_t delta);
+  void add(int64_t time, int64_t delta) {
+    if (delta == 0) return;
+    waiting_.push_back({time, delta});
+    total_ += delta;
+    if (delta > 0) bound_ += delta;
+  }
   // The level after the last change.
-  int64_t total() const { return root_ < 0 ? 0 : nodes_[root_].sum; }
+  int64_t total() const { return total_; }
+  // No level is higher than this.
+  int64_t bound() const { return bound_; }
   // The highest level in [from, to); where the interval is empty, INT64_MIN.
   int64_t max_between(int64_t from, int64_t to) const;
   // The highest level ever, at least 0: nothing is in use before the first change.
   int64_t max_ever() const;
+  // The highest level in [0, to), at least 0. Linear, without a treap, unless there is one.
+  int64_t peak(int64_t to) const;
 
  private:
+  struct Change {
+    int64_t time, delta;
+  };
   struct Node {
     int64_t time, delta, sum, max_prefix;  // max_prefix: over the non-empty prefixes of the subtree
     uint64_t priority;
     int32_t left, right;
   };
-  int32_t insert(int32_t node, int64_t time, int64_t delta);
-  void update(int32_t node);
+  void drain() const;
+  int32_t insert(int32_t node, int64_t time, int64_t delta) const;
+  void update(int32_t node) const;
   int64_t max_in(int32_t node, int64_t after, int64_t before, int64_t level) const;
 
-  std::vector<Node> nodes_;
-  int32_t root_ = -1;
+  int64_t total_ = 0;
+  // To move changes into the treap changes no level.
+  mutable int64_t bound_ = 0;
+  mutable std::vector<Change> waiting_;
+  mutable std::vector<Node> nodes_;
+  mutable int32_t root_ = -1;
 };
 
 struct Span {
@@ -144,7 +168,10 @@ class Timeline {
   int32_t device(int32_t op) const { return device_[op]; }
   int64_t device_free(int32_t device) const { return device_free_[device]; }
   int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
-  int64_t remaining(int32_t tensor) const { return remaining_[tensor]; }
+  int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
+  // Whether some group is placed or reserved there. Nothing ever was on a device that is not used.
+  bool used(int32_t device) const { return used_[device]; }
+  int64_t held_back(int32_t pool) const { return held_back_[pool]; }
 
   // When all inputs of `op` can be on `device`, nothing when one has no path. All producers of
   // `op` are committed; so for everything below.
@@ -175,27 +202,27 @@ class Timeline {
   int64_t need(int32_t op) const;
 
  private:
-  // A tensor in the memory of a pool. `holder` is the device that made or received it.
+  // A tensor in the memory of a pool. `holder` is the device that made or received it. The first
+  // ones in `presences_` are those where the tensors are made, one per tensor; copies follow, in a
+  // list per tensor that begins there.
   struct Presence {
-    int32_t pool, holder;
-    int64_t available, last_use;
+    int32_t pool, holder;  // -1 where the tensor is not made yet
     int32_t next;
+    int32_t remaining;  // consumers that are not committed; of the first ones only
+    int64_t available, last_use;
   };
   struct Planned {
-    int32_t tensor;
+    int32_t tensor, src;
     int64_t start, end;
   };
 
+  std::optional<int64_t> plan(int32_t op, int32_t device) const;
   int32_t find(int32_t tensor, int32_t pool) const;
-  void hold(int32_t tensor, int32_t device, int64_t available);
   void release(int32_t tensor);
 
   const Problem& problem_;
   std::vector<int32_t> device_;        // per op, -1 until committed
-  std::vector<int64_t> end_;           // per op
   std::vector<int32_t> group_device_;  // per group, -1 until reserved
-  std::vector<int64_t> remaining_;     // per tensor, consumers that are not committed
-  std::vector<int32_t> presence_of_;   // per tensor, head of a list in presences_
   std::vector<Presence> presences_;
   std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
   std::vector<uint8_t> used_;                                    // per device
@@ -206,10 +233,17 @@ class Timeline {
   std::vector<Transfer> transfers_;
   std::vector<int32_t> released_;
   int64_t makespan_ = 0;
-  // Scratch of arrival, fit and commit: the missing inputs of the op that was asked for last.
+  // The last answer of `arrival`, good until the next commit, and the transfers that it needs.
+  mutable int32_t asked_op_ = -1, asked_device_ = -1;
+  mutable std::optional<int64_t> answer_;
   mutable std::vector<Planned> planned_;
   mutable std::vector<std::pair<int64_t, int64_t>> changes_;
 };
+
+// Per device the first of its twins: devices that only their indices tell apart. Twins have the
+// same class, memory, allowed groups and links to and from all others and each other, and share
+// their pool with nobody.
+std::vector<int32_t> first_twins(const Problem& problem);
 
 // Commits ops to `timeline`, each time the pair with the smallest (earliest start, op, device)
 // among the ready ops and the devices with a path and room that the rule allows, until no pair is

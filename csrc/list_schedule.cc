@@ -9,7 +9,12 @@
 // except where another op brings one of the inputs, and there the pair is pushed afresh. A pair is
 // checked again when it comes to the top, and sinks if it got later. A pair without room is set
 // aside until something that could give it room has happened. Entries are never removed early, so
-// an op may be in a heap twice; what is committed is dropped when met.
+// an op may be in a heap twice; what is committed is dropped when met. A tournament of the tops
+// says which device to look at next, so that a step looks at few.
+//
+// Twins (`first_twins`) on which nothing ever was are equal in everything but the index, and the
+// lowest index wins: only the first of them has queues, and the next one gets them when that one is
+// used. So a thousand equal devices cost what those cost that are used.
 #include <algorithm>
 #include <functional>
 #include <queue>
@@ -43,6 +48,34 @@ struct Queue {
   std::vector<int32_t> full, crowded;
 };
 
+// A pair per device, and the smallest of them.
+class Tournament {
+ public:
+  explicit Tournament(int32_t devices) {
+    while (leaves_ < static_cast<size_t>(devices)) leaves_ *= 2;
+    nodes_.assign(2 * leaves_, kNoPair);
+  }
+
+  const Pair& winner() const { return nodes_[1]; }
+
+  void set(int32_t device, const Pair& pair) {
+    size_t node = leaves_ + static_cast<size_t>(device);
+    nodes_[node] = pair;
+    while (node > 1) {
+      node /= 2;
+      nodes_[node] = std::min(nodes_[2 * node], nodes_[2 * node + 1]);
+    }
+  }
+
+  void lower(int32_t device, const Pair& pair) {
+    if (pair < nodes_[leaves_ + static_cast<size_t>(device)]) set(device, pair);
+  }
+
+ private:
+  size_t leaves_ = 1;
+  std::vector<Pair> nodes_;
+};
+
 class Scheduler {
  public:
   Scheduler(Timeline& timeline, const std::vector<int32_t>& favorites)
@@ -50,13 +83,20 @@ class Scheduler {
         problem_(timeline.problem()),
         favorites_(favorites),
         waiting_(problem_.ops, 0),
+        place_(problem_.ops, -1),
+        full_(problem_.ops, 0),
         last_(problem_.devices, -1),
-        queues_(problem_.devices) {
+        twin_(first_twins(problem_)),
+        queues_(problem_.devices),
+        tops_(problem_.devices) {
+    for (int32_t device = 0; device < problem_.devices; ++device) {
+      if (timeline_.used(device) || first_unused(device)) activate(device);
+    }
     for (int32_t op = 0; op < problem_.ops; ++op) {
       for (int32_t tensor : Row(problem_.inputs, op)) {
         if (!timeline_.committed(problem_.producer[tensor])) ++waiting_[op];
       }
-      if (ready(op)) push_everywhere(op);
+      if (waiting_[op] == 0 && !timeline_.committed(op)) becomes_ready(op);
     }
   }
 
@@ -70,43 +110,90 @@ class Scheduler {
   }
 
  private:
-  bool ready(int32_t op) const { return waiting_[op] == 0 && !timeline_.committed(op); }
+  bool ready(int32_t op) const { return place_[op] >= 0; }
+
+  // Whether no device before it is its twin, as much held back, and unused.
+  bool first_unused(int32_t device) const {
+    for (int32_t other = twin_[device]; other < device; ++other) {
+      if (twins(other, device) && !timeline_.used(other)) return false;
+    }
+    return true;
+  }
+
+  bool twins(int32_t a, int32_t b) const {
+    return twin_[a] == twin_[b] &&
+           timeline_.held_back(problem_.pool[a]) == timeline_.held_back(problem_.pool[b]);
+  }
+
+  void activate(int32_t device) {
+    actives_.push_back(device);
+    for (int32_t op : ready_) {
+      const int32_t only = timeline_.group_device(op);
+      if (only < 0 || only == device) push(op, device);
+    }
+  }
+
+  void becomes_ready(int32_t op) {
+    place_[op] = static_cast<int32_t>(ready_.size());
+    ready_.push_back(op);
+    push_everywhere(op);
+  }
+
+  void is_committed(int32_t op) {
+    place_[ready_.back()] = place_[op];
+    ready_[place_[op]] = ready_.back();
+    ready_.pop_back();
+    place_[op] = -1;
+  }
 
   void push(int32_t op, int32_t device) {
     const std::optional<int64_t> arrival = timeline_.arrival(op, device);
-    if (arrival) queues_[device].pending.emplace(*arrival, op);
+    if (!arrival) return;
+    queues_[device].pending.emplace(*arrival, op);
+    tops_.lower(device, {std::max(*arrival, timeline_.device_free(device)), op, device});
   }
 
   void push_everywhere(int32_t op) {
     const int32_t only = timeline_.group_device(op);
     if (only >= 0) return push(op, only);
-    for (int32_t device = 0; device < problem_.devices; ++device) push(op, device);
+    for (int32_t device : actives_) push(op, device);
   }
 
-  // The best pair of a device that has room. Its entry stays on top of `pending` or `available`.
-  Pair best(int32_t device) {
+  // The pair on top of a device's queues, in `available` if that is not empty. Its start is a lower
+  // bound, and no pair of the device is before it.
+  Pair top(int32_t device) {
     Queue& queue = queues_[device];
     const int64_t free = timeline_.device_free(device);
-    while (true) {
-      while (!queue.pending.empty() && queue.pending.top().first <= free) {
-        queue.available.push(queue.pending.top().second);
-        queue.pending.pop();
-      }
-      const bool now = !queue.available.empty();
-      if (!now && queue.pending.empty()) return kNoPair;
-      const int32_t op = now ? queue.available.top() : queue.pending.top().second;
-      const int64_t key = now ? free : queue.pending.top().first;
-      const std::optional<int64_t> start =
-          timeline_.committed(op) ? std::nullopt : timeline_.earliest_start(op, device);
-      if (start && *start == key) {
-        const Fit fit = timeline_.fit(op, device);
-        if (fit == Fit::kFits) return {key, op, device};
-        if (fit == Fit::kFull) queue.full.push_back(op);
-        if (fit == Fit::kCrowded) queue.crowded.push_back(op);
-      }
-      pop(device);
-      if (start && *start > key) queue.pending.emplace(*start, op);
+    while (!queue.pending.empty() && queue.pending.top().first <= free) {
+      if (ready(queue.pending.top().second)) queue.available.push(queue.pending.top().second);
+      queue.pending.pop();
     }
+    if (!queue.available.empty()) return {free, queue.available.top(), device};
+    if (queue.pending.empty()) return kNoPair;
+    return {queue.pending.top().first, queue.pending.top().second, device};
+  }
+
+  // Whether the pair on top of its device's queues is what it says and has room; if not it sinks,
+  // or is set aside or dropped.
+  bool holds(const Pair& pair) {
+    Queue& queue = queues_[pair.device];
+    std::optional<int64_t> start;
+    if (ready(pair.op)) start = timeline_.earliest_start(pair.op, pair.device);
+    if (start && *start == pair.start) {
+      const Fit fit = timeline_.fit(pair.op, pair.device);
+      if (fit == Fit::kFits) return true;
+      if (fit == Fit::kFull) {
+        queue.full.push_back(pair.op);
+        ++full_[pair.op];
+      }
+      if (fit == Fit::kCrowded) {
+        if (queue.crowded.empty()) crowded_.push_back(pair.device);
+        queue.crowded.push_back(pair.op);
+      }
+    }
+    pop(pair.device);
+    if (start && *start > pair.start) queue.pending.emplace(*start, pair.op);
+    return false;
   }
 
   void pop(int32_t device) {
@@ -118,29 +205,39 @@ class Scheduler {
     }
   }
 
-  // ETF's choice.
+  // The best pair of a device that has room. Its entry stays on top.
+  Pair best(int32_t device) {
+    Pair pair = top(device);
+    while (pair.op != kNoPair.op && !holds(pair)) pair = top(device);
+    return pair;
+  }
+
+  // ETF's choice, among the devices in the tournament. What it says of a device is a lower bound.
   Pair earliest() {
-    Pair choice = kNoPair;
-    for (int32_t device = 0; device < problem_.devices; ++device) {
-      choice = std::min(choice, best(device));
+    while (true) {
+      const Pair winner = tops_.winner();
+      if (winner.op == kNoPair.op) return kNoPair;
+      const Pair pair = top(winner.device);
+      const bool same = pair.start == winner.start && pair.op == winner.op;
+      if (same && holds(pair)) return pair;
+      tops_.set(winner.device, same ? top(winner.device) : pair);
     }
-    return choice;
   }
 
   // SCT's choice: an awake device takes its favorite child or an urgent op.
   Pair earliest_allowed() {
     Pair choice = kNoPair;
     std::vector<int32_t> awake;
-    for (int32_t device = 0; device < problem_.devices; ++device) {
+    for (int32_t device : actives_) {
       const Pair favorite = awaited(device);
-      if (favorite.op == kNoPair.op) {
-        choice = std::min(choice, best(device));
-      } else {
-        awake.push_back(device);
-        choice = std::min(choice, favorite);
-      }
+      if (favorite.op == kNoPair.op) continue;
+      awake.push_back(device);
+      choice = std::min(choice, favorite);
+      tops_.set(device, kNoPair);
     }
+    choice = std::min(choice, earliest());
     for (int32_t device : awake) choice = std::min(choice, earliest_urgent(device, choice));
+    for (int32_t device : awake) tops_.set(device, top(device));
     return choice;
   }
 
@@ -149,7 +246,7 @@ class Scheduler {
     const int32_t favorite = last_[device] < 0 ? -1 : favorites_[last_[device]];
     if (favorite < 0 || !ready(favorite)) return kNoPair;
     Pair earliest = kNoPair;
-    for (int32_t other = 0; other < problem_.devices; ++other) {
+    for (int32_t other : actives_) {
       if (timeline_.fit(favorite, other) == Fit::kFits) {
         earliest =
             std::min(earliest, {*timeline_.earliest_start(favorite, other), favorite, other});
@@ -173,7 +270,7 @@ class Scheduler {
 
   // Whether no device with room would start the op later.
   bool urgent(const Pair& pair) const {
-    for (int32_t other = 0; other < problem_.devices; ++other) {
+    for (int32_t other : actives_) {
       const std::optional<int64_t> start = timeline_.earliest_start(pair.op, other);
       if (start && *start > pair.start && timeline_.fit(pair.op, other) == Fit::kFits) return false;
     }
@@ -182,17 +279,21 @@ class Scheduler {
 
   void commit(const Pair& pair) {
     const size_t transfers = timeline_.transfers().size();
-    const bool comes = timeline_.group_device(pair.op) < 0;
+    const bool comes = timeline_.group_device(pair.op) < 0, fresh = !timeline_.used(pair.device);
     timeline_.commit(pair.op, pair.device);
+    is_committed(pair.op);
     last_[pair.device] = pair.op;
+    if (fresh) activate_twin(pair.device);
     for (int32_t tensor : Row(problem_.outputs, pair.op)) {
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
-        if (--waiting_[consumer] == 0) push_everywhere(consumer);
+        if (--waiting_[consumer] == 0) becomes_ready(consumer);
       }
     }
     // Memory that is held back from new groups is free to this one now.
-    for (int32_t op : Row(problem_.group_ops, problem_.group[pair.op])) {
-      if (comes && ready(op)) push(op, pair.device);
+    if (comes) {
+      for (int32_t op : Row(problem_.group_ops, problem_.group[pair.op])) {
+        if (ready(op)) push(op, pair.device);
+      }
     }
     // What arrived may let others start earlier in this pool.
     const int32_t pool = problem_.pool[pair.device];
@@ -206,19 +307,32 @@ class Scheduler {
     for (int32_t tensor : Row(problem_.inputs, pair.op)) {
       if (timeline_.remaining(tensor) != 1) continue;
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
-        if (ready(consumer)) push_everywhere(consumer);
+        if (ready(consumer) && full_[consumer] > 0) push_everywhere(consumer);
       }
     }
     for (int32_t released : timeline_.released()) {
       for (int32_t device : Row(problem_.pool_devices, released)) {
-        retry(queues_[device], queues_[device].full);
+        for (int32_t op : queues_[device].full) --full_[op];
+        retry(device, queues_[device].full);
       }
     }
-    for (Queue& queue : queues_) retry(queue, queue.crowded);
+    for (int32_t device : crowded_) retry(device, queues_[device].crowded);
+    crowded_.clear();
+    tops_.set(pair.device, top(pair.device));
   }
 
-  static void retry(Queue& queue, std::vector<int32_t>& aside) {
-    for (int32_t op : aside) queue.available.push(op);
+  // The next of the twins of a device that is used from now on.
+  void activate_twin(int32_t device) {
+    for (int32_t other = device + 1; other < problem_.devices; ++other) {
+      if (!timeline_.used(other) && twins(other, device)) return activate(other);
+    }
+  }
+
+  void retry(int32_t device, std::vector<int32_t>& aside) {
+    for (int32_t op : aside) {
+      queues_[device].available.push(op);
+      tops_.lower(device, {timeline_.device_free(device), op, device});
+    }
     aside.clear();
   }
 
@@ -226,8 +340,15 @@ class Scheduler {
   const Problem& problem_;
   const std::vector<int32_t>& favorites_;
   std::vector<int64_t> waiting_;  // per op, inputs without a committed producer
+  std::vector<int32_t> ready_;    // in no order
+  std::vector<int32_t> place_;    // per op, its place in ready_, or -1
+  std::vector<int32_t> full_;     // per op, in how many devices' `full` it is
   std::vector<int32_t> last_;     // per device, the op that it took last
+  std::vector<int32_t> twin_;     // per device
+  std::vector<int32_t> actives_;  // the devices that have
+  std::vector<int32_t> crowded_;  // the devices whose `crowded` is not empty
   std::vector<Queue> queues_;     // per device
+  Tournament tops_;
 };
 
 }  // namespace

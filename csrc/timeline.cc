@@ -8,13 +8,9 @@ namespace {
 
 __extension__ typedef __int128 int128_t;
 
-// A fixed hash of the time is the treap's priority, so that equal input gives equal trees.
-uint64_t mix(uint64_t x) {
-  x += 0x9e3779b97f4a7c15u;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
-  return x ^ (x >> 31);
-}
+constexpr uint64_t kNsPerS = 1'000'000'000;
+// Sizes below it times kNsPerS plus any rate are below 2^64, and the division needs no 128 bits.
+constexpr uint64_t kShort = (uint64_t{1} << 63) / kNsPerS;
 
 // The transpose of `rows`, whose values are below `count`; each row of it is ascending.
 Rows transpose(const Rows& rows, int32_t count) {
@@ -47,6 +43,10 @@ void Problem::finish() {
   pool_devices = transpose(singletons(pool), pools);
   output_bytes.assign(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) output_bytes[producer[t]] += nbytes[t];
+  if (rate.values.size() == 1 && rate[0] > 0) {
+    sent_ns.resize(tensors);
+    for (int32_t t = 0; t < tensors; ++t) sent_ns[t] = divided_ns(t, 0);
+  }
   if (allowed.empty()) return;
   only.assign(groups, -1);
   std::vector<int32_t> count(groups, 0);
@@ -58,97 +58,22 @@ void Problem::finish() {
   }
 }
 
-int64_t Problem::transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
-  const int64_t at = link(src, dst);
-  const int128_t scaled = static_cast<int128_t>(nbytes[tensor]) * 1'000'000'000;
-  return latency[at] + static_cast<int64_t>((scaled + rate[at] - 1) / rate[at]);
-}
-
-void Profile::add(int64_t time, int64_t delta) {
-  if (delta != 0) root_ = insert(root_, time, delta);
-}
-
-int32_t Profile::insert(int32_t node, int64_t time, int64_t delta) {
-  if (node < 0) {
-    nodes_.push_back({time, delta, delta, delta, mix(static_cast<uint64_t>(time)), -1, -1});
-    return static_cast<int32_t>(nodes_.size()) - 1;
+int64_t Problem::divided_ns(int32_t tensor, int64_t at) const {
+  const int64_t bytes_per_s = rate[at];
+  const uint64_t size = static_cast<uint64_t>(nbytes[tensor]);
+  if (size < kShort) {
+    const uint64_t scaled = size * kNsPerS + static_cast<uint64_t>(bytes_per_s) - 1;
+    return latency[at] + static_cast<int64_t>(scaled / static_cast<uint64_t>(bytes_per_s));
   }
-  if (time == nodes_[node].time) {
-    nodes_[node].delta += delta;
-  } else if (time < nodes_[node].time) {
-    const int32_t child = insert(nodes_[node].left, time, delta);
-    nodes_[node].left = child;
-    if (nodes_[child].priority > nodes_[node].priority) {
-      nodes_[node].left = nodes_[child].right;
-      nodes_[child].right = node;
-      update(node);
-      node = child;
-    }
-  } else {
-    const int32_t child = insert(nodes_[node].right, time, delta);
-    nodes_[node].right = child;
-    if (nodes_[child].priority > nodes_[node].priority) {
-      nodes_[node].right = nodes_[child].left;
-      nodes_[child].left = node;
-      update(node);
-      node = child;
-    }
-  }
-  update(node);
-  return node;
-}
-
-void Profile::update(int32_t node) {
-  Node& n = nodes_[node];
-  const int64_t left = n.left < 0 ? 0 : nodes_[n.left].sum;
-  n.sum = left + n.delta;
-  n.max_prefix = n.sum;
-  if (n.left >= 0) n.max_prefix = std::max(n.max_prefix, nodes_[n.left].max_prefix);
-  if (n.right >= 0) {
-    n.max_prefix = std::max(n.max_prefix, n.sum + nodes_[n.right].max_prefix);
-    n.sum += nodes_[n.right].sum;
-  }
-}
-
-int64_t Profile::max_ever() const {
-  return root_ < 0 ? 0 : std::max<int64_t>(0, nodes_[root_].max_prefix);
-}
-
-int64_t Profile::max_between(int64_t from, int64_t to) const {
-  if (from >= to) return INT64_MIN;
-  int64_t level = 0;
-  for (int32_t node = root_; node >= 0;) {
-    const Node& n = nodes_[node];
-    if (from < n.time) {
-      node = n.left;
-    } else {
-      level += n.delta + (n.left < 0 ? 0 : nodes_[n.left].sum);
-      node = n.right;
-    }
-  }
-  return std::max(level, max_in(root_, from, to, 0));
-}
-
-// The highest level at the changes of a subtree that lie in (after, before), where `level` is what
-// came before the subtree. A bound that the subtree cannot reach is INT64_MIN or kForever.
-int64_t Profile::max_in(int32_t node, int64_t after, int64_t before, int64_t level) const {
-  if (node < 0) return INT64_MIN;
-  const Node& n = nodes_[node];
-  if (after == INT64_MIN && before == kForever) return level + n.max_prefix;
-  if (n.time >= before) return max_in(n.left, after, before, level);
-  const int64_t here = level + n.delta + (n.left < 0 ? 0 : nodes_[n.left].sum);
-  if (n.time <= after) return max_in(n.right, after, before, here);
-  return std::max(
-      {here, max_in(n.left, after, kForever, level), max_in(n.right, INT64_MIN, before, here)});
+  const int128_t scaled = static_cast<int128_t>(size) * kNsPerS;
+  return latency[at] + static_cast<int64_t>((scaled + bytes_per_s - 1) / bytes_per_s);
 }
 
 Timeline::Timeline(const Problem& problem)
     : problem_(problem),
       device_(problem.ops, -1),
-      end_(problem.ops, 0),
       group_device_(problem.groups, -1),
-      remaining_(problem.tensors),
-      presence_of_(problem.tensors, -1),
+      presences_(problem.tensors),
       device_free_(problem.devices, 0),
       send_free_(problem.devices, 0),
       receive_free_(problem.devices, 0),
@@ -156,7 +81,9 @@ Timeline::Timeline(const Problem& problem)
       persistent_(problem.pools, 0),
       held_back_(problem.pools, 0),
       profiles_(problem.pools) {
-  for (int32_t t = 0; t < problem.tensors; ++t) remaining_[t] = problem.consumers.size(t);
+  for (int32_t t = 0; t < problem.tensors; ++t) {
+    presences_[t] = {-1, -1, -1, static_cast<int32_t>(problem.consumers.size(t)), 0, 0};
+  }
   spans_.reserve(problem.ops);
   // What has but one place takes it at once, so that nobody else takes its room.
   for (int32_t g = 0; g < static_cast<int32_t>(problem.only.size()); ++g) {
@@ -172,16 +99,26 @@ int32_t Timeline::waits_for(int32_t op) const {
 }
 
 int32_t Timeline::find(int32_t tensor, int32_t pool) const {
-  int32_t at = presence_of_[tensor];
+  int32_t at = tensor;
   while (at >= 0 && presences_[at].pool != pool) at = presences_[at].next;
   return at;
 }
 
 std::optional<int64_t> Timeline::arrival(int32_t op, int32_t device) const {
+  if (op != asked_op_ || device != asked_device_) {
+    answer_ = plan(op, device);
+    asked_op_ = op;
+    asked_device_ = device;
+  }
+  return answer_;
+}
+
+std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
   planned_.clear();
+  const int32_t pool = problem_.pool[device];
   int64_t ready = 0;
   for (int32_t tensor : Row(problem_.inputs, op)) {
-    const int32_t at = find(tensor, problem_.pool[device]);
+    const int32_t at = find(tensor, pool);
     if (at >= 0) {
       const Presence& presence = presences_[at];
       int64_t available = presence.available;
@@ -191,25 +128,27 @@ std::optional<int64_t> Timeline::arrival(int32_t op, int32_t device) const {
       }
       ready = std::max(ready, available);
     } else {
-      const int32_t producer = problem_.producer[tensor];
-      if (!problem_.has_path(device_[producer], device)) return std::nullopt;
-      planned_.push_back({tensor, end_[producer], 0});
+      const Presence& made = presences_[tensor];
+      if (!problem_.has_path(made.holder, device)) return std::nullopt;
+      planned_.push_back({tensor, made.holder, made.available, 0});
     }
   }
-  if (planned_.size() > 1) {
-    std::sort(planned_.begin(), planned_.end(), [](const Planned& a, const Planned& b) {
-      return a.start != b.start ? a.start < b.start : a.tensor < b.tensor;
-    });
+  const auto sooner = [](const Planned& a, const Planned& b) {
+    return a.start != b.start ? a.start < b.start : a.tensor < b.tensor;
+  };
+  if (planned_.size() == 2) {
+    if (sooner(planned_[1], planned_[0])) std::swap(planned_[0], planned_[1]);
+  } else if (planned_.size() > 2) {
+    std::sort(planned_.begin(), planned_.end(), sooner);
   }
   // All these transfers end at `device`, so its receive port orders them, and no send port that
   // one of them takes can delay a later one more than the receive port does.
   int64_t receive_free = receive_free_[device];
   for (Planned& transfer : planned_) {
-    const int32_t src = device_[problem_.producer[transfer.tensor]];
     if (problem_.ports != Ports::kNone) {
-      transfer.start = std::max({transfer.start, send_free_[src], receive_free});
+      transfer.start = std::max({transfer.start, send_free_[transfer.src], receive_free});
     }
-    transfer.end = transfer.start + problem_.transfer_ns(transfer.tensor, src, device);
+    transfer.end = transfer.start + problem_.transfer_ns(transfer.tensor, transfer.src, device);
     receive_free = transfer.end;
     ready = std::max(ready, transfer.end);
   }
@@ -247,27 +186,24 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
   for (const Planned& transfer : planned_) {
     const int64_t nbytes = problem_.nbytes[transfer.tensor];
     missing += nbytes;
-    if (remaining_[transfer.tensor] > 1) staying += nbytes;
+    if (remaining(transfer.tensor) > 1) staying += nbytes;
   }
-  if (profile.max_ever() + missing + problem_.output_bytes[op] + workspace <= room) {
-    return Fit::kFits;
-  }
+  const int64_t adds = missing + problem_.output_bytes[op] + workspace;
+  if (profile.bound() + adds <= room) return Fit::kFits;
   // On a device alone in its pool, all that stays is there before the op starts.
-  if (end > start && problem_.pool_devices.size(pool) == 1 &&
-      profile.total() + missing + problem_.output_bytes[op] + workspace > room) {
+  if (end > start && problem_.pool_devices.size(pool) == 1 && profile.total() + adds > room) {
     return Fit::kFull;
   }
+  if (profile.max_ever() + adds <= room) return Fit::kFits;
   changes_.clear();
   for (const Planned& transfer : planned_) {
     const int64_t nbytes = problem_.nbytes[transfer.tensor];
     changes_.emplace_back(transfer.start, nbytes);
-    if (remaining_[transfer.tensor] == 1) changes_.emplace_back(end, -nbytes);
+    if (remaining(transfer.tensor) == 1) changes_.emplace_back(end, -nbytes);
   }
   for (int32_t tensor : Row(problem_.inputs, op)) {
-    const int32_t at = remaining_[tensor] == 1 ? find(tensor, pool) : -1;
-    if (at < 0) continue;
-    if (problem_.kept[tensor] && problem_.pool[device_[problem_.producer[tensor]]] == pool)
-      continue;
+    const int32_t at = remaining(tensor) == 1 ? find(tensor, pool) : -1;
+    if (at < 0 || (problem_.kept[tensor] && at == tensor)) continue;
     changes_.emplace_back(std::max(end, presences_[at].last_use), -problem_.nbytes[tensor]);
     staying -= problem_.nbytes[tensor];
   }
@@ -296,16 +232,11 @@ void Timeline::reserve(int32_t op, int32_t device) {
   persistent_[problem_.pool[device]] += problem_.group_persistent[group];
 }
 
-void Timeline::hold(int32_t tensor, int32_t device, int64_t available) {
-  presences_.push_back({problem_.pool[device], device, available, available, presence_of_[tensor]});
-  presence_of_[tensor] = static_cast<int32_t>(presences_.size()) - 1;
-}
-
 void Timeline::release(int32_t tensor) {
-  const int32_t home = problem_.pool[device_[problem_.producer[tensor]]];
-  for (int32_t at = presence_of_[tensor]; at >= 0; at = presences_[at].next) {
+  // Where it is kept it stays where it was made, and its copies go.
+  const int32_t first = problem_.kept[tensor] ? presences_[tensor].next : tensor;
+  for (int32_t at = first; at >= 0; at = presences_[at].next) {
     const Presence& presence = presences_[at];
-    if (problem_.kept[tensor] && presence.pool == home) continue;
     profiles_[presence.pool].add(presence.last_use, -problem_.nbytes[tensor]);
     released_.push_back(presence.pool);
   }
@@ -315,32 +246,38 @@ const Span& Timeline::commit(int32_t op, int32_t device) {
   const int64_t start = *earliest_start(op, device);
   const int64_t end = start + problem_.duration(op, device);
   const int32_t pool = problem_.pool[device];
+  Profile& profile = profiles_[pool];
+  asked_op_ = -1;
   released_.clear();
   reserve(op, device);
   for (const Planned& transfer : planned_) {
-    const int32_t src = device_[problem_.producer[transfer.tensor]];
+    const int32_t src = transfer.src;
     transfers_.push_back({transfer.tensor, src, device, transfer.start, transfer.end});
     if (problem_.ports != Ports::kNone) {
       send_free_[src] = receive_free_[device] = transfer.end;
       if (problem_.ports == Ports::kShared) receive_free_[src] = send_free_[device] = transfer.end;
     }
-    Presence& home = presences_[find(transfer.tensor, problem_.pool[src])];
-    home.last_use = std::max(home.last_use, transfer.end);
-    hold(transfer.tensor, device, transfer.end);
-    profiles_[pool].add(transfer.start, problem_.nbytes[transfer.tensor]);
+    Presence& made = presences_[transfer.tensor];
+    made.last_use = std::max(made.last_use, transfer.end);
+    const int32_t next = made.next;
+    made.next = static_cast<int32_t>(presences_.size());
+    presences_.push_back({pool, device, next, 0, transfer.end, transfer.end});
+    profile.add(transfer.start, problem_.nbytes[transfer.tensor]);
   }
   device_[op] = device;
-  end_[op] = end;
-  if (end > start) {
-    profiles_[pool].add(start, problem_.workspace[op]);
-    profiles_[pool].add(end, -problem_.workspace[op]);
+  const int64_t workspace = end > start ? problem_.workspace[op] : 0;
+  profile.add(start, problem_.output_bytes[op] + workspace);
+  profile.add(end, -workspace);
+  for (int32_t tensor : Row(problem_.outputs, op)) {
+    Presence& made = presences_[tensor];
+    made.pool = pool;
+    made.holder = device;
+    made.available = made.last_use = end;
   }
-  for (int32_t tensor : Row(problem_.outputs, op)) hold(tensor, device, end);
-  profiles_[pool].add(start, problem_.output_bytes[op]);
   for (int32_t tensor : Row(problem_.inputs, op)) {
     Presence& presence = presences_[find(tensor, pool)];
     presence.last_use = std::max(presence.last_use, end);
-    if (--remaining_[tensor] == 0) release(tensor);
+    if (--presences_[tensor].remaining == 0) release(tensor);
   }
   device_free_[device] = end;
   makespan_ = std::max(makespan_, end);
@@ -351,7 +288,7 @@ const Span& Timeline::commit(int32_t op, int32_t device) {
 std::vector<int64_t> Timeline::peaks() const {
   std::vector<int64_t> peaks(persistent_);
   for (int32_t pool = 0; pool < problem_.pools; ++pool) {
-    peaks[pool] += std::max<int64_t>(0, profiles_[pool].max_between(0, makespan_));
+    peaks[pool] += profiles_[pool].peak(makespan_);
   }
   return peaks;
 }

@@ -1,6 +1,8 @@
 """Columns of graphs and schedules: the same as the values that they stand for."""
 
 import pickle
+from copy import copy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -117,3 +119,15 @@ def test_a_schedule_of_columns_survives_a_file(tmp_path):
     dump(schedule, tmp_path / "s.json")
     assert load(tmp_path / "s.json") == schedule
     assert type(load(tmp_path / "s.json").spans) is tuple
+
+
+def test_the_bound_of_a_schedule_is_computed_once_and_only_when_asked_for():
+    calls = []
+    late = Schedule.with_late_bound((), (), (3,), lambda: calls.append(None) or 7)
+    assert (late.makespan_ns, late.peak_bytes, calls) == (0, (3,), [])
+    assert late == replace(late) == Schedule((), (), (3,), 7)
+    assert (late.lower_bound_ns, len(calls)) == (7, 1)
+    unasked = Schedule.with_late_bound((), (), (3,), lambda: calls.append(None) or 7)
+    assert pickle.loads(pickle.dumps(copy(unasked))) == late
+    with pytest.raises(AttributeError, match="'bound'"):
+        _ = late.bound

@@ -1,5 +1,6 @@
 """The placers: the C++ list scheduler against a plain one, tables, and what always holds."""
 
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -14,6 +15,7 @@ from baechi import (
     PEFT,
     Auto,
     Cluster,
+    Constraints,
     Contiguous,
     Device,
     InputError,
@@ -87,6 +89,55 @@ def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight(first):
 @pytest.mark.parametrize("seed", [*range(40), 4566, 5893, 9860, 10133])
 def test_the_list_scheduler_agrees_with_the_oracle_where_links_are_busy(seed):
     assert_schedulers_agree(*dense(seed), None)
+
+
+def islands(seed):
+    """Many devices, most of them alike: equal ones, islands with fast links inside, odd ones."""
+    draw = random.Random(seed)
+    n, size = draw.randrange(4, 9), draw.choice([1, 2, 3, 8])
+    memory, odd = draw.choice([10**6, 60, 120]), draw.randrange(4)
+    devices = [Device(f"d{i}", memory) for i in range(n)]
+    near, far = Link(1, 10**10), Link(draw.randrange(8), 10**9)
+    links = [[near if i // size == j // size else far for j in range(n)] for i in range(n)]
+    at = draw.randrange(n)
+    if odd == 1:
+        devices[at] = replace(devices[at], **draw.choice([{"speed": 2.0}, {"memory_bytes": 90}]))
+    if odd == 2:
+        devices[at] = replace(devices[at], pool="p")
+        devices[0] = replace(devices[0], pool="p")
+    if odd == 3:
+        links[at][draw.randrange(n)] = draw.choice([None, Link(0, 10**9)])
+    for i in range(n):
+        links[i][i] = None
+    return Cluster(tuple(devices), tuple(map(tuple, links)), draw.choice(["duplex", "shared"]))
+
+
+# Of equal devices only the used ones and the next one take part; all others must not be missed.
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_the_list_scheduler_agrees_with_the_oracle_where_devices_are_equal(first):
+    for seed in range(first, first + 50):
+        graph = (dense(seed) if seed % 3 else tight(seed))[0]
+        children = random_favorites(graph, seed) if seed % 2 else None
+        assert_schedulers_agree(graph, islands(seed), children, headroom=0.25 * (seed % 5 == 0))
+
+
+def test_equal_devices_that_are_reserved_or_forbidden_are_not_taken_for_unused_ones():
+    graph = OpGraph(tuple(Op(f"o{i}", 5, 4) for i in range(8)))
+    cluster = Cluster.uniform(6, 8, LINK)
+    devices = [device.name for device in cluster.devices]
+    rules = Constraints(
+        pins={"o7": devices[1]}, forbidden={"o0": (devices[0], devices[2])}, max_devices=4
+    )
+    timeline = Problem(graph, cluster, rules).timeline()
+    oracle = Oracle(graph, cluster, constraints=rules)
+    assert timeline.list_schedule(np.empty(0, np.int32)) == list_schedule(oracle) is True
+    assert timeline.spans() == [(op, *span) for op, span in oracle.spans.items()]
+    held = Problem(graph, cluster).timeline()
+    oracle = Oracle(graph, cluster)
+    # Nothing is held back from an op alone in its group, so a difference is no difference here.
+    held.hold_back(0, 8)
+    assert held.list_schedule(np.empty(0, np.int32)) == list_schedule(oracle) is True
+    assert held.spans() == [(op, *span) for op, span in oracle.spans.items()]
 
 
 @settings(max_examples=60, deadline=None)

@@ -128,13 +128,44 @@ class Schedule:
         spans: One per op, in launch order.
         transfers: In the order in which they were committed.
         peak_bytes: Peak memory of every device; of its pool, where it is in one.
-        lower_bound_ns: No valid schedule of this graph on this cluster is shorter.
+        lower_bound_ns: No valid schedule of this graph on this cluster is shorter. `simulate`
+            leaves it to be computed when it is first asked for, which takes longer than the rest.
     """
 
     spans: Sequence[Span]
     transfers: Sequence[Transfer]
     peak_bytes: tuple[int, ...]
     lower_bound_ns: int = 0
+    # What computes the bound, until somebody asks for it. Last, so that who reads all fields in
+    # their order, as `pickle` does, finds the bound and no function.
+    _bound: Callable[[], int] | None = field(
+        default=None, init=False, repr=False, compare=False, metadata={"json": False}
+    )
+
+    @classmethod
+    def with_late_bound(
+        cls,
+        spans: Sequence[Span],
+        transfers: Sequence[Transfer],
+        peak_bytes: tuple[int, ...],
+        bound: Callable[[], int],
+    ) -> "Schedule":
+        """A schedule whose `lower_bound_ns` is what `bound` returns; called once, or never."""
+        schedule = cls(spans, transfers, peak_bytes)
+        object.__setattr__(schedule, "_bound", bound)
+        object.__delattr__(schedule, "lower_bound_ns")
+        return schedule
+
+    if not TYPE_CHECKING:  # mypy would believe that there is every attribute
+
+        def __getattr__(self, name: str) -> int:
+            # Python comes here where the slot is empty.
+            if name != "lower_bound_ns":
+                raise AttributeError(f"a Schedule has no {name!r}", name=name, obj=self)
+            bound = self._bound()
+            object.__setattr__(self, "lower_bound_ns", bound)
+            object.__setattr__(self, "_bound", None)
+            return bound
 
     @property
     def makespan_ns(self) -> int:

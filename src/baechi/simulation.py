@@ -21,6 +21,7 @@ The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/ora
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NoReturn, final
 
 import numpy as np
@@ -148,7 +149,8 @@ def simulate(
     """The schedule of a placement, exactly as a placer predicts it.
 
     It may need more memory than there is: `peak_bytes` shows it and `overflows` names it.
-    Complexity: O(n log n) in ops and tensors.
+    Complexity: linear in ops and tensors but for the sorting of what happens near a memory's peak;
+    the lower bound is computed when it is first asked for.
 
     Raises:
         InputError: The placement is for another graph, names a device that does not exist, has an
@@ -190,7 +192,8 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
     Raises:
         InputError: As `simulate`.
     """
-    where, rank = np.array(devices, np.int64), np.array(order, np.int64)
+    where = np.fromiter(devices, np.int64, len(devices))
+    rank = np.fromiter(order, np.int64, len(order))
     _check_placement(problem, where, rank)
     timeline = problem.timeline()
     stuck = timeline.fold(where.astype(np.int32), rank.astype(np.int32))
@@ -202,11 +205,11 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
 def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
     """The schedule of a timeline in which every op is committed."""
     peaks = timeline.peaks()
-    return Schedule(
+    return Schedule.with_late_bound(
         spans=Rows(Span, timeline.span_columns()),
         transfers=Rows(Transfer, timeline.transfer_columns()),
         peak_bytes=tuple(peaks[pool] for pool in problem.device_pool),
-        lower_bound_ns=lower_bound_ns(problem),
+        bound=partial(lower_bound_ns, problem),
     )
 
 
