@@ -32,7 +32,7 @@ LINK = Link(10, 10**9)
 # What a search says of a start that needs a path that does not exist.
 NO_PATH = ((2**63 - 1) // 4,) * 2
 # Search that ends after some ten evaluations of a graph of this file.
-SHORT = Budget(2_000, 2_000, ((3, 1 / 4), (1, 1 / 4)), 3, 20)
+SHORT = Budget(2_000, 2_000, ((3, 1 / 4), (1, 1 / 4)), 4, 3, 20)
 
 
 def search(problem, devices, order, budget, *, target=0, seed=0):
