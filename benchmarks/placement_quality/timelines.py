@@ -1,7 +1,7 @@
 """Draws `docs/timelines.svg`: one planted graph under three placers, side by side in time.
 
-`python3 -m benchmarks.placement_quality.timelines`. An op has the color of its device in the planted
-answer, so that one sees what a placer tears apart.
+`python3 -m benchmarks.placement_quality.timelines`. An op has the color of its device in the
+planted answer, so that one sees what a placer tears apart.
 """
 
 from pathlib import Path
