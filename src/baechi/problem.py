@@ -18,7 +18,7 @@ from baechi.constraints import Constraints
 from baechi.devices import PORTS, Cluster
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.restrictions import allowed_devices, of_groups, restricted_to
+from baechi.restrictions import allowed_devices, known_to, of_groups, restricted_to
 from baechi.units import format_bytes
 
 LIMIT: Final = 2**62
@@ -120,6 +120,21 @@ class Problem:
         """
         constraints = self.constraints or Constraints()
         return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
+
+    def on(self, devices: Sequence[int]) -> "Problem":
+        """The problem of a cluster of these devices alone, counted anew in their order.
+
+        What a group cannot do without must be among them.
+        """
+        rows = self.cluster.links
+        cluster = Cluster(
+            tuple(self.cluster.devices[device] for device in devices),
+            tuple(tuple(rows[src][dst] for dst in devices) for src in devices),
+            self.cluster.ports,
+        )
+        if self.constraints is None:
+            return Problem(self.graph, cluster)
+        return Problem(self.graph, cluster, known_to(self.constraints, cluster))
 
     def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
         """The problem of a coarser graph, each of whose ops stands for ops of one color.

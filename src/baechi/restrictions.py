@@ -156,6 +156,22 @@ def restricted_to(
     )
 
 
+def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
+    """The constraints without the devices that the cluster does not have."""
+    names = {device.name for device in cluster.devices}
+    forbidden = {
+        name: tuple(device for device in devices if device in names)
+        for name, devices in constraints.forbidden.items()
+    }
+    return Constraints(
+        constraints.pins,
+        {name: devices for name, devices in forbidden.items() if devices},
+        tuple(device for device in constraints.excluded if device in names),
+        constraints.max_devices,
+        {device: size for device, size in constraints.margins.items() if device in names},
+    )
+
+
 def of_groups(
     constraints: Constraints,
     cluster: Cluster,

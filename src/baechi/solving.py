@@ -121,14 +121,24 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
         return placer.place(problem)
     if problem.max_devices is None:
         return _attempt_freely(problem, placer, effort)
+    # All choices are looked at fast, and the best of them with the effort that was asked for.
+    first = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
     found: list[Placement] = []
+    choices = []
     for tried, devices in enumerate(device_choices(problem)):
         if found and tried >= _CHOICES[effort]:
             break
-        placement = _attempt_freely(problem.within(devices), placer, effort)
+        placement = _attempt_freely(problem.within(devices), first, effort)
         if placement is not None:
             found.append(placement)
+            choices.append(devices)
     if isinstance(placer, Auto):
+        if first != placer and found:
+            devices = min(
+                zip(found, choices, strict=True), key=lambda row: row[0].stats["makespan_ns"]
+            )[1]
+            placement = _attempt_freely(problem.within(devices), placer, effort)
+            found += [placement] if placement is not None else []
         # The best single device may be in none of the choices.
         single = best([("single", SingleDevice().place(problem))], placer.name)
         found += [single] if single is not None else []

@@ -11,13 +11,17 @@ fits, nor than any placer. Efforts, with their cost on two cores:
   search from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
 
-Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the effort is thorough, and
-searches of large graphs end when their evaluations are used up, long before they are done.
+Of more than `_MANY_DEVICES` devices, m-ETF and HEFT choose; the others, and the search, see those
+that the best of them use. Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the
+effort is thorough, and searches of large graphs end when their evaluations are used up, long before
+they are done.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, final
+
+import numpy as np
 
 from baechi.coarsening import coarsen
 from baechi.errors import InputError
@@ -32,7 +36,7 @@ from baechi.placers.mincut import Metis
 from baechi.placers.packing import Packing
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
-from baechi.placers.search import BALANCED, FAST, THOROUGH, Budget, improved
+from baechi.placers.search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
@@ -44,6 +48,8 @@ BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
 EFFORTS: Final = tuple(BUDGETS)
 # The graph itself is placed within about a second up to here.
 _BALANCED_OPS: Final = 20_000
+# Of more devices than this only those are looked at closely that m-ETF or HEFT uses.
+_MANY_DEVICES: Final = 32
 # The contiguous split takes some 20 ms up to here, and is part of a fast solve.
 _SMALL_OPS: Final = 700
 # What sees the coarse graph in a balanced solve.
@@ -78,7 +84,18 @@ class Auto(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says; `stats` has the makespan of every candidate."""
+        n = len(problem.cluster.devices)
+        usable = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+        if 0 < len(usable) < n:
+            return self._place_on(problem, usable)
         candidates = list(_singles(problem))
+        if n > _MANY_DEVICES:
+            candidates += portfolio(problem, (METF(), HEFT()), "fast", coarsely=())
+            found = [placement for _, placement in candidates if placement is not None]
+            used = used_devices(problem, found)
+            if 0 < len(used) < n:
+                candidates.append(("auto/used", self._place_on(problem, used)))
+                return best(candidates, self.name)
         candidates += self._placed(problem)
         fitting = [placement for _, placement in candidates if placement is not None]
         better = improved(problem, fitting, BUDGETS[self.effort])
@@ -93,6 +110,13 @@ class Auto(Placer):
         if better is not None:
             candidates.append((better.placer, better))
         return best(candidates, self.name)
+
+    def _place_on(self, problem: Problem, devices: list[int]) -> Placement | None:
+        """What `place` finds on some of the devices."""
+        placement = self.place(problem.on(devices))
+        if placement is None:
+            return None
+        return replace(placement, devices=tuple(devices[device] for device in placement.devices))
 
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())

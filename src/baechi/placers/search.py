@@ -189,7 +189,7 @@ class _Space:
         n = len(problem.device_pool)
         devices = np.flatnonzero(problem.allowed.any(axis=1))
         if len(devices) > _DEVICES:
-            devices = np.array(_used(problem, placements) or devices)
+            devices = np.array(used_devices(problem, placements) or devices)
         searched = np.array(devices, np.int32)
         core = problem.core if len(searched) == n else _core.restricted(problem.core, searched)
         return _Space(problem, searched, core, _core.group_clusters(core, problem.group_colors))
@@ -285,7 +285,7 @@ class _Space:
         return placement_of(self.problem, timeline, LocalSearch.name, stats)
 
 
-def _used(problem: Problem, placements: Iterable[Placement]) -> list[int]:
+def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
     """The devices of the best placements, and those that a group cannot do without, ascending."""
     only = problem.allowed[:, problem.allowed.sum(axis=0) == 1].any(axis=1)
     used: set[int] = set()
