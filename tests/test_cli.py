@@ -170,6 +170,15 @@ def test_solve_on_a_uniform_cluster():
 
 
 @pytest.mark.usefixtures("files")
+@pytest.mark.parametrize("effort", ["fast", "thorough"])
+def test_solve_takes_an_effort(effort):
+    run("solve", "a.graph.json", "cluster.json", "--effort", effort, "-o", "p.json")
+    assert baechi.load("p.json") == baechi.solve(GRAPH, CLUSTER, effort=effort)
+    labels = {label for label in baechi.load("p.json").stats if "/" in label}
+    assert ("peft/fine" in labels) == (effort == "thorough")
+
+
+@pytest.mark.usefixtures("files")
 def test_solve_and_simulate_under_constraints():
     baechi.dump(Constraints({"op0": "device2"}, max_devices=3), "rules.json")
     run("solve", "a.graph.json", "--devices", 4, "--memory", "150", "--constraints", "rules.json",
@@ -220,6 +229,10 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["solve", "a.graph.json"], "give a cluster file or --devices, and not both"),
         (["solve", "a.graph.json", "cluster.json", "--devices", "2"], "and not both"),
         (["solve", "a.graph.json", "cluster.json", "--placer", "best"], "placer 'best' is unknown"),
+        (
+            ["solve", "a.graph.json", "cluster.json", "--effort", "much"],
+            "effort is 'much'; it must",
+        ),
         (["solve", "a.graph.json", "--devices", "2", "--memory", "10 gigs"], "'10 gigs' cannot be"),
         (["solve", "a.graph.json", "cluster.json", "--pin", "op1"], "'op1' names no device; write"),
         (

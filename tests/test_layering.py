@@ -22,7 +22,7 @@ LAYERS = {
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
     "estimation",
     5: "runtime.*",
-    6: "placing demo demo_models named_models __main__",
+    6: "placing demo demo_models named_models console __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -137,7 +137,7 @@ ALLOWED = {
     "runtime.module": {"runtime.executables"},
     # Layer 6.
     "demo": {"demo_models"},
-    "__main__": {"demo", "named_models"},
+    "__main__": {"console", "demo", "named_models"},
 }
 
 

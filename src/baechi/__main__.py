@@ -4,21 +4,34 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from baechi import __version__
-from baechi.constraints import Constraints
+from baechi.console import (
+    ClusterArgument,
+    ConstraintsOption,
+    GraphArgument,
+    Group,
+    MaxDevicesOption,
+    ModelArgument,
+    OutOption,
+    PinOption,
+    PlacementArgument,
+    limits_of,
+    say,
+    show,
+    writable,
+    write,
+)
 from baechi.devices import Cluster, Link
-from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.errors import InputError
 from baechi.graph import OpGraph
 from baechi.named_models import load_model
 from baechi.placement import Placement, Schedule
-from baechi.serialization import dump, load
+from baechi.serialization import load
 from baechi.traced import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -26,26 +39,8 @@ if TYPE_CHECKING:
     from baechi.costs import Profile
 
 
-class _Group(TyperGroup):
-    """Turns what Baechi raises on purpose into one message and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run the command; exit 2 on an error, 3 where nothing fits, 130 on Ctrl-C."""
-        try:
-            return super().invoke(ctx)
-        except InfeasibleError as error:
-            _say(f"does not fit: {error}", error=True)
-            raise typer.Exit(3) from error
-        except BaechiError as error:
-            _say(f"error: {error}", error=True)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            _say("interrupted", error=True)
-            raise typer.Exit(130) from error
-
-
 app = typer.Typer(
-    cls=_Group,
+    cls=Group,
     name="baechi",
     no_args_is_help=True,
     add_completion=False,
@@ -54,45 +49,11 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="`file.py:function` or `package.module:function`; the function returns "
-        "`(model, args)` or `(model, args, kwargs)`.",
-    ),
-]
-GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
-ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
-PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
-
-
-def _writable(path: Path | None) -> Path | None:
-    """The path, if a file can be made there: not after minutes of work is the time to say no."""
-    if path is not None and not path.resolve().parent.is_dir():
-        raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
-    return path
-
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        _say(f"baechi {__version__}")
+        say(f"baechi {__version__}")
         raise typer.Exit
-
-
-OutOption = Annotated[
-    Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=_writable)
-]
-
-
-ConstraintsOption = Annotated[
-    Path | None, typer.Option(help="A constraints file: pins, forbidden devices, margins.")
-]
-MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
-PinOption = Annotated[
-    list[str] | None,
-    typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
-]
 
 
 @app.callback()
@@ -148,11 +109,11 @@ def profile(
     ] = None,
     out: OutOption = None,
     graph: Annotated[
-        Path | None, typer.Option(help="Write the operator graph here.", callback=_writable)
+        Path | None, typer.Option(help="Write the operator graph here.", callback=writable)
     ] = None,
     trace_file: Annotated[
         Path | None,
-        typer.Option("--trace", help="Write the traced model here.", callback=_writable),
+        typer.Option("--trace", help="Write the traced model here.", callback=writable),
     ] = None,
     inference: Annotated[
         bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
@@ -179,14 +140,14 @@ def profile(
     measured: Profile = baechi.profile(traced, device=device, threads=threads)
     forward_ns = sum(cost.forward_ns for cost in measured.costs)
     backward_ns = sum(cost.backward_ns for cost in measured.costs)
-    _say(
+    say(
         f"measured on {device} ({measured.environment}): forward {format_ns(forward_ns)}, "
         f"backward {format_ns(backward_ns)}, one op after the other"
     )
-    _write(measured, out)
+    write(measured, out)
     if graph is not None:
         training_optimizer = None if inference else optimizer
-        _write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
+        write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -209,8 +170,18 @@ def solve(
     ] = None,
     *,
     placer: Annotated[
-        str, typer.Option(help="auto, m-topo, m-etf, m-sct, single, ...: auto is the best of them.")
+        str,
+        typer.Option(
+            help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, single, round-robin "
+            "or random; auto takes the best of them and searches on."
+        ),
     ] = "auto",
+    effort: Annotated[
+        str,
+        typer.Option(
+            help="How long auto searches: fast, balanced (seconds) or thorough (a minute)."
+        ),
+    ] = "balanced",
     out: OutOption = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")
@@ -219,7 +190,7 @@ def solve(
     latency_us: Annotated[float, typer.Option(min=0, help="Their links' latency.")] = 10.0,
     gbytes_per_s: Annotated[float, typer.Option(min=1e-9, help="Their links' rate.")] = 12.0,
     save_cluster: Annotated[
-        Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=_writable)
+        Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=writable)
     ] = None,
     constraints: ConstraintsOption = None,
     max_devices: MaxDevicesOption = None,
@@ -227,13 +198,14 @@ def solve(
 ) -> None:
     """Decide which device runs which operator, and in what order.
 
-    Prints the predicted step and every device's memory. If no placement fits, says what is
-    missing and leaves with code 3. The cluster comes from `baechi probe`, from your scheduler, or
-    from `--devices`.
+    Prints the predicted step, how far it may be above the shortest possible one, and every device's
+    memory. If no placement fits, says what is missing and leaves with code 3. The cluster comes
+    from `baechi probe`, from your scheduler, or from `--devices`.
 
     For example:
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
+        baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
     """
     import baechi
     from baechi.reporting import text_report
@@ -246,12 +218,12 @@ def solve(
         link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
         target = Cluster.uniform(devices or 1, memory, link)
     operators = load(graph, OpGraph)
-    limits = _limits(constraints, max_devices, pin)
-    placement = baechi.solve(operators, target, placer=placer, constraints=limits)
+    limits = limits_of(constraints, max_devices, pin)
+    placement = baechi.solve(operators, target, placer, effort=effort, constraints=limits)
     schedule = baechi.simulate(operators, target, placement, limits)
-    _print(text_report(operators, target, placement, schedule))
-    _write(placement, out)
-    _write(target, save_cluster)
+    show(text_report(operators, target, placement, schedule))
+    write(placement, out)
+    write(target, save_cluster)
 
 
 @app.command()
@@ -278,14 +250,14 @@ def simulate(
     import baechi
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
-    limits = _limits(constraints, max_devices, pin)
+    limits = limits_of(constraints, max_devices, pin)
     schedule = baechi.simulate(operators, target, load(placement, Placement), limits)
     gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
-    _say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
+    say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
     for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
         limit = format_bytes(device.memory_bytes)
-        _say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
-    _write(schedule, out)
+        say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
+    write(schedule, out)
 
 
 @app.command()
@@ -296,11 +268,11 @@ def report(
     *,
     out: Annotated[
         Path | None,
-        typer.Option("-o", "--out", help="Write a page for a browser.", callback=_writable),
+        typer.Option("-o", "--out", help="Write a page for a browser.", callback=writable),
     ] = None,
     trace_file: Annotated[
         Path | None,
-        typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", callback=_writable),
+        typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", callback=writable),
     ] = None,
     schedule: Annotated[
         Path | None, typer.Option(help="A schedule file; simulated if absent.")
@@ -329,13 +301,13 @@ def report(
         times = baechi.simulate(operators, target, decided)
     known = load(traced, Traced) if traced is not None else None
     if out is None and trace_file is None:
-        _print(text_report(operators, target, decided, times, traced=known))
+        show(text_report(operators, target, decided, times, traced=known))
     if out is not None:
         write_html(out, operators, target, decided, times, traced=known)
-        _say(f"wrote {out}; open it in a browser")
+        say(f"wrote {out}; open it in a browser")
     if trace_file is not None:
         write_trace(trace_file, operators, target, decided, times, traced=known)
-        _say(f"wrote {trace_file}; open it at ui.perfetto.dev")
+        say(f"wrote {trace_file}; open it at ui.perfetto.dev")
 
 
 @app.command()
@@ -359,14 +331,14 @@ def probe(
 
     cluster: Cluster = baechi.probe(_targets(devices or []))
     for device in cluster.devices:
-        _say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
+        say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
     for src, row in enumerate(cluster.links):
         for dst, link in enumerate(row):
             if link is not None and src != dst:
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
                 rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
-                _say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
-    _write(cluster, out)
+                say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+    write(cluster, out)
 
 
 @app.command()
@@ -388,24 +360,6 @@ def demo(
     run(out, quick=quick)
 
 
-def _limits(
-    file: Path | None, max_devices: int | None, pins: list[str] | None
-) -> Constraints | None:
-    """The constraints of a file, and those of the options on top; `None` where there are none."""
-    limits = load(file, Constraints) if file is not None else Constraints()
-    if max_devices is not None:
-        limits = replace(limits, max_devices=max_devices)
-    pinned = dict(limits.pins)
-    for pin in pins or []:
-        name, equals, device = pin.rpartition("=")
-        if not equals:
-            raise InputError(f"pin {pin!r} names no device; write OP=DEVICE.")
-        if pinned.setdefault(name, device) != device:
-            raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
-    limits = replace(limits, pins=pinned)
-    return None if limits == Constraints() else limits
-
-
 def _trace(model: str) -> Traced:
     import baechi
 
@@ -415,12 +369,12 @@ def _trace(model: str) -> Traced:
 
 
 def _describe(traced: Traced, out: Path | None) -> None:
-    _say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
+    say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
     for attempt in traced.attempts[:-1]:
-        _say(f"  {attempt.rung} did not work: {attempt.reason}")
+        say(f"  {attempt.rung} did not work: {attempt.reason}")
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
-    _say(f"  parameters and buffers: {format_bytes(nbytes)}")
-    _write(traced, out)
+    say(f"  parameters and buffers: {format_bytes(nbytes)}")
+    write(traced, out)
 
 
 def _targets(devices: list[str]) -> Any:
@@ -436,27 +390,6 @@ def _targets(devices: list[str]) -> Any:
             raise InputError(f"device {name!r} is named twice.")
         limits[name] = memory
     return limits
-
-
-def _write(value: object, out: Path | None) -> None:
-    if out is not None:
-        dump(value, out)
-        _say(f"wrote {out}")
-
-
-def _say(text: str, *, error: bool = False) -> None:
-    """One line, not wrapped, not read as markup; red on stderr for an error."""
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(stderr=error, soft_wrap=True, highlight=False)
-    console.print(Text(text, style="red" if error else ""))
-
-
-def _print(renderable: Any) -> None:
-    from rich.console import Console
-
-    Console().print(renderable)
 
 
 def main() -> None:

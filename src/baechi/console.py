@@ -1,0 +1,108 @@
+"""What the commands share: their arguments, what they print and write, and how they fail."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from baechi.constraints import Constraints
+from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.serialization import dump, load
+
+
+class Group(TyperGroup):
+    """Turns what Baechi raises on purpose into one message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; exit 2 on an error, 3 where nothing fits, 130 on Ctrl-C."""
+        try:
+            return super().invoke(ctx)
+        except InfeasibleError as error:
+            say(f"does not fit: {error}", error=True)
+            raise typer.Exit(3) from error
+        except BaechiError as error:
+            say(f"error: {error}", error=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            say("interrupted", error=True)
+            raise typer.Exit(130) from error
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="`file.py:function` or `package.module:function`; the function returns "
+        "`(model, args)` or `(model, args, kwargs)`.",
+    ),
+]
+GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
+ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
+PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
+
+
+def writable(path: Path | None) -> Path | None:
+    """The path, if a file can be made there: not after minutes of work is the time to say no."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
+    return path
+
+
+OutOption = Annotated[
+    Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
+]
+ConstraintsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A constraints file: pins, forbidden devices, margins. `--max-devices` and `--pin` "
+        "go on top of it."
+    ),
+]
+MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
+]
+
+
+def limits_of(
+    file: Path | None, max_devices: int | None, pins: list[str] | None
+) -> Constraints | None:
+    """The constraints of a file, and those of the options on top; `None` where there are none."""
+    limits = load(file, Constraints) if file is not None else Constraints()
+    if max_devices is not None:
+        limits = replace(limits, max_devices=max_devices)
+    pinned = dict(limits.pins)
+    for pin in pins or []:
+        name, equals, device = pin.rpartition("=")
+        if not equals:
+            raise InputError(f"pin {pin!r} names no device; write OP=DEVICE.")
+        if pinned.setdefault(name, device) != device:
+            raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
+    limits = replace(limits, pins=pinned)
+    return None if limits == Constraints() else limits
+
+
+def write(value: object, out: Path | None) -> None:
+    """Saves a value, and says so, if somebody wants it."""
+    if out is not None:
+        dump(value, out)
+        say(f"wrote {out}")
+
+
+def say(text: str, *, error: bool = False) -> None:
+    """One line, not wrapped, not read as markup; red on stderr for an error."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(stderr=error, soft_wrap=True, highlight=False)
+    console.print(Text(text, style="red" if error else ""))
+
+
+def show(renderable: Any) -> None:
+    """What rich can draw, on the terminal."""
+    from rich.console import Console
+
+    Console().print(renderable)
