@@ -40,6 +40,8 @@ from baechi.values import FrozenDict
 EFFORTS: Final = ("fast", "balanced", "thorough")
 # The graph itself is placed within about a second up to here.
 _BALANCED_OPS: Final = 20_000
+# Up to here a fast solve that finds nothing searches like a balanced one: within 0.1 s.
+_SMALL_OPS: Final = 32
 # What sees the coarse graph in a balanced solve; all but m-SCT are what a fast one asks.
 _GREEDY: Final = (METF, HEFT, MSCT)
 
@@ -77,11 +79,14 @@ class Auto(Placer):
         fitting = [placement for _, placement in candidates if placement is not None]
         budget = {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}[self.effort]
         better = improved(problem, fitting, budget)
+        if not fitting and better is None:
+            if self.effort != "fast":
+                # Less may be enough where more leads astray; so what fast finds is always found.
+                return replace(self, effort="fast").place(problem)
+            if len(problem.graph.ops) <= _SMALL_OPS:
+                better = improved(problem, fitting, BALANCED)
         if better is not None:
             candidates.append((better.placer, better))
-        if not fitting and better is None and self.effort != "fast":
-            # Less is enough where more leads astray; so that what fast finds is always found.
-            return replace(self, effort="fast").place(problem)
         return best(candidates, self.name)
 
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:

@@ -48,7 +48,7 @@ class Packing(Placer):
 
 def arrangements(problem: Problem) -> Iterator[Placement]:
     """Valid placements, as the module says; none where none of its searches finds one."""
-    if _is_hopeless(problem):
+    if is_hopeless(problem):
         return
     found = False
     held = sum(problem.group_persistent)
@@ -177,7 +177,7 @@ def _every_assignment(problem: Problem) -> Iterator[Placement]:
             yield from in_both_orders(problem, assignment, Packing.name)
 
 
-def _is_hopeless(problem: Problem) -> bool:
+def is_hopeless(problem: Problem) -> bool:
     """Whether a group is too large for every pool, or all of them are for all pools together."""
     arrays = problem.graph.arrays
     if not arrays.groups:

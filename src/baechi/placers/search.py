@@ -61,7 +61,7 @@ class Budget:
         per_op: The same per op of the graph: a small graph needs less.
         stages: Number of searches and share of the budget of each, from stage to stage.
         partitions: How many partitions to start from.
-        moves: Changes per group and partition.
+        moves: Changes per group and partition; of all partitions at most half the evaluations.
     """
 
     evaluations: int
@@ -234,7 +234,8 @@ class _Space:
         self, devices: NDArray[np.int32], budget: Budget
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         loads = [np.array(row, np.int64) for row in distinct_loads(self.problem)]
-        moves = budget.moves * len(self.problem.group_ops)
+        most = budget.evaluations // (2 * budget.partitions)
+        moves = min(most, budget.moves * len(self.problem.group_ops))
         rows = []
         for number in range(budget.partitions):
             windows, weight = _SHAPES[number % len(_SHAPES)]
