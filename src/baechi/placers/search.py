@@ -24,7 +24,7 @@ step is known to be too long.
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final, final
 
 import numpy as np
@@ -97,11 +97,12 @@ class LocalSearch(Placer):
         placements = [placer.place(problem) for placer in self.starts]
         found = [placement for placement in placements if placement is not None]
         better = improved(problem, found, self.budget)
-        return min(
+        chosen = min(
             [*found, *([] if better is None else [better])],
             key=lambda placement: placement.stats["makespan_ns"],
             default=None,
         )
+        return None if chosen is None else replace(chosen, placer=self.name)
 
 
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
