@@ -166,10 +166,15 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
   Random random(seed);
   std::vector<Rows> levels;
   for (const std::vector<int32_t>& cluster : clusters) levels.push_back(members_of(cluster));
-  std::vector<int32_t> best(problem.groups);
-  for (int32_t group = 0; group < problem.groups; ++group) best[group] = partition.device(group);
   double cost = 0, least = 0;
-  std::vector<std::pair<int32_t, int32_t>> moved;
+  // Of the last change, and of all since the best partition: groups, and where they were.
+  std::vector<std::pair<int32_t, int32_t>> moved, since_best;
+  const auto take_back = [&](std::vector<std::pair<int32_t, int32_t>>& made) {
+    while (!made.empty()) {
+      partition.move(made.back().first, made.back().second);
+      made.pop_back();
+    }
+  };
   const double scale = static_cast<double>(partition.mean());
   Cooling cooling(4);
   for (int64_t step = 0; step < moves; ++step) {
@@ -214,18 +219,17 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
     if (moved.empty()) continue;
     if (change <= heat * random.exponential()) {
       cost += change;
+      since_best.insert(since_best.end(), moved.begin(), moved.end());
       if (cost < least - 1e-6 * scale) {
         least = cost;
-        for (int32_t g = 0; g < problem.groups; ++g) best[g] = partition.device(g);
+        since_best.clear();
       }
     } else {
-      while (!moved.empty()) {
-        partition.move(moved.back().first, moved.back().second);
-        moved.pop_back();
-      }
+      take_back(moved);
     }
   }
-  for (int32_t op = 0; op < problem.ops; ++op) result[op] = best[problem.group[op]];
+  take_back(since_best);
+  for (int32_t op = 0; op < problem.ops; ++op) result[op] = partition.device(problem.group[op]);
   return result;
 }
 

@@ -26,7 +26,7 @@ from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.mincut import Metis
-from baechi.placers.packing import arrangements
+from baechi.placers.packing import arrangements, is_hopeless
 from baechi.placers.peft import PEFT
 from baechi.placers.sct import MSCT
 from baechi.placers.search import LocalSearch
@@ -121,7 +121,7 @@ def _placer_of(placer: str | Placer) -> Placer:
 def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     if placer.fixed:
         return placer.place(problem)
-    if _is_hopeless(problem):
+    if is_hopeless(problem):
         return None
     if problem.max_devices is None:
         return _attempt_freely(problem, placer, effort)
@@ -148,17 +148,6 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
         found += [single] if single is not None else []
     # What takes only a few devices by itself may find one that none of the choices allows.
     return shortest(iter(found) if found else arrangements(problem))
-
-
-def _is_hopeless(problem: Problem) -> bool:
-    """Whether what is there for the whole step is more than the memory, of all or for a group."""
-    memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
-    held = np.array(problem.group_persistent, np.int64)
-    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
-    pools = set(np.array(problem.device_pool)[problem.allowed.any(axis=1)].tolist())
-    largest = sorted((problem.pool_memory[pool] for pool in pools), reverse=True)
-    room = sum(largest[: problem.max_devices])
-    return bool((held > most).any()) or sum(problem.group_persistent) > room
 
 
 def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
@@ -304,8 +293,6 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
 def _is_arranged(problem: Problem) -> bool:
     """Whether `placers/packing.py` finds a placement."""
-    if _is_hopeless(problem):
-        return False
     rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):

@@ -48,7 +48,7 @@ class Packing(Placer):
 
 def arrangements(problem: Problem) -> Iterator[Placement]:
     """Valid placements, as the module says; none where none of its searches finds one."""
-    if _is_hopeless(problem):
+    if is_hopeless(problem):
         return
     found = False
     held = sum(problem.group_persistent)
@@ -146,17 +146,19 @@ def _best_fit(
     assignment = [0] * len(loads)
     room = list(caps)
     free = (problem.allowed.sum(axis=0) > 1).tolist()
+    anywhere = bool(problem.allowed.all())
+    may = [True] * len(problem.allowed)
     for group in sorted(range(len(loads)), key=lambda g: (free[g], -loads[g], g)):
-        may = problem.allowed[:, group].tolist()
-        fitting = [
-            pool
-            for pool, left in enumerate(room)
-            if left >= loads[group] and any(may[d] for d in problem.pool_devices[pool])
-        ]
+        load = loads[group]
+        fitting = [(left, pool) for pool, left in enumerate(room) if left >= load]
+        if not anywhere:
+            may = problem.allowed[:, group].tolist()
+            pools = problem.pool_devices
+            fitting = [row for row in fitting if any(may[d] for d in pools[row[1]])]
         if not fitting:
             return None
-        pool = min(fitting, key=lambda pool: room[pool])
-        room[pool] -= loads[group]
+        pool = min(fitting)[1]
+        room[pool] -= load
         assignment[group] = next(d for d in problem.pool_devices[pool] if may[d])
     return tuple(assignment)
 
@@ -177,7 +179,7 @@ def _every_assignment(problem: Problem) -> Iterator[Placement]:
             yield from in_both_orders(problem, assignment, Packing.name)
 
 
-def _is_hopeless(problem: Problem) -> bool:
+def is_hopeless(problem: Problem) -> bool:
     """Whether a group is too large for every pool, or all of them are for all pools together."""
     arrays = problem.graph.arrays
     if not arrays.groups:

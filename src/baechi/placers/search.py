@@ -101,11 +101,12 @@ class LocalSearch(Placer):
         placements = [placer.place(problem) for placer in self.starts]
         found = [placement for placement in placements if placement is not None]
         better = improved(problem, found, self.budget)
-        return min(
+        chosen = min(
             [*found, *([] if better is None else [better])],
             key=lambda placement: placement.stats["makespan_ns"],
             default=None,
         )
+        return None if chosen is None else replace(chosen, placer=self.name)
 
 
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
