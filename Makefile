@@ -49,13 +49,18 @@ bench: $(VENV)/.installed ## Run the benchmarks; the numbers go to benchmarks/re
 
 # A second build of the package, with sanitizers, beside the first. Leaks are not looked for: the
 # interpreter itself keeps memory to its end.
+# An editable install comes before PYTHONPATH, and its core has no sanitizers: `CHECKED` looks for their
+# calls in the core that is imported, so that no test passes on the wrong one.
+CHECKED := import pathlib, sys, baechi._core as core; path = pathlib.Path(core.__file__); \
+  sys.exit(None if b"__asan_init" in path.read_bytes() else f"{path} has no sanitizers; is baechi installed as editable? make clean, then make sanitize")
+SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=build/sanitized $(BIN)/python
 sanitize: $(VENV)/.installed ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
 	rm -rf build/sanitized
 	$(PIP) --no-deps --target build/sanitized . \
 	  -C build-dir=build/sanitize -C cmake.define.BAECHI_SANITIZE=ON
-	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 \
-	  PYTHONPATH=build/sanitized $(BIN)/python -m pytest $(CORE_TESTS)
+	$(SANITIZED) -c '$(CHECKED)'
+	$(SANITIZED) -m pytest $(CORE_TESTS)
 
 clean: ## Remove what make made, the virtual environment too
 	rm -rf $(VENV) build dist baechi-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

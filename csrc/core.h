@@ -167,6 +167,7 @@ class Timeline {
   int32_t waits_for(int32_t op) const;
   int32_t device(int32_t op) const { return device_[op]; }
   int64_t device_free(int32_t device) const { return device_free_[device]; }
+  int64_t receive_free(int32_t device) const { return receive_free_[device]; }
   int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
   int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
   // Whether some group is placed or reserved there. Nothing ever was on a device that is not used.
@@ -177,6 +178,8 @@ class Timeline {
   // `op` are committed; so for everything below.
   std::optional<int64_t> arrival(int32_t op, int32_t device) const;
   std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
+  // How long `device` receives if `op` goes there.
+  int64_t receiving_ns(int32_t op, int32_t device) const;
   Fit fit(int32_t op, int32_t device) const;
   // Whether the constraints allow `op` on `device`, now that some devices are in use.
   bool allows(int32_t op, int32_t device) const;

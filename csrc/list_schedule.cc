@@ -3,7 +3,9 @@
 // A pair of a ready op and a device starts at max(device free, arrival of the op's inputs). Each
 // device keeps its ready ops in two heaps: `available`, by index, of those whose inputs arrive
 // before the device is free, and `pending`, by (arrival, op), of the others. So the best pair of a
-// device is on top of one of them, and the best pair of all is the best of the devices'.
+// device is on top of one of them, and the best pair of all is the best of the devices'. Pairs that
+// wait for nothing but the receive port all get later with each transfer there; they are in a third
+// heap, `receiving`, by (time that they need the port, op), so that their keys move with the port.
 //
 // Keys are lower bounds: ports and devices only become busier, so an arrival never gets earlier,
 // except where another op brings one of the inputs, and there the pair is pushed afresh. A pair is
@@ -41,10 +43,11 @@ struct Pair {
 };
 
 constexpr Pair kNoPair = {kForever, INT32_MAX, INT32_MAX};
+constexpr Entry kNoEntry = {kForever, INT32_MAX};
 
 struct Queue {
   MinHeap<int32_t> available;
-  MinHeap<Entry> pending;
+  MinHeap<Entry> pending, receiving;
   std::vector<int32_t> full, crowded;
 };
 
@@ -149,8 +152,19 @@ class Scheduler {
   void push(int32_t op, int32_t device) {
     const std::optional<int64_t> arrival = timeline_.arrival(op, device);
     if (!arrival) return;
-    queues_[device].pending.emplace(*arrival, op);
+    wait(op, device, *arrival);
     tops_.lower(device, {std::max(*arrival, timeline_.device_free(device)), op, device});
+  }
+
+  // Into the heap of what arrives then.
+  void wait(int32_t op, int32_t device, int64_t arrival) {
+    Queue& queue = queues_[device];
+    const int64_t port_ns = timeline_.receiving_ns(op, device);
+    if (port_ns > 0 && arrival == timeline_.receive_free(device) + port_ns) {
+      queue.receiving.emplace(port_ns, op);
+    } else {
+      queue.pending.emplace(arrival, op);
+    }
   }
 
   void push_everywhere(int32_t op) {
@@ -159,18 +173,28 @@ class Scheduler {
     for (int32_t device : actives_) push(op, device);
   }
 
-  // The pair on top of a device's queues, in `available` if that is not empty. Its start is a lower
-  // bound, and no pair of the device is before it.
+  // The pair on top of a device's queues. Its start is a lower bound, and no pair of the device is
+  // before it.
   Pair top(int32_t device) {
     Queue& queue = queues_[device];
-    const int64_t free = timeline_.device_free(device);
-    while (!queue.pending.empty() && queue.pending.top().first <= free) {
-      if (ready(queue.pending.top().second)) queue.available.push(queue.pending.top().second);
-      queue.pending.pop();
-    }
+    const int64_t free = timeline_.device_free(device), port = timeline_.receive_free(device);
+    make_available(queue, queue.pending, free);
+    make_available(queue, queue.receiving, free - port);
     if (!queue.available.empty()) return {free, queue.available.top(), device};
-    if (queue.pending.empty()) return kNoPair;
-    return {queue.pending.top().first, queue.pending.top().second, device};
+    const Entry first = std::min(queue.pending.empty() ? kNoEntry : queue.pending.top(),
+                                 queue.receiving.empty() ? kNoEntry : received(queue, port));
+    return first == kNoEntry ? kNoPair : Pair{first.first, first.second, device};
+  }
+
+  static Entry received(const Queue& queue, int64_t port) {
+    return {port + queue.receiving.top().first, queue.receiving.top().second};
+  }
+
+  void make_available(Queue& queue, MinHeap<Entry>& heap, int64_t until) const {
+    while (!heap.empty() && heap.top().first <= until) {
+      if (ready(heap.top().second)) queue.available.push(heap.top().second);
+      heap.pop();
+    }
   }
 
   // Whether the pair on top of its device's queues is what it says and has room; if not it sinks,
@@ -192,17 +216,19 @@ class Scheduler {
       }
     }
     pop(pair.device);
-    if (start && *start > pair.start) queue.pending.emplace(*start, pair.op);
+    // It starts when its inputs arrive, since the device is free before.
+    if (start && *start > pair.start) wait(pair.op, pair.device, *start);
     return false;
   }
 
+  // Takes away the top.
   void pop(int32_t device) {
     Queue& queue = queues_[device];
-    if (queue.available.empty()) {
-      queue.pending.pop();
-    } else {
-      queue.available.pop();
-    }
+    if (!queue.available.empty()) return queue.available.pop();
+    const bool receives = !queue.receiving.empty() &&
+                          (queue.pending.empty() ||
+                           received(queue, timeline_.receive_free(device)) < queue.pending.top());
+    (receives ? queue.receiving : queue.pending).pop();
   }
 
   // The best pair of a device that has room. Its entry stays on top.

@@ -161,6 +161,15 @@ std::optional<int64_t> Timeline::earliest_start(int32_t op, int32_t device) cons
   return std::max(*ready, device_free_[device]);
 }
 
+int64_t Timeline::receiving_ns(int32_t op, int32_t device) const {
+  arrival(op, device);
+  int64_t sum = 0;
+  for (const Planned& transfer : planned_) {
+    sum += problem_.transfer_ns(transfer.tensor, transfer.src, device);
+  }
+  return sum;
+}
+
 bool Timeline::allows(int32_t op, int32_t device) const {
   const int64_t at = static_cast<int64_t>(device) * problem_.groups + problem_.group[op];
   if (!problem_.allowed.empty() && !problem_.allowed[at]) return false;

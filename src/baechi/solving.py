@@ -60,9 +60,11 @@ _NONE: Final = -2
 _CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
 # Devices that an error text lists.
 _LISTED: Final = 8
-# Up to how many ops the missing memory is found to the byte. Above, each of the thirty or more
-# steps of that bisection takes too long, and ten of them find it to a thousandth.
-_EXACT_OPS: Final = 256
+# Up to how many ops the missing memory is found to the byte, and with the effort of the solve.
+# Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
+# hundredth, and a fast solve says what succeeds.
+_EXACT_OPS: Final = 12
+_STEPS: Final = 7
 
 
 def solve(
@@ -119,6 +121,8 @@ def _placer_of(placer: str | Placer) -> Placer:
 def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     if placer.fixed:
         return placer.place(problem)
+    if _is_hopeless(problem):
+        return None
     if problem.max_devices is None:
         return _attempt_freely(problem, placer, effort)
     # All choices are looked at fast, and the best of them with the effort that was asked for.
@@ -144,6 +148,17 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
         found += [single] if single is not None else []
     # What takes only a few devices by itself may find one that none of the choices allows.
     return shortest(iter(found) if found else arrangements(problem))
+
+
+def _is_hopeless(problem: Problem) -> bool:
+    """Whether what is there for the whole step is more than the memory, of all or for a group."""
+    memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
+    held = np.array(problem.group_persistent, np.int64)
+    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
+    pools = set(np.array(problem.device_pool)[problem.allowed.any(axis=1)].tolist())
+    largest = sorted((problem.pool_memory[pool] for pool in pools), reverse=True)
+    room = sum(largest[: problem.max_devices])
+    return bool((held > most).any()) or sum(problem.group_persistent) > room
 
 
 def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
@@ -240,11 +255,12 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
 
 
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
-    """The smallest extra memory of one device with which `solve` succeeds, and that device.
+    """The smallest extra memory of one device with which `solve` is known to succeed; that device.
 
     Found by bisection between what fails and what everything on that device needs: so `solve`
     succeeds with it, and fails with one byte less, though it might succeed with still less. For
-    more than `_EXACT_OPS` ops it is a multiple of a unit, and `solve` fails with one unit less.
+    more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve with the least effort fails
+    with one unit less; what that finds, every effort finds.
 
     Under constraints it may be that no single device can help. Then the device is -1, and every
     device must get so much; `None` where not even that helps.
@@ -256,30 +272,40 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     def solved(units: int, device: int) -> bool:
         return _attempt(_grown(problem, device, units * unit), placer, effort) is not None
 
+    def solved_fast(units: int, device: int) -> bool:
+        return _attempt(_grown(problem, device, units * unit), fast, "fast") is not None
+
+    fast = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
+
     kinds = device_kinds(problem)
     different = [device for device, kind in enumerate(kinds) if device == kind]
     missing = _missing_for_all(problem)
     device = min(problem.free_devices, key=lambda d: (missing[d], d), default=-1)
     most = missing[device] if device >= 0 else _ample_bytes(problem)
-    unit = 1 if len(problem.graph.ops) <= _EXACT_OPS else 1 + (most >> 10)
+    exact = len(problem.graph.ops) <= _EXACT_OPS
+    unit = 1 if exact else 1 + (most >> _STEPS)
     units = -(-most // unit)
     if device < 0:
-        device = next((other for other in (*different, _EVERY) if solved(units, other)), _NONE)
+        helping = (other for other in (*different, _EVERY) if solved_fast(units, other))
+        device = next(helping, _NONE)
         if device == _NONE:
             return None
-        units = _bisected(solved, units, device)
+        units = _bisected(solved_fast, units, device)
     if device != _EVERY:
         for other in different:
             if arranged(units - 1, other):
                 units, device = _bisected(arranged, units - 1, other), other
-    # The placer itself may succeed where the arrangements do not.
-    if solved(units - 1, device):
-        units = _bisected(solved, units - 1, device)
+    # The placer itself may succeed where the arrangements do not, and with more effort.
+    for succeeds in (solved_fast, solved) if exact else (solved_fast,):
+        if succeeds(units - 1, device):
+            units = _bisected(succeeds, units - 1, device)
     return units * unit, device
 
 
 def _is_arranged(problem: Problem) -> bool:
     """Whether `placers/packing.py` finds a placement."""
+    if _is_hopeless(problem):
+        return False
     rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):

@@ -11,7 +11,8 @@ without room comes back when memory is freed. A forward op takes a device withou
 backward will need there, so a dead end is met again, first with ever more of every memory held
 back from new groups (`HEADROOMS`), then with the largest group that found no device pinned in
 advance to the one with the most memory that is not promised, at most `retries` times.
-Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample.
+Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample; of equal
+devices those count that are used, and one more.
 """
 
 from collections.abc import Callable
