@@ -23,7 +23,7 @@ step is known to be too long.
 
 import os
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
@@ -44,6 +44,8 @@ from baechi.simulation import fits_memory
 _DEVICES: Final = 16
 # Evaluations of a whole step below which a search is not worth its start.
 _WORTH: Final = 20
+# Changes of a partition at least, some milliseconds.
+_MOVES: Final = 30_000
 # Tensors times devices, of 40 bytes, above which a search takes too much memory.
 _SIZE: Final = 2**22
 # Windows of time in which a partition balances the work, and how many ns of work a ns of transfer
@@ -62,7 +64,7 @@ class Budget:
         stages: Number of searches and share of the budget of each, from stage to stage.
         levels: How many levels of clusters list schedules start from, at most.
         partitions: How many partitions to start from.
-        moves: Changes per group and partition.
+        moves: Changes per group and partition; `_MOVES` at least.
     """
 
     evaluations: int
@@ -73,8 +75,8 @@ class Budget:
     moves: int
 
 
-FAST: Final = Budget(300_000, 1_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
-BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 200)
+FAST: Final = Budget(300_000, 3_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
+BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 400)
 THOROUGH: Final = Budget(
     800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 48, 1_000
 )
@@ -129,9 +131,9 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
     if too_large or (len(space.devices) == 1 and placements):
         return None
-    states = space.evaluated(space.starts(placements, budget), target)
     spent = 0
     with ThreadPoolExecutor(min(budget.stages[0][0], os.cpu_count() or 1)) as threads:
+        states = space.evaluated(space.starts(placements, budget, threads), target)
         for stage, (count, share) in enumerate(budget.stages):
             if _is_optimal(states[0], target):
                 break
@@ -195,7 +197,7 @@ class _Space:
         return _Space(problem, searched, core, _core.group_clusters(core, problem.group_colors))
 
     def starts(
-        self, placements: Sequence[Placement], budget: Budget
+        self, placements: Sequence[Placement], budget: Budget, threads: Executor
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         """Devices and order of every start, the given ones first."""
         index = np.full(len(self.problem.device_pool), -1, np.int32)
@@ -211,7 +213,7 @@ class _Space:
             devices = self._anywhere()
             rows.append((devices, _core.list_order(self.core, devices)))
         if len(self.devices) > 1:
-            rows += self._partitions(rows[0][0], budget)
+            rows += self._partitions(rows[0][0], budget, threads)
         return rows
 
     def _clustered(self, levels: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
@@ -233,19 +235,20 @@ class _Space:
         return np.asarray(first[np.array(self.problem.op_group, np.int64)], np.int32)
 
     def _partitions(
-        self, devices: NDArray[np.int32], budget: Budget
+        self, devices: NDArray[np.int32], budget: Budget, threads: Executor
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         loads = [np.array(row, np.int64) for row in distinct_loads(self.problem)]
-        moves = budget.moves * len(self.problem.group_ops)
-        rows = []
-        for number in range(budget.partitions):
+        moves = max(budget.moves * len(self.problem.group_ops), _MOVES)
+
+        def start(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
             windows, weight = _SHAPES[number % len(_SHAPES)]
             load = loads[number // len(_SHAPES) % len(loads) - 1]
             found = _core.partition_search(
                 self.core, devices, self.clusters, load, weight, windows, moves, number
             )
-            rows.append((found, _core.list_order(self.core, found)))
-        return rows
+            return found, _core.list_order(self.core, found)
+
+        return list(threads.map(start, range(budget.partitions)))
 
     def evaluated(
         self, starts: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], target: int
