@@ -2,11 +2,11 @@
 
 Candidates in their order, which breaks ties: every single device, the placers, and what local
 search makes of them (`search.py`). So the result is never worse than the best single device that
-fits, nor than any placer. Efforts, with their cost on two cores:
+fits, nor than any of the placers, nor than with less effort. Efforts, with their cost on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
   split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds
-  nothing, it goes on as `"balanced"`.
+  nothing, the search is as long as a balanced one.
 - `"balanced"`: all placers, m-ETF, m-SCT and HEFT on the coarse graph, too (`coarsening.py`), and a
   search from eight starts; under 2 s.
 - `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
@@ -97,16 +97,14 @@ class Auto(Placer):
                 candidates.append(("auto/used", self._place_on(problem, used)))
                 return best(candidates, self.name)
         candidates += self._placed(problem)
+        if self.effort != "fast":
+            less = EFFORTS[EFFORTS.index(self.effort) - 1]
+            candidates.append((f"auto/{less}", replace(self, effort=less).place(problem)))
         fitting = [placement for _, placement in candidates if placement is not None]
         better = improved(problem, fitting, BUDGETS[self.effort])
-        if better is None and not fitting:
-            if self.effort == EFFORTS[0]:
-                # A placement is worth more than haste.
-                return replace(self, effort=EFFORTS[1]).place(problem)
-            # What less effort finds is always found.
-            less = (BUDGETS[effort] for effort in EFFORTS[: EFFORTS.index(self.effort)])
-            tries = (improved(problem, (), budget) for budget in less)
-            better = next((found for found in tries if found is not None), None)
+        if better is None and not fitting and self.effort == "fast":
+            # A placement is worth more than haste.
+            better = improved(problem, (), BALANCED)
         if better is not None:
             candidates.append((better.placer, better))
         return best(candidates, self.name)
