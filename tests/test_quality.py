@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 from benchmarks import plain_etf
-from benchmarks.placement_quality import generators
+from benchmarks.placement_quality import coarseness, generators, timelines
 from benchmarks.placement_quality.__main__ import app
 from benchmarks.placement_quality.cases import capped, cases
 from benchmarks.placement_quality.checks import best_ns, by_case, checks, geometric_mean
@@ -315,3 +315,29 @@ def test_no_case_is_told(tmp_path):
     result = CliRunner().invoke(app, ["--quick", "--match", "nothing like it", *where])
     assert result.exit_code == 2
     assert "No case has 'nothing like it' in its name." in result.output
+
+
+def test_coarseness_prints_a_row_per_way_to_coarsen(tmp_path, capsys):
+    coarseness.main(quick=True, instances=tmp_path)
+    text = capsys.readouterr().out
+    assert "grain 0 alone" in text
+    best = [line for line in text.splitlines() if line.startswith("│ graph and all")]
+    ratios = [float(cell.split()[0]) for line in best for cell in line.split("│")[2:-1]]
+    assert len(ratios) == 6
+    # The graph itself is among what is kept.
+    assert all(0 < ratio <= 1 for ratio in ratios)
+
+
+def test_the_timelines_have_a_bar_per_op_and_transfer():
+    instance = generators.planted(1, 12, 4, ccr=1.0)
+    schedules = {
+        placer: baechi.simulate(
+            instance.graph, instance.cluster, baechi.solve(instance.graph, instance.cluster, placer)
+        )
+        for placer in ("m-etf", "contiguous")
+    }
+    picture = ElementTree.fromstring(timelines.svg(instance, schedules))
+    fills = [element.get("fill") for element in picture.iter() if element.get("fill")]
+    colors = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
+    assert sum(map(fills.count, colors)) == 2 * 12
+    assert fills.count("#777") == sum(len(step.transfers) for step in schedules.values())

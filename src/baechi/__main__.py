@@ -13,6 +13,7 @@ from baechi import __version__
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
+    EffortOption,
     GraphArgument,
     Group,
     MaxDevicesOption,
@@ -20,6 +21,7 @@ from baechi.console import (
     OutOption,
     PinOption,
     PlacementArgument,
+    PlacerOption,
     limits_of,
     say,
     show,
@@ -169,19 +171,8 @@ def solve(
         Path | None, typer.Argument(metavar="CLUSTER", help="A cluster file.")
     ] = None,
     *,
-    placer: Annotated[
-        str,
-        typer.Option(
-            help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, single, round-robin "
-            "or random; auto takes the best of them and searches on."
-        ),
-    ] = "auto",
-    effort: Annotated[
-        str,
-        typer.Option(
-            help="How long auto searches: fast, balanced (seconds) or thorough (a minute)."
-        ),
-    ] = "balanced",
+    placer: PlacerOption = "auto",
+    effort: EffortOption = "balanced",
     out: OutOption = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")

@@ -53,6 +53,16 @@ def writable(path: Path | None) -> Path | None:
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
 ]
+PlacerOption = Annotated[
+    str,
+    typer.Option(
+        help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, single, round-robin or "
+        "random; auto takes the best of them and searches on."
+    ),
+]
+EffortOption = Annotated[
+    str, typer.Option(help="How long auto searches: fast, balanced (seconds), thorough (a minute).")
+]
 ConstraintsOption = Annotated[
     Path | None,
     typer.Option(
