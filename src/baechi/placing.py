@@ -37,6 +37,7 @@ def place(
     threads_per_device: int | None = None,
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
+    effort: str | None = None,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -59,9 +60,10 @@ def place(
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         max_shapes: How many shapes of call to specialize for.
         constraints: What the placement must respect besides memory, as in `solve`.
+        effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
 
     Raises:
-        InputError: A device, capacity, placer, optimizer or argument is wrong.
+        InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
         TraceError: The model cannot be traced.
         InfeasibleError: It does not fit; says what is missing.
     """
@@ -83,6 +85,7 @@ def place(
         progress,
         threads_per_device,
         constraints,
+        effort,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -105,6 +108,7 @@ class _Maker:
     progress: bool
     threads: int | None
     constraints: Constraints | None
+    effort: str | None
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
@@ -120,7 +124,13 @@ class _Maker:
             costs = profile(traced, place, threads=self._threads(), progress=self.progress)
         graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
-        placement = solve(graph, self.cluster, placer=self.placer, constraints=self.constraints)
+        placement = solve(
+            graph,
+            self.cluster,
+            self.placer,
+            effort=self.effort,
+            constraints=self.constraints,
+        )
         reference = copy.deepcopy(model) if self.verify else None
         placed = apply(
             traced,

@@ -72,7 +72,7 @@ def solve(
     cluster: Cluster,
     placer: str | Placer = "auto",
     *,
-    effort: str = "balanced",
+    effort: str | None = None,
     constraints: Constraints | None = None,
 ) -> Placement:
     """A valid placement of the graph on the cluster: it fits, and its order is topological.
@@ -85,7 +85,8 @@ def solve(
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
             `"metis"`, `"local-search"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a
             placer.
-        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`.
+        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is that of an
+            `Auto` value, and `"balanced"` for any other placer.
         constraints: What the placement must respect besides memory.
 
     Raises:
@@ -94,6 +95,8 @@ def solve(
             constraints contradict each other, or a placer that does not search violates one.
     """
     placer = _placer_of(placer)
+    if effort is None:
+        effort = placer.effort if isinstance(placer, Auto) else Auto().effort
     check_effort(effort)
     if isinstance(placer, Auto):
         placer = replace(placer, effort=effort)

@@ -9,7 +9,7 @@ fits, nor than any of the placers, nor than with less effort. Efforts, with thei
   nothing, the search is as long as a balanced one.
 - `"balanced"`: all placers, m-ETF, m-SCT and HEFT on the coarse graph, too (`coarsening.py`), and a
   search from eight starts; under 2 s.
-- `"thorough"`: all placers on both grains, and a search from two dozen starts; under a minute.
+- `"thorough"`: all placers on both grains, and a search from 32 starts; under a minute.
 
 Of more than `_MANY_DEVICES` devices, m-ETF and HEFT choose; the others, and the search, see those
 that the best of them use. Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the
@@ -52,6 +52,8 @@ _BALANCED_OPS: Final = 20_000
 _MANY_DEVICES: Final = 32
 # The contiguous split takes some 20 ms up to here, and is part of a fast solve.
 _SMALL_OPS: Final = 700
+# Packings take a tenth of a second up to here, and are seldom the best.
+_PACKED_OPS: Final = 2_000
 # What sees the coarse graph in a balanced solve.
 _GREEDY: Final = (METF, HEFT, MSCT)
 
@@ -124,6 +126,9 @@ class Auto(Placer):
             kinds = (METF, HEFT, Contiguous) if small else (METF, HEFT)
             fast = tuple(p for p in placers if isinstance(p, kinds))
             return portfolio(problem, fast, "fast", coarsely=fast if _is_large(problem) else ())
+        if len(problem.graph.ops) > _PACKED_OPS:
+            # `solve` packs where nothing else fits.
+            placers = tuple(p for p in placers if not isinstance(p, Packing))
         coarsely = placers if self.effort == "thorough" or _is_large(problem) else few
         return portfolio(problem, placers, self.effort, coarsely=coarsely)
 

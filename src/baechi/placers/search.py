@@ -64,7 +64,8 @@ class Budget:
         stages: Number of searches and share of the budget of each, from stage to stage.
         levels: How many levels of clusters list schedules start from, at most.
         partitions: How many partitions to start from.
-        moves: Changes per group and partition; `_MOVES` at least.
+        moves: Changes per group and partition; `_MOVES` at least, and of all partitions at most
+            half the evaluations.
     """
 
     evaluations: int
@@ -239,7 +240,8 @@ class _Space:
         self, devices: NDArray[np.int32], budget: Budget, threads: Executor
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         loads = [np.array(row, np.int64) for row in distinct_loads(self.problem)]
-        moves = max(budget.moves * len(self.problem.group_ops), _MOVES)
+        most = budget.evaluations // (2 * budget.partitions)
+        moves = min(most, max(budget.moves * len(self.problem.group_ops), _MOVES))
 
         def start(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
             windows, weight = _SHAPES[number % len(_SHAPES)]
