@@ -44,6 +44,8 @@ from baechi.simulation import fits_memory
 _DEVICES: Final = 16
 # Evaluations of a whole step below which a search is not worth its start.
 _WORTH: Final = 20
+# Inputs of an op on average, above which its evaluation counts for several.
+_INPUTS: Final = 4
 # Tensors times devices, of 40 bytes, above which a search takes too much memory.
 _SIZE: Final = 2**22
 # Windows of time in which a partition balances the work, and how many ns of work a ns of transfer
@@ -119,6 +121,14 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
             of devices, for which `solve` asks about one choice of devices at a time.
     """
     n = len(problem.graph.ops)
+    # What an op costs grows with its inputs.
+    density = max(1, len(problem.graph.arrays.consumers) // (_INPUTS * max(1, n)))
+    budget = replace(
+        budget,
+        evaluations=budget.evaluations // density,
+        per_op=budget.per_op // density,
+        moves=budget.moves // density,
+    )
     evaluations = min(budget.evaluations, budget.per_op * n)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     target = lower_bound_ns(problem)
