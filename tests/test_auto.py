@@ -116,7 +116,7 @@ def test_fast_finds_what_is_hidden_and_what_packing_finds():
     [
         ("fast", [116, 227, 389, 414, 473, 833, 947, 1118, 1435, 1490]),
         ("balanced", [116, 227, 389, 414, 473, 833, 947, 1118, 1435, 1490]),
-        ("thorough", [947, 1118]),
+        ("thorough", [947]),
     ],
 )
 def test_every_effort_finds_what_is_hard_to_find(effort, seeds):
@@ -159,7 +159,7 @@ def test_what_is_hopeless_fits_nowhere(graph, cluster):
             assert not fits_memory(problem, timeline)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     graphs(max_ops=8),
     clusters(uniform=True),

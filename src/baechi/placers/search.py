@@ -124,6 +124,14 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
             of devices, for which `solve` asks about one choice of devices at a time.
     """
     n = len(problem.graph.ops)
+    # What an op costs grows with its inputs.
+    density = max(1, len(problem.graph.arrays.consumers) // (_INPUTS * max(1, n)))
+    budget = replace(
+        budget,
+        evaluations=budget.evaluations // density,
+        per_op=budget.per_op // density,
+        moves=budget.moves // density,
+    )
     evaluations = min(budget.evaluations, budget.per_op * n)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     target = lower_bound_ns(problem)
