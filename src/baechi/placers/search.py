@@ -46,6 +46,8 @@ _DEVICES: Final = 16
 _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
+# Inputs of an op on average, above which its evaluation counts for several.
+_INPUTS: Final = 4
 # Tensors times devices, of 40 bytes, above which a search takes too much memory.
 _SIZE: Final = 2**22
 # Windows of time in which a partition balances the work, and how many ns of work a ns of transfer
