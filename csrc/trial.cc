@@ -142,11 +142,11 @@ bool Trial::evaluate(int64_t limit) {
     old_ends_.push_back(end_[op]);
     reached_ = i + 1;
     if (!commit(op)) {
-      evaluations_ += reached_ - base_;
+      count();
       return false;
     }
   }
-  evaluations_ += reached_ - base_;
+  count();
   makespan_ = 0;
   finishes_ = 0;
   for (int32_t d = 0; d < problem_.devices; ++d) {
@@ -154,6 +154,11 @@ bool Trial::evaluate(int64_t limit) {
     finishes_ += static_cast<double>(state_[d]);
   }
   return makespan_ <= limit;
+}
+
+// A transfer costs as much as two ops.
+void Trial::count() {
+  evaluations_ += reached_ - base_ + 2 * static_cast<int64_t>(sending_.size());
 }
 
 bool Trial::commit(int32_t op) {
@@ -301,7 +306,8 @@ int64_t Trial::overflow() {
   }
   evaluations_ += problem_.ops / 4;
   if (ample) return 0;
-  evaluations_ += problem_.ops;
+  evaluations_ +=
+      problem_.ops + static_cast<int64_t>(sent_before()) + static_cast<int64_t>(sending_.size());
   for (auto& events : events_) events.clear();
   ++seen_;
   const auto add = [this](int32_t pool, int64_t time, int64_t delta) {

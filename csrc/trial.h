@@ -60,7 +60,7 @@ class Trial {
 
   // Ops from the one that ends last back to a source, each the reason for the next one's start.
   std::vector<int32_t> critical() const;
-  // How many ops have been evaluated so far, the measure of a budget.
+  // How many ops have been evaluated so far, and what else costs as much: the measure of a budget.
   int64_t evaluations() const { return evaluations_; }
 
  private:
@@ -87,6 +87,7 @@ class Trial {
   int64_t* checkpoint(int32_t index, bool trial);
   bool commit(int32_t op);
   void settle();
+  void count();
   int32_t sent_before() const;
   void sort(std::vector<Event>& events);
   int64_t peak(std::vector<Event>& events, int64_t room);

@@ -46,6 +46,8 @@ _DEVICES: Final = 16
 _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
+# A step that is proved to be within this part of the shortest is good enough.
+_CLOSE: Final = 2_000
 # Inputs of an op on average, above which its evaluation counts for several.
 _INPUTS: Final = 4
 # Tensors times devices, of 40 bytes, above which a search takes too much memory.
@@ -81,7 +83,7 @@ class Budget:
 FAST: Final = Budget(300_000, 3_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
 BALANCED: Final = Budget(24_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 400)
 THOROUGH: Final = Budget(
-    800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 48, 1_000
+    800_000_000, 1_600_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 24, 4_000
 )
 
 
@@ -116,7 +118,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     """The best placement that a search finds from these and other starts on.
 
     `None` where none is found that fits, or where nothing can be improved: there are no ops, or a
-    start takes the lower bound.
+    start is within a `_CLOSE`th of the lower bound.
 
     Args:
         problem: What to place.
@@ -136,8 +138,9 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     )
     evaluations = min(budget.evaluations, budget.per_op * n)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
-    target = lower_bound_ns(problem)
-    if evaluations <= _WORTH * n or problem.max_devices or least == target:
+    bound = lower_bound_ns(problem)
+    target = bound + bound // _CLOSE
+    if evaluations <= _WORTH * n or problem.max_devices or (least is not None and least <= target):
         return None
     space = _Space.of(problem, placements)
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
