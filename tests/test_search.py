@@ -92,9 +92,9 @@ def check(problem, devices, order, budget, seed=0):
     for group, ops in enumerate(problem.group_ops):
         assert len({found[op] for op in ops}) == 1
         assert problem.allowed[found[ops[0]], group]
-    # Before the last step of the search there was some budget left.
-    n = len(problem.graph.ops)
-    assert spent <= max(0, budget) + 8 * n + 2
+    # Before the last step of the search there was some budget left. A transfer counts as two ops.
+    n, transfers = len(problem.graph.ops), len(problem.graph.tensors) * len(problem.device_pool)
+    assert spent <= max(0, budget) + 10 * n + 12 * transfers + 2
 
 
 @settings(max_examples=400, deadline=None)
@@ -151,7 +151,7 @@ def test_a_search_ends_at_its_target():
     devices, order = made.placement.devices, made.placement.order
     *_, makespan, overflow, spent = search(problem, devices, order, 10**9, target=made.optimum_ns)
     assert (makespan, overflow) == (made.optimum_ns, 0)
-    assert spent < 10 * 60
+    assert spent < 20 * 60
     # A quarter more than the optimum is found long before the budget is used up.
     *_, makespan, _, spent = search(
         problem, [0] * 60, range(60), 10**9, target=made.optimum_ns * 5 // 4
