@@ -46,10 +46,12 @@ class Search {
     for (int32_t device = 0; device < problem_.devices; ++device) work += trial_.work(device);
     const double scale = static_cast<double>(work) / problem_.ops;
     const int64_t begin = spent();
+    const double cycles = static_cast<double>(
+        std::clamp<int64_t>((budget - begin) / (kCycle * problem_.ops), kFewest, kMost));
     while (spent() < budget && (best_.overflow > 0 || best_.makespan > target)) {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
-      const double cycle = progress * kCycles - std::floor(progress * kCycles);
+      const double cycle = progress * cycles - std::floor(progress * cycles);
       const double heat = scale * kHot * cooling_.at(cycle);
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
@@ -81,9 +83,11 @@ class Search {
   }
 
  private:
-  // Cycles of cooling, each from the best on; the heat at their begin, in mean op times; and the
-  // part of a cycle in which the order is listed anew. They were found by trying.
-  static constexpr double kCycles = 3, kHot = 0.1, kListing = 0.4;
+  // Cycles of cooling, each from the best on: evaluations of the whole order in one, and how many
+  // there are at least and at most. The heat at their begin, in mean op times; and the part of a
+  // cycle in which the order is listed anew. All were found by trying.
+  static constexpr int64_t kCycle = 20'000, kFewest = 3, kMost = 20;
+  static constexpr double kHot = 0.1, kListing = 0.4;
   // What a ns of a device's last end counts, in ns of makespan.
   static constexpr double kFinish = 1.0 / 1024;
 
