@@ -34,6 +34,11 @@ class Search {
       // Worse than anything.
       return {trial_.devices(), trial_.order(), kForever / 4, kForever / 4, 0};
     }
+    if (problem_.ops > 0) {
+      double work = 0;
+      for (int32_t d = 0; d < problem_.devices; ++d) work += static_cast<double>(trial_.work(d));
+      scale_ = work / problem_.ops;
+    }
     current_ = state();
     remember();
     if (problem_.ops == 0) return best_;
@@ -42,9 +47,6 @@ class Search {
     least_price_ = 1e-2 * static_cast<double>(best_.makespan) / std::max(1.0, memory);
     price_ = least_price_ * 100;
     relist();
-    int64_t work = 0;
-    for (int32_t device = 0; device < problem_.devices; ++device) work += trial_.work(device);
-    const double scale = static_cast<double>(work) / problem_.ops;
     const int64_t begin = spent();
     const double cycles = static_cast<double>(
         std::clamp<int64_t>((budget - begin) / (kCycle * problem_.ops), kFewest, kMost));
@@ -52,7 +54,7 @@ class Search {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * cycles - std::floor(progress * cycles);
-      const double heat = scale * kHot * cooling_.at(cycle);
+      const double heat = scale_ * kHot * cooling_.at(cycle);
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
@@ -88,34 +90,43 @@ class Search {
   // cycle in which the order is listed anew. All were found by trying.
   static constexpr int64_t kCycle = 20'000, kFewest = 3, kMost = 20;
   static constexpr double kHot = 0.1, kListing = 0.4;
-  // What a ns of a device's last end counts, in ns of makespan.
-  static constexpr double kFinish = 1.0 / 1024;
+  // What a ns of a device's last end counts, and a transfer in mean op times, in ns of makespan: so
+  // that of equal steps the one wins that sends less.
+  static constexpr double kFinish = 1.0 / 1024, kTransfer = 1.0 / 1024;
 
   // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
     int64_t makespan;
     double finishes;
+    int64_t transfers;
     int64_t overflow;
   };
 
-  State state() { return {trial_.makespan(), trial_.finishes(), trial_.overflow()}; }
+  State state() {
+    return {trial_.makespan(), trial_.finishes(), trial_.transfers(), trial_.overflow()};
+  }
 
-  // The makespan, with the mean of the ends to tell equal ones apart, and a price per byte that
-  // does not fit.
+  // The makespan, what tells equal ones apart, and a price per byte that does not fit.
   double cost(const State& state) const {
-    return static_cast<double>(state.makespan) + state.finishes * kFinish / problem_.devices +
+    return static_cast<double>(state.makespan) + aside(state) +
            static_cast<double>(state.overflow) * price_;
+  }
+
+  // What tells equal makespans apart.
+  double aside(const State& state) const {
+    return state.finishes * kFinish / problem_.devices +
+           static_cast<double>(state.transfers) * kTransfer * scale_;
   }
 
   bool is_better(const State& state) const {
     if (state.overflow != best_.overflow) return state.overflow < best_.overflow;
     return state.makespan != best_.makespan ? state.makespan < best_.makespan
-                                            : state.finishes < best_finishes_;
+                                            : aside(state) < best_aside_;
   }
 
   void remember() {
     best_ = {trial_.devices(), trial_.order(), current_.makespan, current_.overflow, 0};
-    best_finishes_ = current_.finishes;
+    best_aside_ = aside(current_);
     critical_ = trial_.critical();
   }
 
@@ -271,8 +282,8 @@ class Search {
   std::vector<Rows> levels_;
   const std::vector<std::vector<int32_t>>& cluster_of_;
   std::vector<int32_t> critical_;
-  State current_ = {0, 0, 0};
-  double best_finishes_ = 0;
+  State current_ = {0, 0, 0, 0};
+  double best_aside_ = 0, scale_ = 0;
   int64_t proposals_ = 0, listed_ = 0, kept_ = 0;
   double price_ = 0, least_price_ = 0;
   double last_cycle_ = 0;

@@ -51,6 +51,8 @@ class Trial {
   int64_t makespan() const { return makespan_; }
   // The sum of the devices' last ends; it may pass 64 bits.
   double finishes() const { return finishes_; }
+  // How many copies are sent.
+  int64_t transfers() const { return sent_before() + static_cast<int64_t>(sending_.size()); }
   // By how many bytes the peaks pass the memory, summed over pools; after `evaluate`.
   int64_t overflow();
   // The same of persistent bytes alone, which never is more; at any time.
