@@ -46,6 +46,8 @@ _DEVICES: Final = 16
 _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
+# Graphs with fewer ops get fewer evaluations per op, too, in proportion.
+_TINY: Final = 50
 # A step that is proved to be within this part of the shortest is good enough.
 _CLOSE: Final = 2_000
 # Inputs of an op on average, above which its evaluation counts for several.
@@ -136,7 +138,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         per_op=budget.per_op // density,
         moves=budget.moves // density,
     )
-    evaluations = min(budget.evaluations, budget.per_op * n)
+    evaluations = min(budget.evaluations, budget.per_op * n * min(n, _TINY) // _TINY)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     bound = lower_bound_ns(problem)
     target = bound + bound // _CLOSE
