@@ -7,9 +7,9 @@ fits, nor than any of the placers, nor than with less effort. Efforts, with thei
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
   split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds
   nothing, the search is as long as a balanced one.
-- `"balanced"`: all placers, m-ETF, m-SCT and HEFT on the coarse graph, too (`coarsening.py`), and a
-  search from eight starts; under 2 s.
-- `"thorough"`: all placers on both grains, and a search from 32 starts; under a minute.
+- `"balanced"`: all placers, on the coarse graph, too (`coarsening.py`), and a search from eight
+  starts; under 2 s.
+- `"thorough"`: the same, and a search from 32 starts; under a minute.
 
 Of more than `_MANY_DEVICES` devices, m-ETF and HEFT choose; the others, and the search, see those
 that the best of them use. Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the
@@ -54,8 +54,6 @@ _MANY_DEVICES: Final = 32
 _SMALL_OPS: Final = 700
 # Packings take a tenth of a second up to here, and are seldom the best.
 _PACKED_OPS: Final = 2_000
-# What sees the coarse graph in a balanced solve.
-_GREEDY: Final = (METF, HEFT, MSCT)
 
 
 @final
@@ -92,7 +90,7 @@ class Auto(Placer):
             return self._place_on(problem, usable)
         candidates = list(_singles(problem))
         if n > _MANY_DEVICES:
-            candidates += portfolio(problem, (METF(), HEFT()), "fast", coarsely=())
+            candidates += portfolio(problem, (METF(), HEFT()), "fast", coarsely=False)
             found = [placement for _, placement in candidates if placement is not None]
             used = used_devices(problem, found)
             if 0 < len(used) < n:
@@ -120,17 +118,15 @@ class Auto(Placer):
 
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())
-        few = tuple(p for p in placers if isinstance(p, _GREEDY))
         if self.effort == "fast":
             small = len(problem.graph.ops) <= _SMALL_OPS
             kinds = (METF, HEFT, Contiguous) if small else (METF, HEFT)
             fast = tuple(p for p in placers if isinstance(p, kinds))
-            return portfolio(problem, fast, "fast", coarsely=fast if _is_large(problem) else ())
+            return portfolio(problem, fast, "fast", coarsely=_is_large(problem))
         if len(problem.graph.ops) > _PACKED_OPS:
             # `solve` packs where nothing else fits.
             placers = tuple(p for p in placers if not isinstance(p, Packing))
-        coarsely = placers if self.effort == "thorough" or _is_large(problem) else few
-        return portfolio(problem, placers, self.effort, coarsely=coarsely)
+        return portfolio(problem, placers, self.effort)
 
 
 def check_effort(effort: str) -> None:
@@ -148,7 +144,7 @@ def portfolio(
     placers: tuple[Placer, ...],
     effort: str,
     *,
-    coarsely: tuple[Placer, ...] | None = None,
+    coarsely: bool = True,
 ) -> list[tuple[str, Placement | None]]:
     """Label and placement of placers on the grains that the effort asks for.
 
@@ -156,15 +152,14 @@ def portfolio(
         problem: What to place.
         placers: The placers.
         effort: See the module.
-        coarsely: Those that see the coarse graph, too; `None` is all of them. Where there are any
-            and the graph is large or the effort fast, the others come only if none of these fits.
+        coarsely: Whether they see the coarse graph. If so, and the graph is large or the effort
+            fast, they see the graph itself only where nothing else fits.
     """
-    few = placers if coarsely is None else coarsely
     candidates: list[tuple[str, Placement | None]] = []
-    coarse = coarsen(problem) if few else None
+    coarse = coarsen(problem) if coarsely else None
     if coarse is not None and len(coarse.members) < len(problem.graph.ops):
         coarse_problem = problem.lumped(coarse.graph, coarse.members)
-        for placer in few:
+        for placer in placers:
             placement = placer.place(coarse_problem)
             if placement is not None:
                 placement = _expanded(problem, coarse.expand(placement))

@@ -46,8 +46,10 @@ _DEVICES: Final = 16
 _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
-# Graphs with fewer ops get fewer evaluations per op, too, in proportion.
+# Graphs with fewer ops get fewer evaluations per op, too, in proportion; but so many, if the budget
+# has them.
 _TINY: Final = 50
+_ENOUGH: Final = 1_000_000
 # A step that is proved to be within this part of the shortest is good enough.
 _CLOSE: Final = 2_000
 # Inputs of an op on average, above which its evaluation counts for several.
@@ -138,7 +140,8 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         per_op=budget.per_op // density,
         moves=budget.moves // density,
     )
-    evaluations = min(budget.evaluations, budget.per_op * n * min(n, _TINY) // _TINY)
+    some = min(budget.evaluations, budget.per_op * n)
+    evaluations = max(min(some, _ENOUGH), some * min(n, _TINY) // _TINY)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     bound = lower_bound_ns(problem)
     target = bound + bound // _CLOSE
