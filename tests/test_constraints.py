@@ -340,6 +340,17 @@ def test_the_missing_memory_is_exact(graph, cluster, data):
         solve(graph, grown(cluster, where, extra - 1), constraints=rules)
 
 
+def test_a_pool_keeps_the_margin_of_a_device_that_is_left_out():
+    devices = (Device("a", 10, pool="p"), Device("b", 10, pool="p"))
+    cluster = Cluster.connected(devices, LINK)
+    rules = Constraints(excluded=("b",), margins={"b": 4})
+    small = Problem(OpGraph((Op("x", 1, 5),)), cluster, rules).on([0])
+    assert small.pool_memory == (6,)
+    with pytest.raises(InfeasibleError):
+        solve(OpGraph((Op("x", 1, 7),)), cluster, constraints=rules)
+    assert solve(OpGraph((Op("x", 1, 6),)), cluster, constraints=rules).devices == (0,)
+
+
 def test_pins_that_no_device_alone_can_help():
     graph = OpGraph((Op("a", 1, 50), Op("b", 1, 60)))
     rules = Constraints({"a": "device0", "b": "device1"})

@@ -134,7 +134,12 @@ class Problem:
         )
         if self.constraints is None:
             return Problem(self.graph, cluster)
-        return Problem(self.graph, cluster, known_to(self.constraints, cluster))
+        # A pool keeps its margin, even where the device that asks for it is left out.
+        margins = {
+            self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
+            for device in devices
+        }
+        return Problem(self.graph, cluster, known_to(self.constraints, cluster, margins))
 
     def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
         """The problem of a coarser graph, each of whose ops stands for ops of one color.

@@ -4,7 +4,7 @@ The result is a table of which group may go to which device; everything that dec
 that, and the limit on the number of devices.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -156,8 +156,8 @@ def restricted_to(
     )
 
 
-def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
-    """The constraints without the devices that the cluster does not have."""
+def known_to(constraints: Constraints, cluster: Cluster, margins: Mapping[str, int]) -> Constraints:
+    """The constraints without devices that the cluster does not have, and with these margins."""
     names = {device.name for device in cluster.devices}
     forbidden = {
         name: tuple(device for device in devices if device in names)
@@ -168,7 +168,7 @@ def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
         {name: devices for name, devices in forbidden.items() if devices},
         tuple(device for device in constraints.excluded if device in names),
         constraints.max_devices,
-        {device: size for device, size in constraints.margins.items() if device in names},
+        margins,
     )
 
 
