@@ -135,14 +135,6 @@ def _reserve(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int
         timeline.reserve(ops[0], int(devices[ops[0]]))
 
 
-def allowed_devices(problem: Problem) -> NDArray[np.bool_]:
-    """For every device and group, whether the group may go there."""
-    allowed = problem.allowed
-    if allowed is None:
-        return np.ones((len(problem.device_pool), len(problem.group_ops)), np.bool_)
-    return allowed
-
-
 def most_devices(problem: Problem) -> int:
     """How many devices may be used."""
     most = problem.max_devices
@@ -152,7 +144,7 @@ def most_devices(problem: Problem) -> int:
 
 def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
     """Whether every op may be on its device, and no more devices are used than may be."""
-    there = allowed_devices(problem)[devices, np.array(problem.op_group, np.int64)]
+    there = problem.allowed[devices, np.array(problem.op_group, np.int64)]
     return bool(there.all()) and len(set(devices.tolist())) <= most_devices(problem)
 
 

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.placement import Placement
 from baechi.placers.assignments import (
-    allowed_devices,
     device_range,
     live_loads,
     shortest_assignment,
@@ -99,7 +98,7 @@ def _splits(problem: Problem, order: tuple[int, ...], headroom: float) -> Iterat
     """The device of every group in the best splits of the row of groups in that order."""
     row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
-    allowed = allowed_devices(problem).astype(np.uint8).reshape(-1)
+    allowed = problem.allowed.astype(np.uint8).reshape(-1)
     loads = live_loads(problem, order)
     need = int(loads.sum(axis=1).max(initial=0))
     for devices, caps in _rows_of_devices(problem, need):

@@ -27,7 +27,6 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.placement import Placement
 from baechi.placers.assignments import (
-    allowed_devices,
     device_range,
     live_loads,
     shortest_assignment,
@@ -216,7 +215,7 @@ class _Repair:
         self._pool = np.array(problem.device_pool, np.int64)
         self._memory = np.array(problem.pool_memory, np.int64)
         used = np.isin(np.arange(len(self._pool)), devices)
-        self._allowed = allowed_devices(problem) & used[:, None]
+        self._allowed = problem.allowed & used[:, None]
         # Per device and group the weight of the edges between them, and per pool its loads.
         self._ties = np.zeros(self._allowed.shape, np.int64)
         np.add.at(self._ties, (assignment[net.src], net.dst), net.weight)
