@@ -351,7 +351,6 @@ NB_MODULE(_core, m) {
   m.def("contiguous_splits", &split_line, "problem"_a, nb::kw_only(), "blocks"_a, "block"_a,
         "loads"_a, "costs"_a, "devices"_a, "caps"_a, "allowed"_a, "bottleneck"_a);
   m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
-  m.def("running_bytes", &running_bytes, "problem"_a);
   m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
         "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
         "window"_a, "thresholds"_a, "guesses"_a);

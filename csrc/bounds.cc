@@ -361,15 +361,6 @@ int64_t refute(const Relaxation& known, int64_t guess) {
 
 }  // namespace
 
-std::vector<int64_t> running_bytes(const Problem& problem) {
-  std::vector<int64_t> bytes(problem.ops);
-  for (int32_t op = 0; op < problem.ops; ++op) {
-    bytes[op] = problem.workspace[op] + problem.output_bytes[op];
-    for (int32_t tensor : Row(problem.inputs, op)) bytes[op] += problem.nbytes[tensor];
-  }
-  return bytes;
-}
-
 Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
                     int64_t known) {
   const Relaxation relaxation(problem, sites, effort, groups_of(problem, sites));

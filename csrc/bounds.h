@@ -45,7 +45,4 @@ struct Bounds {
 Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
                     int64_t known);
 
-// Per op, what it needs besides persistent bytes while it runs: inputs, outputs, workspace.
-std::vector<int64_t> running_bytes(const Problem& problem);
-
 }  // namespace baechi

@@ -103,7 +103,6 @@ def contiguous_splits(
     allowed: NDArray[uint8],
     bottleneck: bool,
 ) -> list[list[int]]: ...
-def running_bytes(problem: Problem) -> list[int]: ...
 def lower_bounds(
     problem: Problem,
     *,

@@ -62,13 +62,6 @@ def parts(problem: Problem) -> dict[str, int]:
     return _parts(problem, _Sites(problem, limited=False))
 
 
-def running_bytes(problem: Problem, op: int) -> int:
-    """What an op that takes time needs besides persistent bytes: inputs, outputs, workspace."""
-    graph = problem.graph
-    tensors = graph.op_inputs[op] + graph.op_outputs[op]
-    return graph.ops[op].workspace_bytes + sum(graph.tensors[t].nbytes for t in tensors)
-
-
 def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
     weights = [np.ones(len(sites.members), np.int64)]
     memory = 0
@@ -131,7 +124,7 @@ def _look(problem: Problem, device: int) -> _Look:
 
 def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_]]:
     """Per device, for every group whether it alone could be there."""
-    running = np.array(_core.running_bytes(problem.core), np.int64)
+    running = problem.graph.arrays.running_bytes()
     persistent = np.array(problem.group_persistent, np.int64)
     groups = np.array(problem.op_group, np.int64)
     rows = []
