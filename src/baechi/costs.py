@@ -23,7 +23,13 @@ class OpCost:
         output_bytes: New storage that it gives out; views and in-place results are 0.
         saved_bytes: Storage made inside that autograd keeps for its backward; saved inputs and
             outputs are tensors of the graph and not counted here.
-        workspace_bytes: Scratch that is free again when it ends.
+        workspace_bytes: Scratch that is free again when its forward ends.
+        backward_workspace_bytes: The same of its backward; `None`: as much as the forward's.
+        forward_spread_ns: Half the middle half of what its forward was measured to take (the
+            quartiles' distance, halved): how much to trust `forward_ns`. 0 where computed.
+        backward_spread_ns: The same of its backward.
+        remark: What a reader should know of these numbers, such as that they depend on values, or
+            that the operator failed alone and was measured in place; empty for most.
     """
 
     forward_ns: int
@@ -32,11 +38,18 @@ class OpCost:
     output_bytes: int = 0
     saved_bytes: int = 0
     workspace_bytes: int = 0
+    backward_workspace_bytes: int | None = None
+    forward_spread_ns: int = 0
+    backward_spread_ns: int = 0
+    remark: str = ""
 
     def __post_init__(self) -> None:
+        if self.backward_workspace_bytes is None:
+            object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
         for attribute in self.__slots__:
-            count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
-            object.__setattr__(self, attribute, count)
+            if attribute != "remark":
+                count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
+                object.__setattr__(self, attribute, count)
 
 
 @final
