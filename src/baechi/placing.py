@@ -10,9 +10,10 @@ from torch import nn
 
 from baechi.calls import Call, canonical_call, flatten
 from baechi.constraints import Constraints
-from baechi.costs import Profile, optimizer_state_factor
+from baechi.costs import Profile
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
+from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile, torch_device
 from baechi.runtime.module import PlacedModule, Specialization, apply
@@ -52,7 +53,7 @@ def place(
         example_kwargs: Keyword arguments of that call.
         placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
         training: Plan for forward and backward; else for inference, and run without gradients.
-        optimizer: Whose state must fit too: a key of `costs.OPTIMIZER_STATES`.
+        optimizer: Whose state must fit too: a name of `optimizers.OPTIMIZERS`, with options.
         costs: `"measure"`, or a `Profile` of this model at this shape.
         verify: Compare the first call of each shape with the unsplit model's, outputs and
             gradients; needs memory for a copy of the model on its present device.
@@ -73,7 +74,7 @@ def place(
         raise InputError("the model is placed already; call model.unplace() first.")
     if costs != "measure" and not isinstance(costs, Profile):
         raise InputError(f'costs is {costs!r}; it must be "measure" or a baechi.Profile.')
-    optimizer_state_factor(optimizer)
+    check_optimizer(optimizer)
     cluster = probe(devices)
     maker = _Maker(
         cluster,

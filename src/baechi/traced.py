@@ -12,6 +12,7 @@ from typing import Any, final
 
 from baechi.costs import Profile
 from baechi.graph import OpGraph
+from baechi.optimizers import TrainedParameter
 
 
 @final
@@ -25,6 +26,7 @@ class TracedOp:
         key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those that have gradients.
+        trained: Shape and type of those that have gradients.
         frozen_bytes: Bytes of the others.
         shared_bytes: Bytes of the parameters with gradients that a later op reads, too: their
             gradients exist once for each until they are added up.
@@ -49,6 +51,7 @@ class TracedOp:
     random: bool = False
     group: str | None = None
     source: str = ""
+    trained: tuple[TrainedParameter, ...] = ()
 
 
 @final
@@ -122,7 +125,7 @@ class Traced:
         Args:
             profile: Costs of this traced model.
             training: The mirrored graph of forward, loss and backward; else the forward alone.
-            optimizer: Whose state is persistent: a key of `costs.OPTIMIZER_STATES`.
+            optimizer: Whose state is persistent: a name of `optimizers.OPTIMIZERS`, with options.
 
         Raises:
             InputError: The profile is of another model, or the optimizer is unknown.

@@ -3,6 +3,7 @@
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
+    gradients of parameters  ->  tensors that i' makes and that stay to the end of the step
     the caller's loss  ->  one op of no time between the outputs and their gradients
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
@@ -13,9 +14,10 @@ Complexity: O(ops + tensors).
 
 from collections.abc import Sequence
 
-from baechi.costs import Profile, optimizer_state_factor
+from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.optimizers import TrainedParameter, check_optimizer, optimizer_state_bytes
 from baechi.traced import Traced, TracedOp, TracedTensor
 from baechi.values import FrozenDict
 
@@ -43,25 +45,44 @@ def operator_graph(
             f"{len(profile.costs)} ops) than this {traced.name} (digest {traced.digest[:12]}..., "
             f"{len(traced.ops)} ops). Profile this traced model."
         )
-    factor = optimizer_state_factor(optimizer) if training else 0
+    check_optimizer(optimizer)
     forward = [
         Op(
             name=op.name,
             time_ns=cost.forward_ns,
-            persistent_bytes=op.trained_bytes * (2 + factor if training else 1) + op.frozen_bytes,
+            persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
             workspace_bytes=cost.workspace_bytes,
             group=op.group,
         )
         for op, cost in zip(traced.ops, profile.costs, strict=True)
     ]
     if training:
-        backward_ns = [cost.backward_ns for cost in profile.costs]
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, backward_ns)
+        ops, tensors = _mirror(traced.ops, traced.tensors, forward, profile.costs)
     else:
         ops = forward
         tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
     times = {profile.kind: tuple(op.time_ns for op in ops)} if profile.kind else {}
     return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
+
+
+def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
+    """Bytes that an operator's device holds for it during the whole step.
+
+    Parameters, buffers and the optimizer's state. The gradient of a parameter comes with the
+    operator's backward and is a tensor of the graph; but that of a parameter which later operators
+    read too comes with theirs, of which the first may be the first backward of all.
+    """
+    if not training:
+        return op.trained_bytes + op.frozen_bytes
+    # A file of an older trace does not tell the shapes: then one vector, which has most state.
+    trained = op.trained or (TrainedParameter((op.trained_bytes,), 1),)
+    state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
+    return op.trained_bytes + op.frozen_bytes + _early_gradient_bytes(op) + state
+
+
+def _early_gradient_bytes(op: TracedOp) -> int:
+    """Bytes of gradients that come before the operator's own backward."""
+    return min(op.trained_bytes, op.shared_bytes)
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -88,7 +109,7 @@ def _mirror(
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
     forward: list[Op],
-    backward_ns: Sequence[int],
+    costs: Sequence[OpCost],
 ) -> tuple[list[Op], list[Tensor]]:
     """Forward ops, the loss and backward ops; and the tensors between them all."""
     order = backward_ops(ops, tensors)
@@ -101,9 +122,9 @@ def _mirror(
     mirrored = [
         Op(
             BACKWARD + forward[op].name,
-            backward_ns[op],
-            # A shared parameter's gradient so far, this op's, and their sum.
-            workspace_bytes=forward[op].workspace_bytes + 2 * ops[op].shared_bytes,
+            costs[op].backward_ns,
+            # A shared parameter's gradient of this op, and its sum with that so far.
+            workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
             group=grouped[op].group,
         )
         for op in order
@@ -117,13 +138,23 @@ def _mirror(
         to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
         consumers = (*tensor.consumers, *to_loss, *savers[index])
         edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
-    edges += [Tensor(op, (twin[op],), ops[op].saved_bytes) for op in order if ops[op].saved_bytes]
+    edges += [
+        Tensor(op, (twin[op],), costs[op].saved_bytes)
+        for op in order
+        if ops[op].saved_bytes or costs[op].saved_bytes
+    ]
+    for op in order:
+        gradient_bytes = ops[op].trained_bytes - _early_gradient_bytes(ops[op])
+        if gradient_bytes:
+            edges.append(Tensor(twin[op], (), gradient_bytes, kept=True))
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        sources = [loss] if tensor.kept else []
-        sources += [twin[consumer] for consumer in tensor.consumers if consumer in twin]
-        edges += [Tensor(source, (twin[tensor.producer],), tensor.nbytes) for source in sources]
+        reader = (twin[tensor.producer],)
+        if tensor.kept:  # autograd holds what the caller's loss gave until the whole backward ends
+            edges.append(Tensor(loss, reader, tensor.nbytes, kept=True))
+        sources = [twin[consumer] for consumer in tensor.consumers if consumer in twin]
+        edges += [Tensor(source, reader, tensor.nbytes) for source in sources]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
     return [*grouped, loss_op, *mirrored], edges
 
