@@ -69,10 +69,24 @@ class Executable:
         output = next(node for node in graph.nodes if node.op == "output")
         (self._returned,) = output.args
         self._kept = frozenset(output.all_input_nodes)
-        self._readers: dict[fx.Node, int] = {}
+        self._readers: dict[fx.Node, dict[int, int]] = {}
         for code in self._codes:
-            for node in set(code.extract.inputs):
-                self._readers[node] = self._readers.get(node, 0) + 1
+            device = code.segment.device
+            for node in dict.fromkeys(code.extract.inputs):
+                row = self._readers.setdefault(node, {})
+                row[device] = row.get(device, 0) + 1
+        self._made_on = {node: s.device for s in self.segments for node in s.outputs}
+        self._resident = {
+            node: segment.device
+            for segment in self.segments
+            for node in segment.nodes
+            if node.op == "get_attr"
+        }
+        facts = self._module.facts.nodes
+        written = {storage for fact in facts.values() for storage in fact.writes}
+        self._written = frozenset(
+            node for node, fact in facts.items() if any(v.storage in written for v in fact.values)
+        )
         self._travelling = {
             node: None
             for code in self._codes
@@ -139,6 +153,7 @@ class Executable:
             apart=apart,
             exits=self._exits(running, outputs),
             device=device,
+            boxed=True,
         )
         inside = {node for node in segment.nodes if node.op == "get_attr"}
         state = {
@@ -238,8 +253,17 @@ class Executable:
             value = self._attribute(node)
             flags = (differentiate and getattr(value, "requires_grad", False),)
             values[node] = Published(value, CALLER, flags)
-        kept = self._kept
-        return Step(self._codes, values, self._readers, kept, differentiate, self._executor, meter)
+        return Step(
+            self._codes,
+            values,
+            self._readers,
+            self._resident,
+            self._written,
+            self._kept,
+            differentiate,
+            self._executor,
+            meter,
+        )
 
     def _result(self, step: Step, node: Any) -> Any:
         if not isinstance(node, fx.Node):
@@ -283,13 +307,20 @@ class Executable:
         for (node, leaf), gradient in zip(plan.differentiable, gradients, strict=True):
             if gradient is not None:
                 step.seed_gradient(node, leaf, gradient)
+                if plan.meter is not None:
+                    plan.meter.hold(self._made_on[node], gradient)
         self._executor.backward(step, keep, plan.meter)
         given = zip(self._placeholders, plan.call.tensors, strict=True)
         result = [_to(step.input_gradient(n), t.device) for n, t in given if t.requires_grad]
         rows = step.parameter_gradients
         for parameter in plan.trained:
             found = sorted(rows.pop(parameter, []), key=lambda row: -row[0])
-            result.append(add_up([gradient for _, gradient in found]))
+            shares = [gradient for _, gradient in found]
+            if plan.meter is None or not found:
+                result.append(add_up(shares))
+            else:
+                with plan.meter.charged_to(self.segments[found[0][0]].device):
+                    result.append(add_up(shares))
         return [None if g is None else self._executor.give(g) for g in result]
 
 

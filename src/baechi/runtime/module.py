@@ -13,6 +13,7 @@ from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
 from baechi.graph import OpGraph
 from baechi.metering import Meter
+from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
 from baechi.runtime.executables import Executable, check_places, move
@@ -304,8 +305,10 @@ class PlacedModule(nn.Module):
         """Count parameters, buffers, gradients and optimizer state on their logical devices."""
         special = self._current
         named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        constants = special.traced.module.graph_module
         for op, device in zip(special.traced.ops, special.placement.devices, strict=False):
-            for tensor in (named[name] for name in op.parameters if name in named):
+            for name in op.parameters:
+                tensor = named[name] if name in named else attribute(constants, name)
                 meter.hold(device, tensor)
                 if tensor.grad is not None:
                     meter.hold(device, tensor.grad)

@@ -107,7 +107,10 @@ class Step:
     Args:
         codes: Every segment, in launch order.
         values: The caller's inputs and the travelling state, by node.
-        readers: For every node how many segments read it; the last reader frees it.
+        readers: For every node how many segments of each device read it; a device lets go of what
+            it got when its last reader has begun.
+        resident: Nodes whose values live on a device before the step, with that device.
+        written: Nodes whose values some operator writes in place.
         kept: Nodes that the caller gets.
         differentiate: Whether to record what backward needs.
         carrier: Moves tensors between devices.
@@ -118,7 +121,9 @@ class Step:
         self,
         codes: Sequence[Code],
         values: Mapping[fx.Node, Published],
-        readers: Mapping[fx.Node, int],
+        readers: Mapping[fx.Node, Mapping[int, int]],
+        resident: Mapping[fx.Node, int],
+        written: frozenset[fx.Node],
         kept: frozenset[fx.Node],
         differentiate: bool,
         carrier: Carrier,
@@ -127,7 +132,9 @@ class Step:
         self.codes = codes
         self.values = dict(values)
         self.differentiate = differentiate
-        self._left = dict(readers)
+        self._left = {node: dict(row) for node, row in readers.items()}
+        self._resident = resident
+        self._written = written
         self._kept = kept
         self._carrier = carrier
         self._meter = meter
@@ -138,6 +145,9 @@ class Step:
         # Autograd adds gradients up from the last reader to the first; so do we, bit for bit.
         self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor]]] = {}
         self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
+        if meter is not None:
+            for node, published in self.values.items():
+                self._send(node, published)
 
     def forward(self, index: int) -> None:
         """Run a segment; its sources have run."""
@@ -145,11 +155,11 @@ class Step:
         segment = code.segment
         tape = _Tape()
         arguments = self._enter(code, tape)
+        self._let_go(code)
         try:
-            results = code.extract.function(*arguments)
+            results = code.extract.function(arguments)
         except Exception as error:
             raise _located(error, segment) from error
-        del arguments
         ways_out = results[len(code.extract.outputs) :]
         for (node, position), way in zip(code.extract.exits, ways_out, strict=True):
             if self.differentiate and way.requires_grad:
@@ -157,9 +167,11 @@ class Step:
         for node, value in zip(code.extract.outputs, results, strict=False):
             self.values[node] = self._publish(node, value, segment.device, tape)
         del results, ways_out
+        if self._meter is not None:
+            for node in code.extract.outputs:
+                self._send(node, self.values[node])
         if tape.published:
             self._tapes[index] = tape
-        self._forget_inputs(code)
 
     def _enter(self, code: Code, tape: _Tape) -> list[Any]:
         """The arguments of a segment's function, on its device and with graphs of their own."""
@@ -188,7 +200,6 @@ class Step:
         code: Code,
     ) -> None:
         """Replace the arguments that need gradients by the outputs of one `_Enter`."""
-        device = code.segment.device
         flat = {argument: pytree.tree_flatten(arguments[argument]) for argument, _, _ in places}
         tensors = [
             [x for x in flat[argument][0] if isinstance(x, torch.Tensor)][leaf]
@@ -202,29 +213,41 @@ class Step:
             leaves[slots[leaf]] = tensor
             position = code.positions[argument]
             tape.entered.append((node, leaf, position, get_gradient_edge(tensor)))
-            if self._meter is not None and self.values[node].device not in (device, CALLER):
-                self._meter.borrow(device, (node.name, leaf, id(self)), tensor)
         for argument, (leaves, spec) in flat.items():
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
 
     def _bring(self, node: fx.Node, published: Published, device: int) -> Any:
         """The value on `device`, sent at most once."""
-        src = published.device
-        if src == device:
+        if device in (published.device, self._resident.get(node)):
             return published.value
         here = self._here.setdefault(device, {})
         if node not in here:
-            leaves, spec = pytree.tree_flatten(published.value)
-            count = 0
-            for i, tensor in enumerate(leaves):
-                if isinstance(tensor, torch.Tensor):
-                    leaves[i] = self._carrier.bring(tensor, src, device)
-                    if self._meter is not None and src != CALLER:
-                        leaves[i] = leaves[i].detach()
-                        self._meter.borrow(device, (node.name, count, id(self)), leaves[i])
-                    count += 1
-            here[node] = pytree.tree_unflatten(leaves, spec)
+            here[node] = pytree.tree_map_only(
+                torch.Tensor,
+                lambda tensor: self._carry(tensor, published.device, device),
+                published.value,
+            )
         return here[node]
+
+    def _carry(self, tensor: torch.Tensor, src: int, device: int) -> torch.Tensor:
+        moved = self._carrier.bring(tensor, src, device)
+        return moved if self._meter is None else self._meter.copy(device, moved, src != CALLER)
+
+    def _send(self, node: fx.Node, published: Published) -> None:
+        """In a metered step: copy a value at once to every device that reads it.
+
+        So it is in the memory of both while it travels, and of the reader alone from then on, as
+        between devices whose copies run beside their operators.
+        """
+        assert self._meter is not None
+        for device in tuple(self._left.get(node, {})):
+            if published.device == CALLER and node in self._written:
+                # The caller must see what is written, so nothing is copied.
+                self._meter.hold(device, published.value)
+            else:
+                self._bring(node, published, device)
+        with self._lock:
+            self._free(node)
 
     def _publish(self, node: fx.Node, value: Any, device: int, tape: _Tape) -> Published:
         if not self.differentiate:
@@ -240,20 +263,26 @@ class Step:
             leaves[i] = tensor.detach()
         return Published(pytree.tree_unflatten(leaves, spec), device, tuple(flags))
 
-    def _forget_inputs(self, code: Code) -> None:
-        """Let go of values that no later segment reads."""
+    def _let_go(self, code: Code) -> None:
+        """Forget values that no later segment on this device reads; its code has them now."""
         device = code.segment.device
         with self._lock:
             for node in dict.fromkeys(code.extract.inputs):
                 if node in code.state:
                     continue
-                self._left[node] -= 1
-                if self._left[node] == 0:
-                    for here in list(self._here.values()):
-                        here.pop(node, None)
-                    if node not in self._kept:
-                        published = self.values[node]
-                        self.values[node] = Published(None, device, published.differentiable)
+                left = self._left[node]
+                left[device] -= 1
+                if left[device] == 0:
+                    del left[device]
+                    self._here.get(device, {}).pop(node, None)
+                    self._free(node)
+
+    def _free(self, node: fx.Node) -> None:
+        """Forget the producer's own value where all that may still read it have a copy."""
+        published = self.values[node]
+        waiting = [d for d in self._left.get(node, {}) if node not in self._here.get(d, {})]
+        if not waiting and node not in self._kept:
+            self.values[node] = Published(None, published.device, published.differentiable)
 
     def seed_gradient(self, node: fx.Node, leaf: int, gradient: torch.Tensor) -> None:
         """Give the gradient that the caller has for a value."""
@@ -316,11 +345,7 @@ class Step:
         brought = []
         for _, source, gradient in sorted(rows, key=lambda row: row[:2], reverse=True):
             src = self.codes[source].segment.device if source < len(self.codes) else device
-            tensor = self._carrier.bring(gradient, src, device) if src != device else gradient
-            if self._meter is not None and src != device:
-                tensor = tensor.detach()
-                self._meter.borrow(device, (node.name, leaf, source, id(self)), tensor)
-            brought.append(tensor)
+            brought.append(gradient if src == device else self._carry(gradient, src, device))
         return add_up(brought)
 
     def input_gradient(self, node: fx.Node) -> torch.Tensor | None:
