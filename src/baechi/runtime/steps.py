@@ -19,6 +19,7 @@ from typing import Any, Final, Protocol, final
 
 import torch
 from torch import fx
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -66,12 +67,18 @@ class _Tape:
     Attributes:
         entered: (node, leaf, position, edge) of every value that entered with a gradient; where
             its reader is in the program, or -1 for all readers together.
-        published: (node, leaf, position, edge) of every value that left with one; through which
-            the gradient of the reader at that position goes, or, at -1, all that have no other.
+        published: (node, leaf, position) of every value that left with one; the gradient of the
+            reader at that position goes to it, or, at -1, all that have no other.
+        end: Where backward begins: it takes the gradients of what was published from `seeds`.
+        seeds: One per published value, when backward begins.
+        nothing: The gradient of `end`.
     """
 
     entered: list[tuple[fx.Node, int, int, GradientEdge]] = field(default_factory=list)
-    published: list[tuple[fx.Node, int, int, GradientEdge]] = field(default_factory=list)
+    published: list[tuple[fx.Node, int, int]] = field(default_factory=list)
+    end: GradientEdge | None = None
+    seeds: list[torch.Tensor | None] = field(default_factory=list)
+    nothing: torch.Tensor | None = None
 
 
 @final
@@ -98,6 +105,28 @@ class _Enter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         return tuple(tensor.detach() for tensor in tensors)
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a segment's graph: what leaves it, and where its backward begins.
+
+    What `torch.autograd.grad` is given stays alive as long as it runs. So it is given nothing, and
+    this takes the gradients out of a list: then each lives until it is used.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.seeds = seeds
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        seeds = tuple(ctx.seeds)
+        ctx.seeds.clear()
+        return (None, *seeds)
 
 
 @final
@@ -140,10 +169,12 @@ class Step:
         self._meter = meter
         self._lock = threading.Lock()
         self._tapes: dict[int, _Tape] = {}
+        self._makers = {n: c.segment.device for c in codes for n in c.segment.outputs}
         self._here: dict[int, dict[fx.Node, Any]] = {}  # device -> what it got of others
-        # (node, leaf) -> (reader's position, reading segment, gradient), one entry per reader.
-        # Autograd adds gradients up from the last reader to the first; so do we, bit for bit.
-        self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor]]] = {}
+        # (node, leaf) -> (reader's position, reading segment, gradient, where it is), one entry
+        # per reader. Autograd adds gradients up from the last reader to the first; so do we, bit
+        # for bit.
+        self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor, int]]] = {}
         self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
         if meter is not None:
             for node, published in self.values.items():
@@ -161,12 +192,17 @@ class Step:
         except Exception as error:
             raise _located(error, segment) from error
         ways_out = results[len(code.extract.outputs) :]
+        leaving: list[torch.Tensor] = []
         for (node, position), way in zip(code.extract.exits, ways_out, strict=True):
             if self.differentiate and way.requires_grad:
-                tape.published.append((node, 0, position, get_gradient_edge(way)))
+                tape.published.append((node, 0, position))
+                leaving.append(way)
         for node, value in zip(code.extract.outputs, results, strict=False):
-            self.values[node] = self._publish(node, value, segment.device, tape)
-        del results, ways_out
+            self.values[node] = self._publish(node, value, segment.device, tape, leaving)
+        if leaving:
+            end = _Leave.apply(tape.seeds, *leaving)  # type: ignore[no-untyped-call]
+            tape.end, tape.nothing = get_gradient_edge(end), end.detach()
+        del results, ways_out, leaving
         if self._meter is not None:
             for node in code.extract.outputs:
                 self._send(node, self.values[node])
@@ -249,7 +285,9 @@ class Step:
         with self._lock:
             self._free(node)
 
-    def _publish(self, node: fx.Node, value: Any, device: int, tape: _Tape) -> Published:
+    def _publish(
+        self, node: fx.Node, value: Any, device: int, tape: _Tape, leaving: list[torch.Tensor]
+    ) -> Published:
         if not self.differentiate:
             return Published(value, device, ())
         flags: list[bool] = []
@@ -258,7 +296,8 @@ class Step:
             if not isinstance(tensor, torch.Tensor):
                 continue
             if tensor.requires_grad:
-                tape.published.append((node, len(flags), -1, get_gradient_edge(tensor)))
+                tape.published.append((node, len(flags), -1))
+                leaving.append(tensor)
             flags.append(tensor.requires_grad)
             leaves[i] = tensor.detach()
         return Published(pytree.tree_unflatten(leaves, spec), device, tuple(flags))
@@ -286,7 +325,7 @@ class Step:
 
     def seed_gradient(self, node: fx.Node, leaf: int, gradient: torch.Tensor) -> None:
         """Give the gradient that the caller has for a value."""
-        row = (sys.maxsize, len(self.codes), gradient)
+        row = (sys.maxsize, len(self.codes), gradient, CALLER)
         self._gradients.setdefault((node, leaf), []).append(row)
 
     def backward(self, index: int, keep: bool) -> None:
@@ -297,36 +336,36 @@ class Step:
             keep: Keep the graph, for another backward.
         """
         tape = self._tapes.get(index)
-        if tape is None:
+        if tape is None or tape.end is None:
             return
         code = self.codes[index]
-        outputs, seeds = [], []
+        device = code.segment.device
         # Those at a position first: what is left goes the common way.
-        for node, leaf, position, edge in tape.published:
-            gradient = self._collect(node, leaf, position, code.segment.device)
-            if gradient is not None:
-                outputs.append(edge)
-                seeds.append(gradient)
+        for node, leaf, position in tape.published:
+            tape.seeds.append(self._collect(node, leaf, position, device))
         if not keep:
             del self._tapes[index]
         parameters = [p for p in code.parameters if p.requires_grad]
         # torch takes tensors and edges side by side, though its annotation does not say so.
         inputs: list[Any] = [*(edge for _, _, _, edge in tape.entered), *parameters]
-        if not outputs or not inputs:
+        if not inputs or all(seed is None for seed in tape.seeds):
+            tape.seeds.clear()
             return
         try:
             gradients = torch.autograd.grad(
-                outputs, inputs, seeds, retain_graph=keep, allow_unused=True
+                [tape.end], inputs, [tape.nothing], retain_graph=keep, allow_unused=True
             )
         except Exception as error:
             raise _located(error, code.segment) from error
-        del seeds
         n = len(tape.entered)
         for (node, leaf, position, _), gradient in zip(tape.entered, gradients[:n], strict=True):
             if gradient is not None:
+                row = (position, index, gradient, device)
+                target = self._made_on(node)
+                if self._meter is not None and target not in (device, CALLER):
+                    row = (position, index, self._carry(gradient, device, target), target)
                 with self._lock:
-                    rows = self._gradients.setdefault((node, leaf), [])
-                    rows.append((position, index, gradient))
+                    self._gradients.setdefault((node, leaf), []).append(row)
         for parameter, gradient in zip(parameters, gradients[n:], strict=True):
             if gradient is not None:
                 with self._lock:
@@ -343,16 +382,21 @@ class Step:
                 if others:
                     self._gradients[node, leaf] = others
         brought = []
-        for _, source, gradient in sorted(rows, key=lambda row: row[:2], reverse=True):
-            src = self.codes[source].segment.device if source < len(self.codes) else device
-            brought.append(gradient if src == device else self._carry(gradient, src, device))
+        for _, _, gradient, src in sorted(rows, key=lambda row: row[:2], reverse=True):
+            brought.append(
+                gradient if src in (device, CALLER) else self._carry(gradient, src, device)
+            )
         return add_up(brought)
+
+    def _made_on(self, node: fx.Node) -> int:
+        """The device that made a value; `CALLER` for what the caller gave."""
+        return self._makers.get(node, CALLER)
 
     def input_gradient(self, node: fx.Node) -> torch.Tensor | None:
         """The gradient of a value that the caller gave, after all backwards."""
         rows = self._gradients.pop((node, 0), [])
         rows = sorted(rows, key=lambda row: row[:2], reverse=True)
-        return add_up([gradient for _, _, gradient in rows])
+        return add_up([gradient for _, _, gradient, _ in rows])
 
 
 def add_up(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
