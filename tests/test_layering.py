@@ -19,7 +19,7 @@ LAYERS = {
     "linear_programs granularity",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
+    4: "tracing calls propagation partition naming lowering extraction metering saving profiling probing "
     "estimation",
     5: "runtime.*",
     6: "placing demo demo_models named_models console __main__",
@@ -122,7 +122,14 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
-    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
+    "profiling": {
+        "extraction",
+        "lowering",
+        "metering",
+        "partition",
+        "propagation",
+        "saving",
+    },
     "probing": {"profiling"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},

@@ -28,6 +28,7 @@ from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.propagation import Value
+from baechi.saving import saved_inside_bytes
 from baechi.traced import Traced
 
 # Enough rounds for a median, and no more than this long for one operator.
@@ -67,21 +68,21 @@ def profile(
         clock = _Clock(place)
         overhead = _Overhead(clock)
         example = _ExampleValues(module, place)
-        costs: dict[str, tuple[int, int, int]] = {}
+        costs: dict[str, tuple[int, int, tuple[int, int, int]]] = {}
         first = {op.key: index for index, op in reversed(list(enumerate(traced.ops)))}
         for key, op in _tracked(first, traced, progress):
             nodes = module.nodes[op]
             if any(node.op not in ("get_attr", "placeholder") for node in nodes):
                 costs[key] = _measure(_Alone(module, nodes, example, place), clock, overhead)
             else:
-                costs[key] = (0, 0, 0)
+                costs[key] = (0, 0, (0, 0, 0))
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     made = _made_bytes(traced)
     rows = []
     for row, output_bytes in zip(traced.ops, made, strict=True):
-        forward_ns, backward_ns, workspace = costs[row.key]
+        forward_ns, backward_ns, (saved, workspace, backward_workspace) = costs[row.key]
         parameters = row.trained_bytes + row.frozen_bytes
-        sizes = (parameters, output_bytes, row.saved_bytes, workspace)
+        sizes = (parameters, output_bytes, saved, workspace, backward_workspace)
         rows.append(OpCost(forward_ns, backward_ns if row.differentiable else 0, *sizes))
     return Profile(traced.digest, device_kind(place), tuple(rows), "measured", environment)
 
@@ -276,6 +277,7 @@ class _Alone:
         tensors = [tensor for value in self._inputs for tensor in _leaves(value)]
         tensors += [p for leaf in leaves.values() for p in leaf.parameters()]
         self._differentiable = [t for t in tensors if t.requires_grad and t.is_leaf]
+        self.known = [*tensors, *(b for leaf in leaves.values() for b in leaf.buffers())]
 
         # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
         written = {s for node in nodes for s in module.facts.nodes[node].writes}
@@ -326,10 +328,12 @@ def _median_ns(clock: _Clock, run: Callable[[], Any], rounds: int, repeats: int)
     return int(statistics.median(readings))
 
 
-def _measure(alone: _Alone, clock: _Clock, overhead: _Overhead) -> tuple[int, int, int]:
-    """(forward ns, backward ns, workspace bytes) of one operator."""
+def _measure(
+    alone: _Alone, clock: _Clock, overhead: _Overhead
+) -> tuple[int, int, tuple[int, int, int]]:
+    """(forward ns, backward ns, its bytes as `_sizes`) of one operator."""
     with torch.enable_grad():
-        workspace = _workspace(alone)
+        sizes = _sizes(alone)
         begin = clock.now_ns()
         alone.call()
         _backward_ns(alone, clock, 1)
@@ -347,7 +351,7 @@ def _measure(alone: _Alone, clock: _Clock, overhead: _Overhead) -> tuple[int, in
             backward.append(_backward_ns(alone, clock, repeats))
     forward_ns = int(statistics.median(forward)) - overhead.call_ns
     backward_ns = int(statistics.median(backward)) - overhead.backward_ns
-    return max(forward_ns, 0), max(backward_ns, 0), workspace
+    return max(forward_ns, 0), max(backward_ns, 0), sizes
 
 
 def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
@@ -362,22 +366,23 @@ def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
     return (clock.now_ns() - start) // repeats
 
 
-def _workspace(alone: _Alone) -> int:
-    """Bytes that were live inside the forward or the backward and are free at its end.
+def _sizes(alone: _Alone) -> tuple[int, int, int]:
+    """Bytes that autograd keeps besides the graph's tensors; and scratch, forward and backward.
 
-    These first runs warm up, too.
+    Scratch was live inside and is free at the end. These first runs warm up, too.
     """
+    saved = saved_inside_bytes(alone.call, alone.known)
     meter = Meter([0])
     with meter.counting(0):
         kept = alone.forward()
-    forward = meter.peak_bytes[0] - meter.live_bytes[0]
+    forward = max(meter.peak_bytes[0] - meter.live_bytes[0], 0)
     if not alone.differentiable or not kept.outputs:
-        return max(forward, 0)
+        return saved, forward, 0
     meter = Meter([0])
     with meter.counting(0):
         gradients = torch.autograd.grad(
             kept.outputs, alone.differentiable, kept.gradients, allow_unused=True
         )
-    backward = meter.peak_bytes[0] - meter.live_bytes[0]
+    backward = max(meter.peak_bytes[0] - meter.live_bytes[0], 0)
     del kept, gradients
-    return max(forward, backward, 0)
+    return saved, forward, backward
