@@ -150,11 +150,9 @@ def _mirror(
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        reader = (twin[tensor.producer],)
-        if tensor.kept:  # autograd holds what the caller's loss gave until the whole backward ends
-            edges.append(Tensor(loss, reader, tensor.nbytes, kept=True))
-        sources = [twin[consumer] for consumer in tensor.consumers if consumer in twin]
-        edges += [Tensor(source, reader, tensor.nbytes) for source in sources]
+        sources = [loss] if tensor.kept else []
+        sources += [twin[consumer] for consumer in tensor.consumers if consumer in twin]
+        edges += [Tensor(source, (twin[tensor.producer],), tensor.nbytes) for source in sources]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
     return [*grouped, loss_op, *mirrored], edges
 

@@ -239,8 +239,13 @@ class Executable:
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
         plan = _Plan(self, step, meter, call, trained)
         seed = torch.empty(0, requires_grad=True)
-        outputs = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
-        results = list(outputs)
+        tokens = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        values, plan.outputs = plan.outputs, []
+        results = [
+            _Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
+            for slot, (token, value) in enumerate(zip(tokens, values, strict=True))
+        ]
+        del values
         assert plan.spec is not None
         return self._finish(call, pytree.tree_unflatten(plan.merge(results), plan.spec))
 
@@ -286,12 +291,7 @@ class Executable:
         self._executor.forward(step, meter)
         return [self._result(step, node) for node in self._returned]
 
-    def run_backward(
-        self,
-        plan: "_Plan",
-        gradients: Sequence[torch.Tensor | None],
-        keep: bool,
-    ) -> list[torch.Tensor | None]:
+    def run_backward(self, plan: "_Plan", keep: bool) -> list[torch.Tensor | None]:
         """Gradients of the plan's inputs and parameters, given those of its outputs.
 
         Raises:
@@ -304,11 +304,11 @@ class Executable:
             )
         plan.spent = not keep
         step = plan.step
-        for (node, leaf), gradient in zip(plan.differentiable, gradients, strict=True):
-            if gradient is not None:
-                step.seed_gradient(node, leaf, gradient)
-                if plan.meter is not None:
-                    plan.meter.hold(self._made_on[node], gradient)
+        for slot in sorted(plan.gradients):
+            node, leaf = plan.differentiable[slot]
+            if plan.meter is not None:
+                plan.meter.hold(self._made_on[node], plan.gradients[slot])
+            step.seed_gradient(node, leaf, plan.gradients.pop(slot))
         self._executor.backward(step, keep, plan.meter)
         given = zip(self._placeholders, plan.call.tensors, strict=True)
         result = [_to(step.input_gradient(n), t.device) for n, t in given if t.requires_grad]
@@ -360,6 +360,8 @@ class _Plan:
         self.spent = False
         self.spec: pytree.TreeSpec | None = None
         self.differentiable: list[tuple[fx.Node, int]] = []
+        self.outputs: list[torch.Tensor] = []
+        self.gradients: dict[int, torch.Tensor] = {}  # of the outputs, as they arrive
         self._leaves: list[Any] = []
         self._slots: list[int] = []
 
@@ -398,7 +400,7 @@ class _Plan:
 
 
 class _StepFunction(torch.autograd.Function):
-    """A whole step as one autograd node."""
+    """A whole step as one autograd node; its outputs are tokens, one for each `_Result`."""
 
     @staticmethod
     def forward(
@@ -413,14 +415,45 @@ class _StepFunction(torch.autograd.Function):
         outputs = plan.take_apart(plan.executable._returned, values)
         plan.step.values.clear()
         give = plan.executable._executor.give
-        return tuple(give(tensor.detach()) for tensor in outputs)
+        plan.outputs = [give(tensor.detach()) for tensor in outputs]
+        return tuple(tensor.new_empty(0) for tensor in outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+    def backward(
+        ctx: Any,
+        *tokens: torch.Tensor | None,  # noqa: ARG004 (the gradients are in the plan)
+    ) -> tuple[Any, ...]:
         keep = _graph_is_kept()
-        result = ctx.plan.executable.run_backward(ctx.plan, gradients, keep)
+        result = ctx.plan.executable.run_backward(ctx.plan, keep)
         return (None, None, *result)
+
+
+class _Result(torch.autograd.Function):
+    """One output of a step. Autograd holds what a node's backward is given until it ends; so the
+    step is given tokens, and the gradients in a place from which it takes them as it needs them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: _Plan,
+        slot: int,
+        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.plan, ctx.slot = plan, slot
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return (None, None, None, None)
+        ctx.plan.gradients[ctx.slot] = gradient.detach()
+        if gradient.requires_grad:  # a second derivative: the step refuses what hangs on a graph
+            return (None, None, gradient.reshape(-1)[:0], None)
+        return (None, None, gradient.new_empty(0), None)
 
 
 def _graph_is_kept() -> bool:
