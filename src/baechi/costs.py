@@ -38,12 +38,14 @@ class OpCost:
     forward_spread_ns: int = 0
     backward_spread_ns: int = 0
     remark: str = ""
+    inference_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:
             object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
         for attribute in self.__slots__:
-            if attribute != "remark":
+            known = getattr(self, attribute) is not None
+            if attribute != "remark" and known:
                 count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
                 object.__setattr__(self, attribute, count)
 

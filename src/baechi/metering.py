@@ -86,9 +86,8 @@ class Meter:
         """
         with self._lock:
             self.moved_bytes += tensor.numel() * tensor.element_size() if moved else 0
-        detached = tensor.detach()  # outside: its storage is not this account's
         with torch.no_grad(), self.charged_to(account):
-            return detached.clone()
+            return tensor.clone()
 
     @contextmanager
     def charged_to(self, account: int) -> Iterator[None]:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ from baechi.propagation import Value
 from baechi.saving import saved_inside_bytes
 from baechi.traced import Traced
 
+_T = TypeVar("_T")
 # Enough rounds for a median, and no more than this long for one operator.
 _ROUNDS: Final = (3, 30)
 _BUDGET_NS: Final = 60_000_000
@@ -68,22 +69,31 @@ def profile(
         clock = _Clock(place)
         overhead = _Overhead(clock)
         example = _ExampleValues(module, place)
-        costs: dict[str, tuple[int, int, tuple[int, int, int]]] = {}
+        costs: dict[str, tuple[int, int, _Sizes]] = {}
         first = {op.key: index for index, op in reversed(list(enumerate(traced.ops)))}
         for key, op in _tracked(first, traced, progress):
             nodes = module.nodes[op]
             if any(node.op not in ("get_attr", "placeholder") for node in nodes):
                 costs[key] = _measure(_Alone(module, nodes, example, place), clock, overhead)
             else:
-                costs[key] = (0, 0, (0, 0, 0))
+                costs[key] = (0, 0, _Sizes())
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     made = _made_bytes(traced)
     rows = []
     for row, output_bytes in zip(traced.ops, made, strict=True):
-        forward_ns, backward_ns, (saved, workspace, backward_workspace) = costs[row.key]
-        parameters = row.trained_bytes + row.frozen_bytes
-        sizes = (parameters, output_bytes, saved, workspace, backward_workspace)
-        rows.append(OpCost(forward_ns, backward_ns if row.differentiable else 0, *sizes))
+        forward_ns, backward_ns, sizes = costs[row.key]
+        rows.append(
+            OpCost(
+                forward_ns,
+                backward_ns if row.differentiable else 0,
+                parameter_bytes=row.trained_bytes + row.frozen_bytes,
+                output_bytes=output_bytes,
+                saved_bytes=sizes.saved,
+                workspace_bytes=sizes.forward,
+                backward_workspace_bytes=sizes.backward,
+                inference_workspace_bytes=sizes.inference,
+            )
+        )
     return Profile(traced.digest, device_kind(place), tuple(rows), "measured", environment)
 
 
@@ -330,8 +340,8 @@ def _median_ns(clock: _Clock, run: Callable[[], Any], rounds: int, repeats: int)
 
 def _measure(
     alone: _Alone, clock: _Clock, overhead: _Overhead
-) -> tuple[int, int, tuple[int, int, int]]:
-    """(forward ns, backward ns, its bytes as `_sizes`) of one operator."""
+) -> tuple[int, int, "_Sizes"]:
+    """(forward ns, backward ns, its bytes) of one operator."""
     with torch.enable_grad():
         sizes = _sizes(alone)
         begin = clock.now_ns()
@@ -366,23 +376,38 @@ def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
     return (clock.now_ns() - start) // repeats
 
 
-def _sizes(alone: _Alone) -> tuple[int, int, int]:
-    """Bytes that autograd keeps besides the graph's tensors; and scratch, forward and backward.
-
-    Scratch was live inside and is free at the end. These first runs warm up, too.
+@final
+@dataclass(frozen=True)
+class _Sizes:
+    """Bytes that autograd keeps besides the graph's tensors, and scratch: what was live inside a
+    forward with gradients, a backward, or a forward without gradients, and is free at its end.
     """
+
+    saved: int = 0
+    forward: int = 0
+    backward: int = 0
+    inference: int = 0
+
+
+def _sizes(alone: _Alone) -> _Sizes:
+    """What an operator takes; these first runs warm up, too."""
     saved = saved_inside_bytes(alone.call, alone.known)
-    meter = Meter([0])
-    with meter.counting(0):
-        kept = alone.forward()
-    forward = max(meter.peak_bytes[0] - meter.live_bytes[0], 0)
+    with torch.no_grad():
+        _, inference = _scratch_bytes(alone.call)
+    kept, forward = _scratch_bytes(alone.forward)
     if not alone.differentiable or not kept.outputs:
-        return saved, forward, 0
-    meter = Meter([0])
-    with meter.counting(0):
-        gradients = torch.autograd.grad(
+        return _Sizes(saved, forward, 0, inference)
+    _, backward = _scratch_bytes(
+        lambda: torch.autograd.grad(
             kept.outputs, alone.differentiable, kept.gradients, allow_unused=True
         )
-    backward = max(meter.peak_bytes[0] - meter.live_bytes[0], 0)
-    del kept, gradients
-    return saved, forward, backward
+    )
+    return _Sizes(saved, forward, backward, inference)
+
+
+def _scratch_bytes(run: Callable[[], _T]) -> tuple[_T, int]:
+    """The result, and the bytes that were live meanwhile and are not now that it is there."""
+    meter = Meter([0])
+    with meter.counting(0):
+        result = run()
+    return result, max(meter.peak_bytes[0] - meter.live_bytes[0], 0)

@@ -51,7 +51,7 @@ def operator_graph(
             name=op.name,
             time_ns=cost.forward_ns,
             persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
-            workspace_bytes=cost.workspace_bytes,
+            workspace_bytes=cost.workspace_bytes if training else _inference_workspace(cost),
             group=op.group,
         )
         for op, cost in zip(traced.ops, profile.costs, strict=True)
@@ -78,6 +78,15 @@ def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> 
     trained = op.trained or (TrainedParameter((op.trained_bytes,), 1),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return op.trained_bytes + op.frozen_bytes + _early_gradient_bytes(op) + state
+
+
+def _inference_workspace(cost: OpCost) -> int:
+    """Scratch of a forward without gradients.
+
+    Where it is not known: what autograd would keep may be made all the same, and soon freed.
+    """
+    measured = cost.inference_workspace_bytes
+    return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
 
 
 def _early_gradient_bytes(op: TracedOp) -> int:

@@ -176,10 +176,6 @@ class Step:
         # for bit.
         self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor, int]]] = {}
         self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
-        if meter is not None:
-            for node, published in self.values.items():
-                self._send(node, published)
-
     def forward(self, index: int) -> None:
         """Run a segment; its sources have run."""
         code = self.codes[index]
@@ -256,6 +252,9 @@ class Step:
         """The value on `device`, sent at most once."""
         if device in (published.device, self._resident.get(node)):
             return published.value
+        if self._meter is not None and published.device == CALLER and node in self._written:
+            self._meter.hold(device, published.value)  # the caller must see what is written
+            return published.value
         here = self._here.setdefault(device, {})
         if node not in here:
             here[node] = pytree.tree_map_only(
@@ -270,18 +269,13 @@ class Step:
         return moved if self._meter is None else self._meter.copy(device, moved, src != CALLER)
 
     def _send(self, node: fx.Node, published: Published) -> None:
-        """In a metered step: copy a value at once to every device that reads it.
+        """Copy a new value at once to every device that reads it: in a metered step.
 
         So it is in the memory of both while it travels, and of the reader alone from then on, as
         between devices whose copies run beside their operators.
         """
-        assert self._meter is not None
         for device in tuple(self._left.get(node, {})):
-            if published.device == CALLER and node in self._written:
-                # The caller must see what is written, so nothing is copied.
-                self._meter.hold(device, published.value)
-            else:
-                self._bring(node, published, device)
+            self._bring(node, published, device)
         with self._lock:
             self._free(node)
 
