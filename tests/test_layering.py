@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs",
+    0: "errors units values arrays graph devices constraints placement costs measurement",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity",
     2: "simulation solving placers.*",
@@ -36,6 +36,7 @@ ALLOWED = {
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
+    "measurement": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
@@ -134,7 +135,8 @@ ALLOWED = {
         "runtime.workers",
     },
     "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
-    "runtime.module": {"runtime.executables"},
+    "runtime.measuring": {"runtime.executables"},
+    "runtime.module": {"runtime.executables", "runtime.measuring"},
     # Layer 6.
     "demo": {"demo_models"},
     "__main__": {"console", "demo", "named_models"},
