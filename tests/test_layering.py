@@ -16,13 +16,13 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs measurement",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity",
+    "linear_programs granularity link_fits",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "estimation",
+    4: "tracing calls propagation partition naming lowering extraction metering profiling "
+    "estimation copying",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "probing placing demo demo_models named_models console __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -123,7 +123,6 @@ ALLOWED = {
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
     "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
-    "probing": {"profiling"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
     "runtime.workers": {"runtime.segments", "runtime.steps"},
@@ -136,8 +135,10 @@ ALLOWED = {
     },
     "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
     "runtime.measuring": {"runtime.executables"},
+    "runtime.handover": {"runtime.module"},
     "runtime.module": {"runtime.executables", "runtime.measuring"},
-    # Layer 6.
+    # Layer 6. What the runtime does is what `probe` measures.
+    "placing": {"probing"},
     "demo": {"demo_models"},
     "__main__": {"console", "demo", "named_models"},
 }
