@@ -48,6 +48,7 @@ def main(
     cases = [(n, b) for n in chosen for b in MODELS[n].batches[: 1 if quick else None]]
     default = "1,2" if quick or kind == "cuda" else "1,2,4"
     numbers = [int(count) for count in (counts or default).split(",")]
+    command = shlex.join(["python3", "-m", "benchmarks.prediction", *sys.argv[1:]])
     rows: list[Row] = []
     columns = (
         BarColumn(),
@@ -67,9 +68,8 @@ def main(
                 lambda text: progress.update(bar, description=text),
             )
             progress.advance(bar)
-    found = checks(rows, kind)
-    command = shlex.join(["python3", "-m", "benchmarks.prediction", *sys.argv[1:]])
-    write_files(rows, found, out, command)
+            found = checks(rows, kind)
+            write_files(rows, found, out, command)  # what is measured is kept, whatever ends this
     write_plots(rows, out)
     for title, header, lines in (
         ("Every placement", ROW_HEADER, row_lines(rows)),
