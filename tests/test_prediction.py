@@ -109,6 +109,8 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
 
     monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
     monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several wait for each other where other processes run, too
     said = []
     found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
     assert [(r.mode, r.devices, r.placement) for r in found] == [
@@ -121,6 +123,7 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
         assert line.measured.step_ns > 0
         assert len(line.predicted_bytes) == len(line.measured.peak_bytes) == line.devices
     assert said
+    torch.set_num_threads(threads)
 
 
 def test_pieces_are_few_and_keep_groups_together():

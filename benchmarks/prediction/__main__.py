@@ -32,6 +32,9 @@ def main(
     modes: Annotated[str, typer.Option(help="With commas.")] = ",".join(MODES),
     counts: Annotated[str, typer.Option(help="Numbers of logical devices, with commas.")] = "",
     devices: Annotated[str, typer.Option(help="cpu, or cuda for the first GPU.")] = "",
+    threads: Annotated[
+        int, typer.Option(help="torch threads that logical CPU devices share; torch's own if 0.")
+    ] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
     """Writes a table, pictures and every sample; fails where a prediction misses its target."""
@@ -48,6 +51,8 @@ def main(
     cases = [(n, b) for n in chosen for b in MODELS[n].batches[: 1 if quick else None]]
     default = "1,2" if quick or kind == "cuda" else "1,2,4"
     numbers = [int(count) for count in (counts or default).split(",")]
+    if threads:
+        torch.set_num_threads(threads)
     command = shlex.join(["python3", "-m", "benchmarks.prediction", *sys.argv[1:]])
     rows: list[Row] = []
     columns = (
