@@ -15,14 +15,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs optimizers",
+    0: "errors units values arrays graph devices constraints placement costs measurement",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity",
+    "linear_programs granularity link_fits",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering saving profiling probing "
     "estimation",
+    4: "tracing calls propagation partition naming lowering extraction metering profiling "
+    "estimation copying",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "probing placing demo demo_models named_models console __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -37,6 +40,7 @@ ALLOWED = {
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
     "optimizers": {"errors", "values"},
+    "measurement": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
@@ -131,6 +135,7 @@ ALLOWED = {
         "saving",
     },
     "probing": {"profiling"},
+    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
     "runtime.workers": {"runtime.segments", "runtime.steps"},
@@ -142,8 +147,11 @@ ALLOWED = {
         "runtime.workers",
     },
     "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
-    "runtime.module": {"runtime.executables"},
-    # Layer 6.
+    "runtime.measuring": {"runtime.executables"},
+    "runtime.handover": {"runtime.module"},
+    "runtime.module": {"runtime.executables", "runtime.measuring"},
+    # Layer 6. What the runtime does is what `probe` measures.
+    "placing": {"probing"},
     "demo": {"demo_models"},
     "__main__": {"console", "demo", "named_models"},
 }

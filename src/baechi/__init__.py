@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from baechi.graph import Op as Op
     from baechi.graph import OpGraph as OpGraph
     from baechi.graph import Tensor as Tensor
+    from baechi.measurement import Measurement as Measurement
     from baechi.placement import Placement as Placement
     from baechi.placement import Schedule as Schedule
     from baechi.placement import Span as Span
@@ -68,6 +69,7 @@ _HOMES = {
         "TraceError",
     ),
     "baechi.graph": ("Op", "OpGraph", "Tensor"),
+    "baechi.measurement": ("Measurement",),
     "baechi.placement": ("Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),

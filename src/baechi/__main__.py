@@ -318,9 +318,10 @@ def probe(
 
         baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
     """
-    import baechi
+    from baechi.probing import survey
 
-    cluster: Cluster = baechi.probe(_targets(devices or []))
+    found = survey(_targets(devices or []))
+    cluster = found.cluster
     for device in cluster.devices:
         say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
     for src, row in enumerate(cluster.links):
@@ -329,6 +330,8 @@ def probe(
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
                 rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
                 say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+    for remark in found.remarks:
+        say(remark)
     write(cluster, out)
 
 

@@ -28,6 +28,7 @@ from baechi.costs import OpCost, Profile
 from baechi.devices import Cluster, Device, Link
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.traced import Traced
 from baechi.values import FrozenDict
@@ -35,7 +36,7 @@ from baechi.values import FrozenDict
 VERSION: Final = 1
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
-    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced),
+    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Measurement, Traced),
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
 _ENVELOPE: Final = ("format", "type", "version", "digest", "value")

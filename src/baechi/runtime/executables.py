@@ -33,6 +33,7 @@ class Executable:
 
     Attributes:
         segments: What runs, in launch order.
+        places: The torch device of every logical device.
 
     Args:
         traced: The model, with its module.
@@ -51,7 +52,7 @@ class Executable:
         threads: int | None,
     ) -> None:
         self._module: TracedModule = traced.module
-        self._places = places
+        self.places = tuple(places)
         self.training = training
         n = len(traced.ops)
         forward = [op for op in placement.order if op < n]
@@ -112,7 +113,7 @@ class Executable:
         homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
         for segment in self.segments:
             for tensor in self._state_tensors(segment.nodes):
-                homes.setdefault(id(tensor), (tensor, self._places[segment.device]))
+                homes.setdefault(id(tensor), (tensor, self.places[segment.device]))
         return list(homes.values())
 
     def settle(self) -> None:
@@ -141,7 +142,7 @@ class Executable:
         return attribute(self._module.graph_module, str(node.target))
 
     def _code(self, segment: Any) -> Code:
-        place = self._places[segment.device]
+        place = self.places[segment.device]
         device = place if place.type == "cuda" else None
         running = [node for node in segment.nodes if node.op not in ("get_attr", "placeholder")]
         outputs = [node for node in segment.outputs if node.op not in ("get_attr", "placeholder")]

@@ -94,18 +94,19 @@ class CudaExecutor:
             return self._lane(src)
         return torch.cuda.current_stream(tensor.device)
 
-    def forward(self, step: Step, meter: Meter | None) -> None:  # noqa: ARG002
+    def forward(self, step: Step, meter: Meter | None) -> None:
         """Launch every segment's forward."""
         with self._fenced():
             for segment in self._segments:
-                with self._on(segment.device):
+                with self._on(segment.device), _counting(meter, segment.device):
                     step.forward(segment.index)
 
-    def backward(self, step: Step, keep: bool, meter: Meter | None) -> None:  # noqa: ARG002
+    def backward(self, step: Step, keep: bool, meter: Meter | None) -> None:
         """Launch every segment's backward."""
         with self._fenced():
             for index in self._backward:
-                with self._on(self._segments[index].device):
+                device = self._segments[index].device
+                with self._on(device), _counting(meter, device):
                     step.backward(index, keep)
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -134,6 +135,11 @@ class CudaExecutor:
         else:
             with torch.cuda.stream(lane):
                 yield
+
+
+def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
+    """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
+    return contextlib.nullcontext() if meter is None else meter.counting(device)
 
 
 def _stream(place: torch.device) -> torch.cuda.Stream:
