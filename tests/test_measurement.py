@@ -1,6 +1,7 @@
 """Measured steps: what they say, that nothing of them stays, and how they stand in reports."""
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,6 +12,15 @@ import zoo
 from baechi import InputError, Measurement
 from baechi.measurement import error_of
 from baechi.runtime import measuring
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of one op wait for each other, for long where other processes run, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 class TwoHalves(nn.Module):
@@ -200,3 +210,35 @@ def test_an_error_is_a_share_of_what_was_measured() -> None:
     assert error_of(50, 100) == -0.5
     assert error_of(0, 0) == 0
     assert error_of(1, 0) is None
+
+
+def placed_on_gpu(names: list[str]) -> baechi.PlacedModule:
+    torch.manual_seed(0)
+    x = torch.randn(4, 16, device="cuda:0")
+    traced = baechi.trace(TwoHalves().to("cuda:0"), (x,))
+    costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=True)
+    rows = [baechi.Device(name, "1GiB") for name in names]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(0, 10**12))
+    placer = baechi.RandomPlacer(3) if len(names) > 1 else "single"
+    placement = baechi.solve(graph, cluster, placer=placer)
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster)
+
+
+@pytest.mark.gpu
+def test_the_allocator_tells_the_peak_of_a_gpu_that_is_one_device() -> None:
+    placed = placed_on_gpu(["cuda:0"])
+    other = torch.zeros(1 << 24, device="cuda:0")  # somebody else's memory is not the step's
+    (peak,) = placed.measure(3).peak_bytes
+    own = sum(p.nbytes for p in placed.parameters())
+    assert 2 * own < peak < other.nbytes
+
+
+@pytest.mark.gpu
+def test_logical_devices_of_one_gpu_have_a_peak_each() -> None:
+    placed = placed_on_gpu(["cuda:0/a", "cuda:0/b"])
+    measured = placed.measure(3)
+    own = sum(p.nbytes for p in placed.parameters())
+    assert min(measured.peak_bytes) > 0
+    assert sum(measured.peak_bytes) > 2 * own
+    assert measured.step_ns > 0

@@ -18,6 +18,15 @@ import baechi
 from baechi import Measurement
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads of one op wait for each other, for long where other processes run, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def row(placement="single", devices=1, segments=1, predicted=100, measured=100, peaks=(), **other):
     predicted_bytes = tuple(one for one, _ in peaks) or (50,) * devices
     real = tuple(two for _, two in peaks) or (50,) * devices
@@ -109,8 +118,6 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
 
     monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
     monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several wait for each other where other processes run, too
     said = []
     found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
     assert [(r.mode, r.devices, r.placement) for r in found] == [
@@ -123,7 +130,6 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
         assert line.measured.step_ns > 0
         assert len(line.predicted_bytes) == len(line.measured.peak_bytes) == line.devices
     assert said
-    torch.set_num_threads(threads)
 
 
 def test_pieces_are_few_and_keep_groups_together():
