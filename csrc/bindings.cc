@@ -97,7 +97,7 @@ void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> gro
   problem->finish();
 }
 
-// Commits `order` as `devices` says; the op that has no path, or -1.
+// Commits `order` as `devices` says; the op that could not be committed, or -1.
 int32_t fold(Timeline& timeline, Array<int32_t> devices, Array<int32_t> order) {
   nb::gil_scoped_release unlocked;
   return timeline.fold(devices.data(), order.data(), size_of(order.shape(0)));
@@ -249,16 +249,7 @@ NB_MODULE(_core, m) {
       .def("__init__", &init_problem, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
            "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a, "device_class"_a,
            "durations"_a, "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a, "allowed"_a,
-           "max_devices"_a)
-      .def(
-          "takes",
-          [](const Problem& problem, Array<int32_t> devices, Array<int32_t> order) {
-            nb::gil_scoped_release unlocked;
-            const size_t ops = static_cast<size_t>(problem.ops);
-            return devices.shape(0) == ops && order.shape(0) == ops &&
-                   takes(problem, devices.data(), order.data());
-          },
-          "devices"_a, "order"_a);
+           "max_devices"_a);
 
   nb::class_<Timeline>(m, "Timeline")
       .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())

@@ -195,7 +195,9 @@ class Timeline {
   void hold_back(int32_t pool, int64_t nbytes) { held_back_[pool] = nbytes; }
   // Places `op`, which is not committed and has a path; does not ask whether it fits.
   const Span& commit(int32_t op, int32_t device);
-  // Commits `order` as devices[op] says. An op that has no path ends it and is returned, else -1.
+  // Commits `order` as devices[op], one for every op of the problem, says. What cannot be committed
+  // ends it and is returned, else -1: an op that has no path or leaves its group, comes twice or
+  // before its producers, or an index that is too large. No index is negative.
   int32_t fold(const int32_t* devices, const int32_t* order, int32_t count);
 
   const LargeVector<Span>& spans() const { return spans_; }
@@ -233,8 +235,8 @@ class Timeline {
   // Have the processor fetch what `fold` will read soon.
   void fetch_op(int32_t op, int32_t device) const;
   void fetch_tensors(int32_t op) const;
-  // Makes room for what `fold` adds.
-  void expect(const int32_t* devices, const int32_t* order, int32_t count);
+  // Makes room for what `fold` adds. Where an index in `order` or its device is none, its place.
+  int32_t expect(const int32_t* devices, const int32_t* order, int32_t count);
 
   const Problem& problem_;
   std::vector<int32_t> device_;        // per op, -1 until committed
@@ -257,10 +259,6 @@ class Timeline {
   mutable std::vector<std::pair<int32_t, int32_t>> present_;
   mutable std::vector<std::pair<int64_t, int64_t>> changes_;
 };
-
-// Whether devices[op] exists for every op, keeps groups together, and `order` is a topological
-// order of all ops.
-bool takes(const Problem& problem, const int32_t* devices, const int32_t* order);
 
 // Per device the first of its twins: devices that only their indices tell apart. Twins have the
 // same class, memory, allowed groups and links to and from all others and each other, and share

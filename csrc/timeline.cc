@@ -87,25 +87,6 @@ int64_t Problem::divided_ns(int32_t tensor, int64_t at) const {
   return latency[at] + static_cast<int64_t>((scaled + bytes_per_s - 1) / bytes_per_s);
 }
 
-bool takes(const Problem& problem, const int32_t* devices, const int32_t* order) {
-  std::vector<uint8_t> launched(problem.ops, 0);
-  std::vector<int32_t> home(problem.groups, -1);
-  for (int32_t i = 0; i < problem.ops; ++i) {
-    const int32_t op = order[i];
-    if (op < 0 || op >= problem.ops || launched[op]) return false;
-    const int32_t device = devices[op];
-    if (device < 0 || device >= problem.devices) return false;
-    int32_t& first = home[problem.group[op]];
-    if (first >= 0 && first != device) return false;
-    first = device;
-    for (int32_t tensor : Row(problem.inputs, op)) {
-      if (!launched[problem.producer[tensor]]) return false;
-    }
-    launched[op] = 1;
-  }
-  return true;
-}
-
 Timeline::Timeline(const Problem& problem)
     : problem_(problem),
       device_(problem.ops, -1),
@@ -338,11 +319,17 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
 }
 
 int32_t Timeline::fold(const int32_t* devices, const int32_t* order, int32_t count) {
-  expect(devices, order, count);
+  const int32_t outside = expect(devices, order, count);
+  if (outside >= 0) return order[outside];
   for (int32_t i = 0; i < count; ++i) {
     if (i + 2 * kAhead < count) fetch_op(order[i + 2 * kAhead], devices[order[i + 2 * kAhead]]);
     if (i + kAhead < count) fetch_tensors(order[i + kAhead]);
     const int32_t op = order[i], device = devices[op];
+    const int32_t home = group_device_[problem_.group[op]];
+    if (committed(op) || (home >= 0 && home != device)) return op;
+    for (int32_t tensor : Row(problem_.inputs, op)) {
+      if (presences_[tensor].holder < 0) return op;
+    }
     const std::optional<int64_t> ready = plan(op, device);
     if (!ready) return op;
     place(op, device, *ready);
@@ -376,18 +363,22 @@ void Timeline::fetch_tensors(int32_t op) const {
 }
 
 // Untouched pages cost nothing, and growing costs a copy and fresh pages each time.
-void Timeline::expect(const int32_t* devices, const int32_t* order, int32_t count) {
+int32_t Timeline::expect(const int32_t* devices, const int32_t* order, int32_t count) {
   std::vector<size_t> changes(problem_.pools, 0);
   size_t copies = 0;
   for (int32_t i = 0; i < count; ++i) {
     const int32_t op = order[i];
+    if (op < 0 || op >= problem_.ops) return i;
+    const int32_t device = devices[op];
+    if (device < 0 || device >= problem_.devices) return i;
     const size_t inputs = problem_.inputs.size(op);
     copies += inputs;
-    changes[problem_.pool[devices[op]]] += 2 + 2 * inputs + problem_.outputs.size(op);
+    changes[problem_.pool[device]] += 2 + 2 * inputs + problem_.outputs.size(op);
   }
   presences_.reserve(presences_.size() + copies);
   transfers_.reserve(transfers_.size() + copies);
   for (int32_t pool = 0; pool < problem_.pools; ++pool) profiles_[pool].expect(changes[pool]);
+  return -1;
 }
 
 std::vector<int64_t> Timeline::peaks() const {

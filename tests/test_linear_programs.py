@@ -166,7 +166,8 @@ def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width
     lp = rows.program
     sums = np.bincount(lp.row, lp.value * start.values[lp.column], minlength=len(lp.limit))
     assert (sums <= lp.limit + 1e-9).all()
-    assert (start.values >= 0).all() and (start.values <= lp.upper).all()
+    assert (start.values >= 0).all()
+    assert (start.values <= lp.upper).all()
     found = Highs().solve(lp, start)
     assert found.values[-1] == pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
 

@@ -193,11 +193,13 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
         InputError: As `simulate`.
     """
     where, launches = _core.indices(tuple(devices)), _core.indices(tuple(order))
-    if problem.constraints is not None or not problem.core.takes(where, launches):
+    whole = len(where) == len(launches) == len(problem.graph.ops)
+    if problem.constraints is not None or not whole:
         _check_placement(problem, where, launches)
     timeline = problem.timeline()
     stuck = timeline.fold(where, launches)
     if stuck >= 0:
+        _check_placement(problem, where, launches)
         raise InputError(_no_path(problem, stuck, devices[stuck]))
     return timeline
 
@@ -221,7 +223,7 @@ def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:
 def _check_placement(
     problem: Problem, devices: NDArray[np.int32], order: NDArray[np.int32]
 ) -> None:
-    """Names what is wrong with a placement; only where something is, or there are constraints."""
+    """Names what is wrong with a placement, where it is more than a path that is missing."""
     graph, cluster = problem.graph, problem.cluster
     if len(devices) != len(graph.ops):
         raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")
