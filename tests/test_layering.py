@@ -16,13 +16,14 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity",
+    "linear_programs granularity profile_store",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "estimation",
+    "estimation torch_devices timing cuda_timing operands value_dependence isolation in_place "
+    "workspace",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "placing demo demo_models named_models console profile_commands __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -121,7 +122,23 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
-    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
+    "operands": {"lowering", "partition", "propagation"},
+    "value_dependence": {"operands"},
+    "isolation": {"extraction", "lowering", "operands", "timing"},
+    "in_place": {"lowering"},
+    "cuda_timing": {"timing"},
+    "workspace": {"isolation", "metering", "timing"},
+    "profiling": {
+        "cuda_timing",
+        "in_place",
+        "isolation",
+        "lowering",
+        "operands",
+        "timing",
+        "torch_devices",
+        "value_dependence",
+        "workspace",
+    },
     "probing": {"profiling"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
@@ -137,7 +154,9 @@ ALLOWED = {
     "runtime.module": {"runtime.executables"},
     # Layer 6.
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "console": {"named_models"},
+    "profile_commands": {"console"},
+    "__main__": {"console", "demo", "profile_commands"},
 }
 
 

@@ -6,15 +6,17 @@ In a training step of a large model some things are so that a tight loop would h
   kept) was last touched a whole step ago and is in no cache. So where the step's bytes outgrow the
   caches (`Setting.evict`) they are evicted before every reading, and the activations, or the
   gradients that have just arrived, are read once to bring them back.
-- Gradients of parameters stay until the optimizer has run; so each lands in pages that the process
-  has to ask for. So where they outgrow what the allocator keeps (`Setting.fresh`) earlier runs'
-  gradients of parameters are held, while those of activations are freed and used again.
+- Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
+  them after that (`Setting.fresh` is that share) lands in pages that the process has to ask the
+  system for in the next step. So those backwards are measured a second time, with the gradients
+  of parameters of earlier runs held, while those of activations are freed and used again.
 """
 
 import copy
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -38,17 +40,18 @@ class Setting:
 
     Attributes:
         evict: Empties the caches but for what it is given, or `None` where a step's bytes fit.
-        fresh: Whether gradients outgrow what the allocator keeps between steps.
+        fresh: The share of the gradients that the allocator does not keep between steps.
     """
 
     evict: Callable[[Sequence[torch.Tensor]], None] | None
-    fresh: bool
+    fresh: float
 
     @property
     def words(self) -> str:
         """For the key of a stored result."""
         caches = "warm" if self.evict is None else "cold"
-        return f"caches {caches}, gradients {'fresh' if self.fresh else 'recycled'}"
+        # A tenth is finer than the difference that it makes.
+        return f"caches {caches}, gradients {round(10 * self.fresh)}/10 fresh"
 
 
 @final
@@ -102,23 +105,27 @@ class Alone:
         ]
         read_bytes = sum(t.numel() * t.element_size() for t in [*tensors, *parameters])
         self._evict = setting.evict if read_bytes >= _MIN_COLD_BYTES else None
-        self._fresh = setting.fresh and any(self._is_state)
+        self.fresh = setting.fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
         self._held_bytes = 0
 
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""
-        runs = []
-        for _ in range(n):
-            inputs = self._fresh_inputs()
-            runs.append(lambda inputs=inputs: self._function(*inputs))
+        runs: list[Run] = [partial(self._function, *self._fresh_inputs()) for _ in range(n)]
         if self._evict is not None:
             self._evict(self._activations)
         return runs
 
-    def backward_runs(self, n: int) -> list[Run]:
+    def fresh_backward_runs(self, n: int) -> list[Run]:
+        """As many backwards whose gradients of parameters are in new pages."""
+        if self._held_bytes > _HELD_BYTES:
+            self._held.clear()
+            self._held_bytes = 0
+            _give_memory_back()
+        return self.backward_runs(n, hold=True)
+
+    def backward_runs(self, n: int, *, hold: bool = False) -> list[Run]:
         """As many backwards; empty where there is nothing to differentiate."""
-        self._release()
         if not self._differentiable:
             return []
         runs: list[Run] = []
@@ -129,9 +136,7 @@ class Alone:
                 return []
             gradients = [torch.ones_like(tensor) for tensor in outputs]
             arriving += gradients
-            runs.append(
-                lambda outputs=outputs, gradients=gradients: self._backward(outputs, gradients)
-            )
+            runs.append(partial(self._backward, outputs, gradients, hold))
         if self._evict is not None:
             self._evict(arriving)
         return runs
@@ -151,21 +156,16 @@ class Alone:
         pairs = zip(self._inputs, self._overwritten, strict=True)
         return [v.clone() if over else v for v, over in pairs]
 
-    def _backward(self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]) -> Any:
+    def _backward(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], hold: bool
+    ) -> list[torch.Tensor]:
         found = torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
-        if self._fresh:
-            pairs = zip(found, self._is_state, strict=True)
-            kept = [t for t, is_state in pairs if is_state and t is not None]
+        pairs = zip(found, self._is_state, strict=True)
+        kept = [t for t, is_state in pairs if is_state and t is not None]
+        if hold:
             self._held += kept
             self._held_bytes += sum(t.numel() * t.element_size() for t in kept)
-        return found
-
-    def _release(self) -> None:
-        """Let go of held gradients when they are many."""
-        if self._held_bytes > _HELD_BYTES:
-            self._held.clear()
-            self._held_bytes = 0
-            _give_memory_back()
+        return kept
 
 
 def _leaves(
@@ -183,10 +183,10 @@ def _leaves(
 def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.Tensor]], None]:
     """Empties the caches, but for some tensors that are read again."""
     # Twice the cache: replacement is not strictly of the oldest.
-    scratch = torch.zeros(2 * cache_bytes, dtype=torch.uint8, device=device)
+    scratch = torch.zeros(cache_bytes // 2, dtype=torch.float32, device=device)
 
     def evict(but: Sequence[torch.Tensor]) -> None:
-        scratch.add_(1)
+        scratch.sum()  # read, not written: written lines would be paid for in the reading
         # The last made are the likeliest to be there still; more than half a cache is not.
         left = cache_bytes // 2
         for tensor in reversed(but):

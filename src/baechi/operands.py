@@ -43,6 +43,7 @@ _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
     "cross_entropy_loss": (0, None, 1),
     "cross_entropy": (0, None, 1),
 }
+_MAX_INDEX: Final = 1 << 31
 _CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
 
 
@@ -66,9 +67,8 @@ class Operands:
                 tensor = next(placeholders)
                 if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
                     self._known[node] = tensor
-            elif facts is not None and facts.values and not facts.random:
-                if _is_small(facts.values) and not any(v.requires_grad for v in facts.values):
-                    self._evaluate(node, facts.writes)
+            elif facts is not None and not facts.random and _is_knowable(facts.values):
+                self._evaluate(node, facts.writes)
 
     def _evaluate(self, node: fx.Node, writes: frozenset[int]) -> None:
         if node.op == "get_attr":
@@ -139,9 +139,6 @@ class Operands:
         return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
 
 
-_MAX_INDEX: Final = 1 << 31
-
-
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, in order."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
@@ -166,7 +163,10 @@ def _positional(node: fx.Node) -> list[Any]:
     return [given.get(name) for name in names]
 
 
-def _is_small(values: Sequence[Value]) -> bool:
+def _is_knowable(values: Sequence[Value]) -> bool:
+    """Whether they may follow from the example: without gradients, and not too large."""
+    if not values or any(value.requires_grad for value in values):
+        return False
     nbytes = 0
     for value in values:
         elements = 1

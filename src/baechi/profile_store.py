@@ -131,7 +131,7 @@ class ProfileStore:
     def find(self, op_key: str, conditions: Conditions) -> Measured | None:
         """What the operator was measured to cost under these conditions, if it was."""
         names = ", ".join(_FIELDS)
-        query = f"SELECT {names} FROM costs WHERE key = ?"  # noqa: S608 (names of our own)
+        query = f"SELECT {names} FROM costs WHERE key = ?"
         row = self._try(lambda db: db.execute(query, (conditions.key(op_key),)).fetchone(), None)
         return None if row is None else Measured(*row)
 
@@ -141,7 +141,7 @@ class ProfileStore:
             return
         names = ("key", "op", *(f.name for f in fields(Conditions)), *_FIELDS)
         marks = ", ".join("?" * len(names))
-        query = f"INSERT OR REPLACE INTO costs ({', '.join(names)}) VALUES ({marks})"  # noqa: S608
+        query = f"INSERT OR REPLACE INTO costs ({', '.join(names)}) VALUES ({marks})"
         row = (conditions.key(op_key), op_key, *astuple(conditions), *astuple(measured))
         self._try(lambda db: db.execute(query, row), None)
 
@@ -215,7 +215,7 @@ class ProfileStore:
         database = sqlite3.connect(self.path, timeout=_BUSY_S)
         try:
             ((application,),) = database.execute("PRAGMA application_id").fetchall()
-            return application != _APPLICATION_ID
+            return bool(application != _APPLICATION_ID)
         finally:
             database.close()
 
@@ -235,7 +235,7 @@ class ProfileStore:
             ((state,),) = database.execute("PRAGMA quick_check(1)").fetchall()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
-            database.execute(f"SELECT {', '.join(_FIELDS)} FROM costs LIMIT 1")  # noqa: S608
+            database.execute(f"SELECT {', '.join(_FIELDS)} FROM costs LIMIT 1")
         except BaseException:
             database.close()
             raise

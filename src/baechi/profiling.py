@@ -15,7 +15,8 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -29,13 +30,13 @@ from baechi.lowering import TracedModule
 from baechi.operands import Operands
 from baechi.profile_store import Conditions, Measured, ProfileStore
 from baechi.timing import CpuTimer, Reading, Timer, no_collections
-from baechi.torch_devices import cache_bytes, hardware
-from baechi.torch_devices import device_kind as device_kind
-from baechi.torch_devices import torch_device as torch_device
+from baechi.torch_devices import cache_bytes, device_kind, hardware, torch_device
 from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
 from baechi.workspace import workspace_bytes
+
+__all__ = ["device_kind", "profile", "torch_device"]
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
 METHOD: Final = 1
@@ -130,12 +131,11 @@ def _jobs(traced: Traced) -> dict[str, Job]:
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
-            jobs.setdefault(op.key, (op.name, lambda bench, i=index: bench.operator(i)))
+            jobs.setdefault(op.key, (op.name, partial(_Bench.operator, index=index)))
     for sizes in _additions(traced):
         for nbytes in sizes:
             name = f"adding up gradients of {nbytes} bytes"
-            job: Job = (name, lambda bench, n=nbytes: bench.addition(n))
-            jobs.setdefault(_addition_key(nbytes), job)
+            jobs.setdefault(_addition_key(nbytes), (name, partial(_Bench.addition, nbytes=nbytes)))
     return jobs
 
 
@@ -228,9 +228,10 @@ class _Bench:
         gradient_bytes = sum(op.trained_bytes for op in self.traced.ops)
         step_bytes += sum(tensor.nbytes for tensor in self.traced.tensors)
         cache = cache_bytes(self.place)
+        kept_bytes = _ALLOCATOR_KEEPS_BYTES if self.place.type == "cpu" else gradient_bytes
         self._setting = Setting(
             evictor(self.place, cache) if step_bytes > cache else None,
-            self.place.type == "cpu" and gradient_bytes > _ALLOCATOR_KEEPS_BYTES,
+            max(1 - kept_bytes / max(gradient_bytes, 1), 0.0),
         )
         self.conditions = Conditions(
             kind=device_kind(self.place),
@@ -264,7 +265,7 @@ class _Bench:
             seed = torch.ones((), device=self.place)
             # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
             run = lambda: torch.autograd.grad([leaf], [leaf], [seed])  # noqa: E731
-            self._engine_ns = self.timer.time(lambda n: [run] * n).ns
+            self._engine_ns = self.timer.time([lambda n: [run] * n])[0].ns
         return self._engine_ns
 
     def operator(self, index: int) -> Measured:
@@ -290,11 +291,7 @@ class _Bench:
             measured = self._measure(make, nodes)
         except Exception as error:
             raise self._unmeasurable(index, alone, error) from error
-        remark = f"fails alone ({_brief(alone)}); measured in place"
-        return Measured(
-            **{name: getattr(measured, name) for name in Measured.__slots__ if name != "remark"},
-            remark=remark,
-        )
+        return replace(measured, remark=f"fails alone ({_brief(alone)}); measured in place")
 
     def _unmeasurable(self, index: int, alone: Exception, inside: Exception) -> InputError:
         op = self.traced.ops[index]
@@ -309,10 +306,16 @@ class _Bench:
         with torch.enable_grad(), no_collections():
             alone = Alone(self._module, nodes, make, self.place, self._setting)
             forward_scratch, backward_scratch = workspace_bytes(alone, self.place)
-            forward = self.timer.time(alone.forward_runs, single=alone.single)
-            backward = Reading(0)
+            preparations = [alone.forward_runs]
             if alone.backward_runs(1):
-                backward = self.timer.time(alone.backward_runs, single=alone.single)
+                preparations.append(alone.backward_runs)
+                if alone.fresh:
+                    preparations.append(alone.fresh_backward_runs)
+            readings = self.timer.time(preparations, single=alone.single)
+            forward, backward = (*readings, Reading(0))[:2]
+            if len(readings) > 2:
+                more_ns = round(alone.fresh * (readings[2].ns - backward.ns))
+                backward = Reading(backward.ns + more_ns, readings[2].spread_ns)
         return Measured(
             forward.ns,
             max(backward.ns - self.engine_ns, 0),
@@ -326,7 +329,7 @@ class _Bench:
         """What adding a gradient of that size to another one costs, in place as autograd does."""
         with torch.no_grad(), no_collections():
             total, other = (torch.zeros(max(nbytes // 4, 1), device=self.place) for _ in range(2))
-            reading = self.timer.time(lambda n: [lambda: total.add_(other)] * n)
+            (reading,) = self.timer.time([lambda n: [lambda: total.add_(other)] * n])
         return Measured(reading.ns, forward_spread_ns=reading.spread_ns)
 
 
@@ -342,9 +345,9 @@ def _library_settings() -> str:
         "dtype": torch.get_default_dtype(),
         "matmul": torch.get_float32_matmul_precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mkldnn": torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled,
+        "mkldnn": torch._C._get_mkldnn_enabled(),
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn benchmark": torch.backends.cudnn.benchmark,
         "denormals": torch.tensor(1e-40).mul(1).item() == 0,
     }

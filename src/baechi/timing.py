@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol, final
 
 Run = Callable[[], Any]
@@ -40,11 +41,14 @@ class Reading:
 class Timer(Protocol):
     """Measures runs on one device."""
 
-    def time(self, prepare: Preparation, *, single: bool = False) -> Reading:
-        """How long one run takes.
+    def time(
+        self, preparations: Sequence[Preparation], *, single: bool = False
+    ) -> tuple[Reading, ...]:
+        """How long one run of each preparation takes.
 
         Args:
-            prepare: Makes that many runs, outside of the reading.
+            preparations: Each makes as many runs as asked for, outside of the reading. Their
+                readings take turns.
             single: One run per reading, because each needs preparing of its own.
         """
 
@@ -59,18 +63,27 @@ class CpuTimer:
         several_ns = statistics.median(read(empty) for _ in range(200))
         self._call_ns = (several_ns - self._clock_ns) / MAX_REPEATS
 
-    def time(self, prepare: Preparation, *, single: bool = False) -> Reading:
+    def time(
+        self, preparations: Sequence[Preparation], *, single: bool = False
+    ) -> tuple[Reading, ...]:
         """As in `Timer`."""
-        repeats = 1 if single else _repeats(prepare)
-        readings = [read(prepare(repeats)) for _ in rounds()]
-        return summary(readings, repeats, self._call_ns + self._clock_ns / repeats)
+        repeats = [1 if single else _repeats(prepare) for prepare in preparations]
+        rows = [
+            [read(prepare(n)) for prepare, n in zip(preparations, repeats, strict=True)]
+            for _ in rounds()
+        ]
+        return tuple(
+            summary(readings, n, self._call_ns + self._clock_ns / n)
+            for readings, n in zip(zip(*rows, strict=True), repeats, strict=True)
+        )
 
 
 def read(runs: Sequence[Run]) -> int:
     """Nanoseconds that all runs take together, one after the other, in this thread."""
+    results = []  # live to the end of the reading, as in a step that goes on to its backward
     start = time.perf_counter_ns()
     for run in runs:
-        run()
+        results.append(run())  # noqa: PERF401 (a loop is what is measured)
     return time.perf_counter_ns() - start
 
 
@@ -112,8 +125,7 @@ def _repeats(prepare: Preparation) -> int:
 
 def _empty_run() -> Run:
     """A run like any other, which calls a function with arguments, but does nothing."""
-    inputs = [None, None]
-    return lambda inputs=inputs: _pair(*inputs)
+    return partial(_pair, None, None)
 
 
 def _pair(first: None, second: None) -> tuple[None, None]:
