@@ -14,6 +14,7 @@ In a training step of a large model some things are so that a tight loop would h
 
 import copy
 import ctypes
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -200,6 +201,7 @@ def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.
 
 def _give_memory_back() -> None:
     """Return free pages to the system, where the C library can: glibc's allocator keeps some."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)

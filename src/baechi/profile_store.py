@@ -223,6 +223,9 @@ class ProfileStore:
         # Autocommit: each statement is a transaction, written when it returns.
         database = sqlite3.connect(self.path, timeout=_BUSY_S, isolation_level=None)
         try:
+            # A killed process loses nothing so. A power failure may damage the file, which is then
+            # found, set aside and measured anew; waiting for the disk at every row is not worth it.
+            database.execute("PRAGMA synchronous = OFF")
             ((version,),) = database.execute("PRAGMA user_version").fetchall()
             if version == 0:
                 database.execute("BEGIN IMMEDIATE")

@@ -76,8 +76,8 @@ def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
         if profile.traced_digest != traced.digest or len(profile.costs) != len(traced.ops):
             raise InputError(
                 f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
-                f"{len(profile.costs)} ops) than this {traced.name} (digest {traced.digest[:12]}..., "
-                f"{len(traced.ops)} ops). Profile this traced model."
+                f"{len(profile.costs)} ops) than this {traced.name} "
+                f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). Profile this traced model."
             )
     kinds = [profile.kind for profile in profiles]
     for kind in kinds:

@@ -51,4 +51,4 @@ def value_remark(nodes: Sequence[fx.Node]) -> str:
 
 def _has_mask(node: fx.Node) -> bool:
     """Whether an attention gets more than query, key and value."""
-    return len(node.all_input_nodes) > 3
+    return any(isinstance(a, fx.Node) for a in [*node.args[3:], *node.kwargs.values()])
