@@ -77,7 +77,8 @@ def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
             raise InputError(
                 f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
                 f"{len(profile.costs)} ops) than this {traced.name} "
-                f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). Profile this traced model."
+                f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). "
+                "Profile this traced model."
             )
     kinds = [profile.kind for profile in profiles]
     for kind in kinds:
