@@ -19,7 +19,8 @@ from baechi import (
     Schedule,
     Tensor,
 )
-from baechi.__main__ import app, load_model
+from baechi.__main__ import app
+from baechi.named_models import load_model
 from baechi.traced import Traced
 
 COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
@@ -162,6 +163,38 @@ def test_inference_and_optimizers(files):
 
 
 @pytest.mark.usefixtures("files")
+def test_what_was_measured_is_kept_listed_and_forgotten(files):
+    assert "nothing has been measured yet" in run("profile", "--list", "--cache", "a.sqlite")
+    assert not (files / "a.sqlite").exists()
+    words = ("profile", "model.py:tiny", "--threads", 1, "--cache", "a.sqlite")
+    run(*words, "-o", "one.profile.json")
+    run(*words, "-o", "two.profile.json")
+    one, two = (baechi.load(f"{name}.profile.json", Profile) for name in ("one", "two"))
+    assert one == two  # two measurements never are
+    text = run("profile", "--list", "--cache", "a.sqlite")
+    count = int(text.split("a.sqlite: ")[1].split(" operators")[0])
+    assert count > 0
+    assert "hardware" in text
+    assert f"forgot {count} operators" in run("profile", "--clear", "--cache", "a.sqlite")
+    assert "a.sqlite: 0 operators" in run("profile", "--list", "--cache", "a.sqlite")
+    run("profile", "model.py:tiny", "--threads", 1, "--no-cache")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("profile",), "name a model"),
+        (("profile", "--list", "--clear"), "alone"),
+        (("profile", "model.py:tiny", "--list"), "alone"),
+        (("profile", "model.py:tiny", "--no-cache", "--cache", "a.sqlite"), "not both"),
+        (("profile", "model.py:tiny", "--cache", "model.py"), "no store of profiles"),
+    ],
+)
+def test_a_store_is_asked_for_in_one_way(files, words, said):
+    assert said in run(*words, code=2)
+    assert (files / "model.py").read_text() == MODEL
+
+
 def test_solve_on_a_uniform_cluster():
     run("solve", "a.graph.json", "--devices", 3, "--memory", "150", "--latency-us", 0.01,
         "--gbytes-per-s", 1, "-o", "p.json", "--save-cluster", "c.json")  # fmt: skip

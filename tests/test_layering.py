@@ -26,6 +26,14 @@ LAYERS = {
     "estimation copying",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console __main__",
+    "linear_programs granularity profile_store",
+    2: "simulation solving placers.*",
+    3: "reporting.* scheduling.* runtime.program runtime.checking",
+    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
+    "estimation torch_devices timing cuda_timing operands value_dependence isolation in_place "
+    "workspace",
+    5: "runtime.*",
+    6: "placing demo demo_models named_models console profile_commands __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -133,6 +141,22 @@ ALLOWED = {
         "partition",
         "propagation",
         "saving",
+    "operands": {"lowering", "partition", "propagation"},
+    "value_dependence": {"operands"},
+    "isolation": {"extraction", "lowering", "operands", "timing"},
+    "in_place": {"lowering"},
+    "cuda_timing": {"timing"},
+    "workspace": {"isolation", "metering", "timing"},
+    "profiling": {
+        "cuda_timing",
+        "in_place",
+        "isolation",
+        "lowering",
+        "operands",
+        "timing",
+        "torch_devices",
+        "value_dependence",
+        "workspace",
     },
     "probing": {"profiling"},
     "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
@@ -153,7 +177,9 @@ ALLOWED = {
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "console": {"named_models"},
+    "profile_commands": {"console"},
+    "__main__": {"console", "demo", "profile_commands"},
 }
 
 

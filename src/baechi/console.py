@@ -9,7 +9,10 @@ from typer.core import TyperGroup
 
 from baechi.constraints import Constraints
 from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.named_models import load_model
 from baechi.serialization import dump, load
+from baechi.traced import Traced
+from baechi.units import format_bytes
 
 
 class Group(TyperGroup):
@@ -93,6 +96,25 @@ def limits_of(
             raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
     limits = replace(limits, pins=pinned)
     return None if limits == Constraints() else limits
+
+
+def trace_model(model: str) -> Traced:
+    """The trace of the model that a command names."""
+    import baechi
+
+    module, args, kwargs = load_model(model)
+    traced: Traced = baechi.trace(module, args, kwargs)
+    return traced
+
+
+def describe(traced: Traced, out: Path | None) -> None:
+    """Says what was traced, and how; writes it if somebody wants it."""
+    say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
+    for attempt in traced.attempts[:-1]:
+        say(f"  {attempt.rung} did not work: {attempt.reason}")
+    nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
+    say(f"  parameters and buffers: {format_bytes(nbytes)}")
+    write(traced, out)
 
 
 def write(value: object, out: Path | None) -> None:

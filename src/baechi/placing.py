@@ -15,9 +15,11 @@ from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
 from baechi.optimizers import check_optimizer
 from baechi.probing import probe
-from baechi.profiling import profile, torch_device
+from baechi.profiling import profile
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.solving import solve
+from baechi.torch_devices import device_kind, torch_device
+from baechi.traced import Traced
 from baechi.tracing import trace
 
 MAX_SHAPES: Final = 8
@@ -119,11 +121,8 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
-        costs = self.costs
-        if not isinstance(costs, Profile):
-            place = torch_device(self.cluster.devices[0].name)
-            costs = profile(traced, place, threads=self._threads(), progress=self.progress)
-        graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
+        profiles = [self.costs] if isinstance(self.costs, Profile) else self._measure(traced)
+        graph = traced.graph(profiles, training=self.training, optimizer=self.optimizer)
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
         placement = solve(
             graph,
@@ -144,6 +143,17 @@ class _Maker:
         if reference is not None:
             _verify(reference, model, special, call)
         return special
+
+    def _measure(self, traced: Traced) -> list[Profile]:
+        """A profile on each kind of device of the cluster, the first device's first."""
+        places: dict[str, torch.device] = {}
+        for device in self.cluster.devices:
+            place = torch_device(device.name)
+            places.setdefault(device_kind(place), place)
+        return [
+            profile(traced, place, threads=self._threads(), progress=self.progress)
+            for place in places.values()
+        ]
 
     def _threads(self) -> int | None:
         """The threads that an operator will have: its device's share."""

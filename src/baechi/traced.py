@@ -6,6 +6,7 @@ takes. Nothing here needs torch, so a trace is saved on one machine and planned 
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -118,17 +119,23 @@ class Traced:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def graph(
-        self, profile: Profile, *, training: bool = True, optimizer: str | None = None
+        self,
+        profile: Profile | Sequence[Profile],
+        *,
+        training: bool = True,
+        optimizer: str | None = None,
     ) -> OpGraph:
         """The operator graph of one step of this model.
 
         Args:
-            profile: Costs of this traced model.
+            profile: Costs of this traced model, or several of different kinds of device, such as a
+                measured one and an estimated one; the first one's are the ops' own.
             training: The mirrored graph of forward, loss and backward; else the forward alone.
             optimizer: Whose state is persistent: a name of `optimizers.OPTIMIZERS`, with options.
 
         Raises:
-            InputError: The profile is of another model, or the optimizer is unknown.
+            InputError: A profile is of another model, two are of one kind, or the optimizer is
+                unknown.
         """
         from baechi.training import operator_graph
 

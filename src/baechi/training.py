@@ -13,6 +13,7 @@ Complexity: O(ops + tensors).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
@@ -26,25 +27,28 @@ LOSS = "loss"
 
 
 def operator_graph(
-    traced: Traced, profile: Profile, *, training: bool, optimizer: str | None
+    traced: Traced,
+    profile: Profile | Sequence[Profile],
+    *,
+    training: bool,
+    optimizer: str | None,
 ) -> OpGraph:
     """The operator graph of one step of a traced model.
 
     Args:
         traced: The model.
-        profile: Its costs; the times are kept per kind too, where the profile names one.
+        profile: Its costs, or those on several kinds of device. The first one's are the ops' own;
+            every one's times are kept per kind, where it names one, and the workspace of an op is
+            the largest of all.
         training: Forward, loss and backward; else the forward alone.
         optimizer: Whose state is persistent when training.
 
     Raises:
-        InputError: The profile is of another model, or the optimizer is unknown.
+        InputError: A profile is of another model, two are of one kind, there is none, or the
+            optimizer is unknown.
     """
-    if profile.traced_digest != traced.digest or len(profile.costs) != len(traced.ops):
-        raise InputError(
-            f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
-            f"{len(profile.costs)} ops) than this {traced.name} (digest {traced.digest[:12]}..., "
-            f"{len(traced.ops)} ops). Profile this traced model."
-        )
+    profiles = _checked(traced, [profile] if isinstance(profile, Profile) else list(profile))
+    costs = _merged(profiles)
     check_optimizer(optimizer)
     forward = [
         Op(
@@ -54,14 +58,14 @@ def operator_graph(
             workspace_bytes=cost.workspace_bytes if training else _inference_workspace(cost),
             group=op.group,
         )
-        for op, cost in zip(traced.ops, profile.costs, strict=True)
+        for op, cost in zip(traced.ops, costs, strict=True)
     ]
     if training:
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, profile.costs)
+        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs)
     else:
         ops = forward
         tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    times = {profile.kind: tuple(op.time_ns for op in ops)} if profile.kind else {}
+    times = {p.kind: _times(traced, p, training) for p in profiles if p.kind}
     return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
 
 
@@ -92,6 +96,52 @@ def _inference_workspace(cost: OpCost) -> int:
 def _early_gradient_bytes(op: TracedOp) -> int:
     """Bytes of gradients that come before the operator's own backward."""
     return min(op.trained_bytes, op.shared_bytes)
+
+
+def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
+    """The profiles, if all are of this model and each of a kind of its own."""
+    if not profiles:
+        raise InputError("there is no profile; give one, or one for each kind of device.")
+    for profile in profiles:
+        if profile.traced_digest != traced.digest or len(profile.costs) != len(traced.ops):
+            raise InputError(
+                f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
+                f"{len(profile.costs)} ops) than this {traced.name} "
+                f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). "
+                "Profile this traced model."
+            )
+    kinds = [profile.kind for profile in profiles]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise InputError(
+                f"two profiles are of kind {kind!r}; give one for each kind of device."
+            )
+        if not kind and len(kinds) > 1:
+            raise InputError("one of several profiles names no kind; each needs its own.")
+    return profiles
+
+
+def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
+    """The first profile's costs, with the largest sizes of all: any device may be chosen."""
+    return [
+        replace(
+            costs[0],
+            workspace_bytes=max(cost.workspace_bytes for cost in costs),
+            backward_workspace_bytes=max(cost.backward_workspace_bytes or 0 for cost in costs),
+            inference_workspace_bytes=max(map(_inference_workspace, costs)),
+            saved_bytes=max(cost.saved_bytes for cost in costs),
+        )
+        for costs in zip(*(profile.costs for profile in profiles), strict=True)
+    ]
+
+
+def _times(traced: Traced, profile: Profile, training: bool) -> tuple[int, ...]:
+    """The time of every op of the graph by one profile."""
+    forward = [cost.forward_ns for cost in profile.costs]
+    if not training:
+        return tuple(forward)
+    order = backward_ops(traced.ops, traced.tensors)
+    return (*forward, 0, *(profile.costs[op].backward_ns for op in order))
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -147,11 +197,8 @@ def _mirror(
         to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
         consumers = (*tensor.consumers, *to_loss, *savers[index])
         edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
-    edges += [
-        Tensor(op, (twin[op],), costs[op].saved_bytes)
-        for op in order
-        if ops[op].saved_bytes or costs[op].saved_bytes
-    ]
+    # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
+    edges += [Tensor(op, (twin[op],), costs[op].saved_bytes) for op in order]
     for op in order:
         gradient_bytes = ops[op].trained_bytes - _early_gradient_bytes(ops[op])
         if gradient_bytes:
