@@ -14,26 +14,16 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs optimizers",
-    0: "errors units values arrays graph devices constraints placement costs measurement",
+    0: "errors units values arrays graph devices constraints placement costs measurement optimizers",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity link_fits",
+    "linear_programs granularity link_fits profile_store",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling probing "
-    "estimation",
-    4: "tracing calls propagation partition naming lowering extraction metering profiling "
-    "estimation copying",
+    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
+    "estimation copying torch_devices timing cuda_timing operands value_dependence isolation "
+    "in_place workspace",
     5: "runtime.*",
-    6: "probing placing demo demo_models named_models console __main__",
-    "linear_programs granularity profile_store",
-    2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "estimation torch_devices timing cuda_timing operands value_dependence isolation in_place "
-    "workspace",
-    5: "runtime.*",
-    6: "placing demo demo_models named_models console profile_commands __main__",
+    6: "probing placing demo demo_models named_models console profile_commands __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -134,19 +124,12 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
-    "profiling": {
-        "extraction",
-        "lowering",
-        "metering",
-        "partition",
-        "propagation",
-        "saving",
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"timing"},
-    "workspace": {"isolation", "metering", "timing"},
+    "workspace": {"isolation", "metering", "saving", "timing"},
     "profiling": {
         "cuda_timing",
         "in_place",
@@ -158,8 +141,6 @@ ALLOWED = {
         "value_dependence",
         "workspace",
     },
-    "probing": {"profiling"},
-    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
     "runtime.workers": {"runtime.segments", "runtime.steps"},
@@ -179,7 +160,7 @@ ALLOWED = {
     "demo": {"demo_models"},
     "console": {"named_models"},
     "profile_commands": {"console"},
-    "__main__": {"console", "demo", "profile_commands"},
+    "__main__": {"console", "demo", "probing", "profile_commands"},
 }
 
 

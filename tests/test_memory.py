@@ -55,9 +55,7 @@ def test_what_autograd_keeps_is_what_the_whole_model_keeps(name: str) -> None:
     _, traced, profile = example(name)
     module = traced.module
     given = {
-        i
-        for i, nodes in enumerate(module.nodes)
-        if nodes[0].op in ("placeholder", "get_attr")
+        i for i, nodes in enumerate(module.nodes) if nodes[0].op in ("placeholder", "get_attr")
     }
     ops = backward_ops(traced.ops, traced.tensors)
     tensors = {t for op in ops for t in traced.ops[op].saves}

@@ -90,7 +90,11 @@ class Alone:
             for t in tensors_in(value)
         ] + [(p, True) for p in parameters]
         wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
-        self.known = [*tensors, *parameters, *(b for leaf in leaves.values() for b in leaf.buffers())]
+        self.known = [
+            *tensors,
+            *parameters,
+            *(b for leaf in leaves.values() for b in leaf.buffers()),
+        ]
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [
