@@ -140,7 +140,7 @@ ALLOWED = {
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "__main__": {"console", "demo", "named_models", "probing"},
 }
 
 
