@@ -161,6 +161,7 @@ ALLOWED = {
     "console": {"named_models"},
     "profile_commands": {"console"},
     "__main__": {"console", "demo", "probing", "profile_commands"},
+    "__main__": {"console", "demo", "named_models", "probing"},
 }
 
 

@@ -87,20 +87,24 @@ def measure(
                 )
             graph = traced.graph(profiles[threads], training=training)
             cluster = baechi.probe(names)
-            for placement in _placements(graph, cluster):
-                say(f"{name} {batch} {mode}: {placement.placer} on {devices}")
-                yield _row((name, batch, mode, devices), traced, graph, cluster, placement, threads)
+            for title, placement in placements(graph, cluster):
+                say(f"{name} {batch} {mode}: {title} on {devices}")
+                case = (name, batch, mode, devices, title)
+                yield _row(case, traced, graph, cluster, placement, threads)
         del model, traced, args, kwargs
         gc.collect()
 
 
-def _placements(graph: baechi.OpGraph, cluster: baechi.Cluster) -> Iterator[baechi.Placement]:
+def placements(
+    graph: baechi.OpGraph, cluster: baechi.Cluster
+) -> Iterator[tuple[str, baechi.Placement]]:
+    """The placements of a graph, with what a row calls them."""
     if len(cluster.devices) == 1:
-        yield baechi.solve(graph, cluster, placer="single")
+        yield "single", baechi.solve(graph, cluster, placer="single")
         return
-    yield baechi.solve(graph, cluster, placer="auto")
-    yield baechi.solve(graph, cluster, placer=baechi.Pinned(_in_pieces(graph, cluster)))
-    yield baechi.solve(graph, cluster, placer=baechi.RandomPlacer(1))
+    yield "auto", baechi.solve(graph, cluster, placer="auto")
+    yield "few", baechi.solve(graph, cluster, placer=baechi.Pinned(_in_pieces(graph, cluster)))
+    yield "many", baechi.solve(graph, cluster, placer=baechi.RandomPlacer(1))
 
 
 def _in_pieces(graph: baechi.OpGraph, cluster: baechi.Cluster) -> tuple[int, ...]:
@@ -113,11 +117,8 @@ def _in_pieces(graph: baechi.OpGraph, cluster: baechi.Cluster) -> tuple[int, ...
     return tuple(piece[group] % n for group in group_of)
 
 
-_TITLES: Final = {"pinned": "few", "random": "many"}
-
-
 def _row(
-    case: tuple[str, int, str, int],
+    case: tuple[str, int, str, int, str],
     traced: baechi.Traced,
     graph: baechi.OpGraph,
     cluster: baechi.Cluster,
@@ -140,7 +141,6 @@ def _row(
     placed.unplace()
     return Row(
         *case,
-        placement=_TITLES.get(placement.placer, placement.placer),
         ops=len(graph.ops),
         segments=segments,
         transfers=len(schedule.transfers),
