@@ -3,7 +3,7 @@ and 100,000 under 60 s, within 0.5 % of the optimum as proved. On layered graphs
 series-parallel ones, with transfers that are cheap beside the ops (a fifth of their time) or dear
 (twice it). At 5,000 ops in wide layers with dear transfers it takes longer.
 
-A row: method, objective and bound of w in ms, gap in %, seconds of the process's own time, number of
+A row: method, objective and bound of w in ms, gap in %, seconds of CPU time, number of
 favorites, and up to 5,000 ops the time of plain HiGHS (dual simplex, no start) on the same program
 over ours.
 
