@@ -19,10 +19,13 @@ from baechi import (
     Schedule,
     Tensor,
 )
-from baechi.__main__ import app, load_model
+from baechi.__main__ import app
+from baechi.named_models import load_model
 from baechi.traced import Traced
 
-COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
+COMMANDS = (
+    *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
+)
 MODEL = """
 import torch
 
@@ -86,8 +89,7 @@ def files(tmp_path, monkeypatch):
 def test_help_teaches(command):
     text = run(command, "--help")
     assert f"baechi {command}" in text
-    if command != "estimate":
-        assert "or example" in text
+    assert "or example" in text
 
 
 def test_help_lists_the_words_of_the_api():
@@ -219,10 +221,14 @@ def test_what_does_not_fit_leaves_with_code_3(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["estimate", "model.py:net", "--kind", "H100"],
-            "computed costs come in a later version. `baechi profile MODEL",
-        ),
+        (["estimate"], "give a model and --kind, or --list for the kinds"),
+        (["estimate", "model.py:tiny"], "give a model and --kind"),
+        (["estimate", "model.py:tiny", "--kind", "H100"], "Did you mean H100-PCIe-80GB or H100-SX"),
+        (["estimate", "t.json", "--kind", "T4"], "t.json is a file, and a trace in a file has no"),
+        (["estimate", "--list", "--kinds", "none.toml"], "none.toml: No such file"),
+        (["calibrate", "model.py:tiny"], "'model.py:tiny' names no profile; write MODEL=PROFILE"),
+        (["solve", "a.graph.json", "4xH100"], "device kind 'H100' is unknown"),
+        (["solve", "a.graph.json", "0xT4"], "'0xT4' has no devices"),
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
@@ -266,7 +272,7 @@ def test_bad_input_is_one_message_and_code_2(words, said):
 def test_the_message_goes_to_stderr():
     result = CliRunner().invoke(app, ["estimate"])
     assert result.stdout == ""
-    assert "computed costs" in result.stderr
+    assert "give a model and --kind" in result.stderr
 
 
 @pytest.mark.usefixtures("files")

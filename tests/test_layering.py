@@ -14,15 +14,15 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs",
+    0: "errors units values arrays graph devices constraints placement costs efficiency",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity",
+    "linear_programs granularity device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "estimation",
+    "workload estimation calibration",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "placing demo demo_models named_models console estimate_commands __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -36,6 +36,7 @@ ALLOWED = {
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
+    "efficiency": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
@@ -123,6 +124,9 @@ ALLOWED = {
     "tracing": {"calls", "lowering", "propagation"},
     "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     "probing": {"profiling"},
+    "workload": {"extraction", "lowering", "metering", "partition", "propagation"},
+    "estimation": {"workload"},
+    "calibration": {"estimation", "workload"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
     "runtime.workers": {"runtime.segments", "runtime.steps"},
@@ -137,7 +141,9 @@ ALLOWED = {
     "runtime.module": {"runtime.executables"},
     # Layer 6.
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "console": {"named_models"},
+    "estimate_commands": {"console"},
+    "__main__": {"console", "demo", "estimate_commands"},
 }
 
 
@@ -228,7 +234,8 @@ def test_importing_baechi_loads_neither_torch_nor_numpy() -> None:
 def test_every_public_name_but_those_on_models_resolves_without_torch() -> None:
     loaded = loaded_after(
         "import baechi\n"
-        "torch = {'apply', 'PlacedModule', 'place', 'probe', 'profile', 'trace'}\n"
+        "torch = {'apply', 'PlacedModule', 'calibrate', 'estimate', 'place', 'probe', 'profile'}\n"
+        "torch |= {'trace'}\n"
         "for name in set(baechi.__all__) - torch: getattr(baechi, name)"
     )
     assert "torch" not in loaded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from baechi import __version__
+from baechi import __version__, estimate_commands
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -22,16 +22,18 @@ from baechi.console import (
     PinOption,
     PlacementArgument,
     PlacerOption,
+    cluster_of,
+    describe,
     limits_of,
     say,
     show,
+    trace_model,
     writable,
     write,
 )
 from baechi.devices import Cluster, Link
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.named_models import load_model
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
 from baechi.traced import Traced
@@ -98,7 +100,7 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
 
         baechi trace model.py:gpt2 -o gpt2.trace.json
     """
-    _describe(_trace(model), out)
+    describe(trace_model(model), out)
 
 
 @app.command()
@@ -137,8 +139,8 @@ def profile(
     """
     import baechi
 
-    traced = _trace(model)
-    _describe(traced, trace_file)
+    traced = trace_model(model)
+    describe(traced, trace_file)
     measured: Profile = baechi.profile(traced, device=device, threads=threads)
     forward_ns = sum(cost.forward_ns for cost in measured.costs)
     backward_ns = sum(cost.backward_ns for cost in measured.costs)
@@ -152,23 +154,18 @@ def profile(
         write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
 
 
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def estimate() -> None:
-    """Compute what every operator costs, without the device (comes in a later version).
-
-    Until then `baechi profile` measures it.
-    """
-    raise InputError(
-        "computed costs come in a later version. `baechi profile MODEL --device cuda:0` measures "
-        "them on a device that is here."
-    )
+app.command()(estimate_commands.estimate)
+app.command()(estimate_commands.calibrate)
 
 
 @app.command()
 def solve(
     graph: GraphArgument,
     cluster: Annotated[
-        Path | None, typer.Argument(metavar="CLUSTER", help="A cluster file.")
+        Path | None,
+        typer.Argument(
+            metavar="CLUSTER", help="A cluster file, or a count and a kind: 8xH100-SXM-80GB."
+        ),
     ] = None,
     *,
     placer: PlacerOption = "auto",
@@ -197,16 +194,17 @@ def solve(
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
         baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
+        baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
     import baechi
     from baechi.reporting import text_report
 
     if (cluster is None) == (devices is None):
         raise InputError("give a cluster file or --devices, and not both.")
+    link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
     if cluster is not None:
-        target = load(cluster, Cluster)
+        target = cluster_of(cluster, link)
     else:
-        link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
         target = Cluster.uniform(devices or 1, memory, link)
     operators = load(graph, OpGraph)
     limits = limits_of(constraints, max_devices, pin)
@@ -349,23 +347,6 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
-
-
-def _trace(model: str) -> Traced:
-    import baechi
-
-    module, args, kwargs = load_model(model)
-    traced: Traced = baechi.trace(module, args, kwargs)
-    return traced
-
-
-def _describe(traced: Traced, out: Path | None) -> None:
-    say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
-    for attempt in traced.attempts[:-1]:
-        say(f"  {attempt.rung} did not work: {attempt.reason}")
-    nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
-    say(f"  parameters and buffers: {format_bytes(nbytes)}")
-    write(traced, out)
 
 
 def _targets(devices: list[str]) -> Any:

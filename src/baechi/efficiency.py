@@ -18,7 +18,7 @@ from baechi.values import check_count, check_name
 # the others are bound by memory, whatever they compute.
 OP_CLASSES: Final = (
     *("matmul", "convolution", "attention", "recurrent"),
-    *("elementwise", "reduction", "pooling", "gather", "copy"),
+    *("elementwise", "transcendental", "reduction", "normalization", "pooling", "gather", "copy"),
 )
 DTYPES: Final = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 ANY: Final = "any"

@@ -49,18 +49,23 @@ _DTYPES: Final = {
     torch.float8_e4m3fn: "fp8",
     torch.float8_e5m2: "fp8",
 }
-# Kernels by the words of their names; the first class whose word is in it. `elementwise` is the
-# rest. Those before `recurrent` and itself have FLOPs.
+# Kernels by the beginnings of the words of their names, or by two words; the first row that is met
+# counts, and `elementwise` is the rest.
 _WORDS: Final = (
-    ("attention", ("dot_product", "_attention")),
+    ("attention", ("dot_product", "attention")),
     ("convolution", ("conv",)),
     ("recurrent", ("rnn", "lstm", "gru")),
     ("pooling", ("pool", "upsample", "grid_sampler")),
     ("gather", ("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero")),
-    ("reduction", ("norm", "softmax", "sum", "mean", "var", "std", "amax", "amin", "aminmax")),
-    ("reduction", ("argmax", "argmin", "prod", "cum", "nll_loss", "sort", "topk", "logsumexp")),
-    ("copy", ("copy", "clone", "cat", "stack", "pad", "repeat", "roll", "flip", "slice_backward")),
-    ("copy", ("select_backward", "tril", "triu", "contiguous")),
+    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
+    ("transcendental", ("normal", "bernoulli", "rand", "uniform", "exponential", "dropout")),
+    ("elementwise", ("logical", "maximum", "minimum")),
+    ("reduction", ("norm", "softmax", "sum", "mean", "var", "std", "max", "min", "amax", "amin")),
+    ("reduction", ("aminmax", "arg", "prod", "cum", "logsumexp", "nll_loss", "sort", "topk")),
+    ("copy", ("copy", "clone", "cat", "stack", "pad", "repeat", "roll", "flip", "slice", "select")),
+    ("copy", ("tril", "triu", "contiguous")),
+    ("transcendental", ("exp", "log", "tanh", "sigmoid", "silu", "gelu", "erf", "pow", "softplus")),
+    ("transcendental", ("sin", "cos", "mish", "elu")),
 )
 _PRODUCTS: Final = frozenset(
     ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "mv", "addmv", "dot", "vdot", "addr")
@@ -106,7 +111,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         )
     module: TracedModule = traced.module
     rows: dict[str, Workload] = {}
-    with quiet(), FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.enable_grad():
+    with quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for op, nodes in zip(traced.ops, module.nodes, strict=True):
             if op.key in rows:
                 continue
@@ -114,19 +119,19 @@ def workloads(traced: Traced) -> dict[str, Workload]:
                 rows[op.key] = Workload()
                 continue
             try:
-                rows[op.key] = _count(module, nodes, mode)
+                rows[op.key] = _count(module, nodes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
                 rows[op.key] = _unseen(module, nodes, op.differentiable)
     return rows
 
 
-def _count(module: TracedModule, nodes: Sequence[fx.Node], mode: FakeTensorMode) -> Workload:
+def _count(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
     """One operator, run on fake tensors."""
     inside = set(nodes)
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
     outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
     leaves = opaque_leaves(module.graph_module, nodes)
-    fakes: dict[str, torch.nn.Module] = {t: _Leaf(leaf, mode) for t, leaf in leaves.items()}
+    fakes: dict[str, torch.nn.Module] = {t: _Leaf(leaf) for t, leaf in leaves.items()}
     cpu = torch.device("cpu")
     part = extract(module.graph_module, nodes, outputs, device=cpu, leaves=fakes)
     inputs = [_fake(module, node) for node in part.inputs]
@@ -142,16 +147,17 @@ def _count(module: TracedModule, nodes: Sequence[fx.Node], mode: FakeTensorMode)
     ]
     with _Kernels() as forward:
         produced = _tensors(part.function(*inputs))
+    scratch_bytes = forward.scratch_bytes  # now, while autograd keeps what it saved
     roots = [tensor for tensor in produced if tensor.requires_grad]
     if not roots or not differentiable:
-        return Workload(tuple(forward.kernels), workspace_bytes=forward.scratch_bytes)
+        return Workload(tuple(forward.kernels), workspace_bytes=scratch_bytes)
     seeds = [torch.ones_like(root) for root in roots]
     with _Kernels() as backward:
         gradients = torch.autograd.grad(roots, differentiable, seeds, allow_unused=True)
-    scratch_bytes = backward.scratch_bytes
+    backward_bytes = backward.scratch_bytes
     del gradients
     kernels = (tuple(forward.kernels), tuple(backward.kernels))
-    return Workload(*kernels, forward.scratch_bytes, scratch_bytes)
+    return Workload(*kernels, scratch_bytes, backward_bytes)
 
 
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:
@@ -179,21 +185,22 @@ def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool
 class _Leaf(torch.nn.Module):
     """An opaque leaf on fake parameters and buffers."""
 
-    def __init__(self, leaf: torch.nn.Module, mode: FakeTensorMode) -> None:
+    def __init__(self, leaf: torch.nn.Module) -> None:
         super().__init__()
-        object.__setattr__(self, "_leaf", leaf)
-        object.__setattr__(self, "_state", {})
+        state: dict[str, torch.Tensor] = {}
         for name, parameter in leaf.named_parameters():
             fake = torch.empty_like(parameter, device="cpu")
-            self._state[name] = torch.nn.Parameter(fake, parameter.requires_grad)
-            self.register_parameter(name.replace(".", "/"), self._state[name])
+            own = torch.nn.Parameter(fake, parameter.requires_grad)
+            self.register_parameter(name.replace(".", "/"), own)
+            state[name] = own
         for name, buffer in leaf.named_buffers():
-            self._state[name] = torch.empty_like(buffer, device="cpu")
-        self._mode = mode
+            state[name] = torch.empty_like(buffer, device="cpu")
+        # A closure, because a module as an attribute would be a submodule with parameters.
+        self._run = lambda args, kwargs: torch.func.functional_call(leaf, state, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the leaf does."""
-        return torch.func.functional_call(self._leaf, self._state, args, kwargs)
+        return self._run(args, kwargs)
 
 
 def _fake(module: TracedModule, node: fx.Node) -> Any:
@@ -282,7 +289,15 @@ def _class_of(name: str) -> str:
     plain = name.strip("_")
     if plain in _PRODUCTS or name in _PRODUCTS:
         return "matmul"
-    return next((title for title, words in _WORDS if any(w in name for w in words)), "elementwise")
+    parts = plain.split("_")
+    for title, words in _WORDS:
+        if any(word in plain if "_" in word else _begins(parts, word) for word in words):
+            return title
+    return "elementwise"
+
+
+def _begins(parts: Sequence[str], word: str) -> bool:
+    return any(part.startswith(word) for part in parts)
 
 
 def _stored_bytes(tensor: torch.Tensor) -> int:
