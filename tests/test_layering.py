@@ -20,7 +20,7 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "workload estimation calibration",
+    "kernels workload estimation calibration",
     5: "runtime.*",
     6: "placing demo demo_models named_models console estimate_commands __main__",
 }
@@ -124,7 +124,7 @@ ALLOWED = {
     "tracing": {"calls", "lowering", "propagation"},
     "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     "probing": {"profiling"},
-    "workload": {"extraction", "lowering", "metering", "partition", "propagation"},
+    "workload": {"extraction", "kernels", "lowering", "metering", "partition", "propagation"},
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: segments, then steps, then those who run them, then the module.

@@ -14,11 +14,11 @@ from typing import Final, final
 from baechi.errors import InputError
 from baechi.values import check_count, check_name
 
-# What a kernel may be. `matmul`, `convolution`, `attention` and `recurrent` have FLOPs that count;
-# the others are bound by memory, whatever they compute.
+# What a kernel may be. The first row has FLOPs that count; the second is bound by memory, whatever
+# it computes.
 OP_CLASSES: Final = (
-    *("matmul", "convolution", "attention", "recurrent"),
-    *("elementwise", "transcendental", "reduction", "normalization", "pooling", "gather", "copy"),
+    *("matmul", "convolution", "attention", "recurrent", "pooling"),
+    *("elementwise", "transcendental", "reduction", "normalization", "gather", "copy"),
 )
 DTYPES: Final = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
 ANY: Final = "any"
@@ -131,7 +131,7 @@ class Calibration:
     def table(self) -> str:
         """How well it fits, as text for people."""
         head = ("class", "dtype", "n", "median before", "worst", "median after", "worst")
-        rows = [head]
+        rows: list[tuple[str, ...]] = [head]
         for fit in self.fits:
             errors = (fit.before, fit.worst_before, fit.after, fit.worst_after)
             percents = tuple(f"{error:.1%}" for error in errors)

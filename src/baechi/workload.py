@@ -9,15 +9,10 @@ The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
 recurrent layer), the CPU's are counted.
 
-FLOPs: 2 m n k of a product, through `torch.utils.flop_counter` where it knows the kernel. Bytes:
-every input and output once; of a broadcast input what is stored; of a gather what it picks; nothing
-for a view.
-
 Complexity: O(distinct operators), some milliseconds each.
 """
 
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -26,11 +21,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from baechi.efficiency import Kernel
 from baechi.errors import InputError
 from baechi.extraction import extract, opaque_leaves
+from baechi.kernels import kernel_of
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
@@ -38,44 +33,6 @@ from baechi.propagation import Value, quiet
 from baechi.traced import Traced
 
 UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"
-
-_DTYPES: Final = {
-    torch.float64: "fp64",
-    torch.complex128: "fp64",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int8: "int8",
-    torch.uint8: "int8",
-    torch.float8_e4m3fn: "fp8",
-    torch.float8_e5m2: "fp8",
-}
-# Kernels by the beginnings of the words of their names, or by two words; the first row that is met
-# counts, and `elementwise` is the rest.
-_WORDS: Final = (
-    ("attention", ("dot_product", "attention")),
-    ("convolution", ("conv",)),
-    ("recurrent", ("rnn", "lstm", "gru")),
-    ("pooling", ("pool", "upsample", "grid_sampler")),
-    ("gather", ("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero")),
-    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
-    ("transcendental", ("normal", "bernoulli", "rand", "uniform", "exponential", "dropout")),
-    ("elementwise", ("logical", "maximum", "minimum")),
-    ("reduction", ("norm", "softmax", "sum", "mean", "var", "std", "max", "min", "amax", "amin")),
-    ("reduction", ("aminmax", "arg", "prod", "cum", "logsumexp", "nll_loss", "sort", "topk")),
-    ("copy", ("copy", "clone", "cat", "stack", "pad", "repeat", "roll", "flip", "slice", "select")),
-    ("copy", ("tril", "triu", "contiguous")),
-    ("transcendental", ("exp", "log", "tanh", "sigmoid", "silu", "gelu", "erf", "pow", "softplus")),
-    ("transcendental", ("sin", "cos", "mish", "elu")),
-)
-_PRODUCTS: Final = frozenset(
-    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "mv", "addmv", "dot", "vdot", "addr")
-)
-# They make storage, or answer a question, and run nothing.
-_NOTHING: Final = frozenset(
-    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
-)
-# They do not read what they overwrite.
-_WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random")
 
 
 @final
@@ -196,7 +153,8 @@ class _Leaf(torch.nn.Module):
         for name, buffer in leaf.named_buffers():
             state[name] = torch.empty_like(buffer, device="cpu")
         # A closure, because a module as an attribute would be a submodule with parameters.
-        self._run = lambda args, kwargs: torch.func.functional_call(leaf, state, args, kwargs)
+        call: Callable[..., Any] = torch.func.functional_call
+        self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the leaf does."""
@@ -246,130 +204,8 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         produced = _tensors(result)
         for tensor in produced:
             self._meter.hold(0, tensor)
-        if isinstance(func, torch._ops.OpOverload) and not func.is_view:
-            name = func._overloadpacket.__name__
-            if produced and name.rstrip("_") not in _NOTHING:
-                given = _tensors((args, kwargs))
-                kernel = _kernel(func, name, args, kwargs or {}, given, produced, result)
-                if kernel is not None:
-                    self.kernels.append(kernel)
+        if isinstance(func, torch._ops.OpOverload):
+            kernel = kernel_of(func, args, kwargs or {}, result)
+            if kernel is not None:
+                self.kernels.append(kernel)
         return result
-
-
-def _kernel(
-    func: Any,
-    name: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    given: list[torch.Tensor],
-    produced: list[torch.Tensor],
-    result: Any,
-) -> Kernel | None:
-    """What one call of a kernel does; nothing where it gives out what it got, as an alias."""
-    mutable = func._schema.is_mutable
-    before = {id(tensor.untyped_storage()) for tensor in given}
-    if not mutable and all(id(tensor.untyped_storage()) in before for tensor in produced):
-        return None
-    op_class = _class_of(name)
-    floats = [t.dtype for t in (*given, *produced) if t.is_floating_point() or t.is_complex()]
-    dtype = next(iter(floats), produced[0].dtype)
-    flops = _flops(func, name, args, kwargs, result)
-    written = sum(map(_stored_bytes, produced))
-    read = [tensor for tensor in given if not (mutable and tensor is produced[0])]
-    if op_class == "gather":
-        nbytes = _gathered_bytes(read, written, mutable)
-    else:
-        nbytes = written + sum(map(_stored_bytes, _distinct(read)))
-        if mutable and not any(word in name for word in _WRITERS):
-            nbytes += _stored_bytes(produced[0])
-    return Kernel(op_class, _DTYPES.get(dtype, "fp32"), flops, nbytes)
-
-
-def _class_of(name: str) -> str:
-    plain = name.strip("_")
-    if plain in _PRODUCTS or name in _PRODUCTS:
-        return "matmul"
-    parts = plain.split("_")
-    for title, words in _WORDS:
-        if any(word in plain if "_" in word else _begins(parts, word) for word in words):
-            return title
-    return "elementwise"
-
-
-def _begins(parts: Sequence[str], word: str) -> bool:
-    return any(part.startswith(word) for part in parts)
-
-
-def _stored_bytes(tensor: torch.Tensor) -> int:
-    """Bytes behind a tensor; a broadcast dimension is stored once."""
-    if tensor.layout is not torch.strided:
-        return tensor.numel() * tensor.element_size()
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    return math.prod(int(n) for n, stride in sizes if stride or not n) * tensor.element_size()
-
-
-def _distinct(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Each tensor object once: a square reads its factor once."""
-    return iter({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _gathered_bytes(read: Sequence[torch.Tensor], written: int, mutable: bool) -> int:
-    """Of a gather: the indices, and what it picks, read and written.
-
-    One that adds into a table reads the updates, and reads and writes as many rows of the table;
-    where the table is new, it is filled first.
-    """
-    indices = sum(_stored_bytes(t) for t in read if not t.is_floating_point())
-    values = [_stored_bytes(t) for t in read if t.is_floating_point()]
-    if mutable:
-        return indices + 3 * min(values, default=written)
-    smallest = min(values, default=written)
-    return indices + (2 * written if smallest >= written else written + 3 * smallest)
-
-
-def _flops(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> int:
-    if "convolution_backward" in name:
-        return _convolution_backward_flops(*args, **kwargs)
-    if "scaled_dot_product" in name:
-        return _attention_flops(name, args)
-    if "rnn_layer" in name:
-        return _recurrent_flops(name, args)
-    counted = flop_registry.get(func._overloadpacket)
-    if counted is not None:
-        return int(counted(*args, **kwargs, out_val=result))
-    if name in ("mv", "addmv", "dot", "vdot"):
-        return 2 * max(t.numel() for t in _tensors(args))
-    return 0
-
-
-def _convolution_backward_flops(*args: Any, **kwargs: Any) -> int:
-    """One product of the forward's size for each of input and weight that needs a gradient.
-
-    torch's own formula counts the weight's product once per group too often.
-    """
-    gradient, data, weight = args[:3]
-    transposed = args[7]
-    mask = kwargs.get("output_mask", args[-1])
-    positions = math.prod((data if transposed else gradient).shape[2:]) * data.shape[0]
-    return 2 * int(positions) * weight.numel() * (bool(mask[0]) + bool(mask[1]))
-
-
-def _attention_flops(name: str, args: tuple[Any, ...]) -> int:
-    """Two products of the forward, five of the backward, which computes the scores again.
-
-    A causal mask halves what fused kernels do, and is not always visible; it is not counted.
-    """
-    shift, products = (1, 5) if "backward" in name else (0, 2)
-    query, key = args[shift], args[shift + 1]
-    batch, heads, length, width = (int(n) for n in query.shape)
-    return 2 * products * batch * heads * length * int(key.shape[-2]) * width
-
-
-def _recurrent_flops(name: str, args: tuple[Any, ...]) -> int:
-    """The products with both weights at every step; twice that backward."""
-    data, weights = args[0], args[1:3]
-    steps = data.numel() // data.shape[-1]
-    products = 2 if "backward" in name else 1
-    return 2 * products * int(steps) * sum(int(weight.numel()) for weight in weights)
