@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import baechi
 from baechi import (
+    Calibration,
     Cluster,
     Constraints,
     InputError,
@@ -148,6 +149,51 @@ def test_the_whole_way_from_a_model_to_a_report(files):
     assert "wrote plan.html; open it in a browser" in text
     assert "Net on 2 devices" in (files / "plan.html").read_text()
     assert json.loads((files / "plan.json").read_text())["traceEvents"]
+
+
+def test_the_way_without_the_device(files):
+    text = run("estimate", "model.py:tiny", "--kind", "H100-SXM-80GB", "-o", "t.profile.json",
+               "--graph", "t.graph.json", "--trace", "t.trace.json")  # fmt: skip
+    assert "computed for H100-SXM-80GB" in text
+    profile = baechi.load("t.profile.json", Profile)
+    assert profile.source == "computed"
+    assert profile.traced_digest == baechi.load("t.trace.json", Traced).digest
+    graph = baechi.load("t.graph.json", OpGraph)
+    assert any(op.name.startswith("backward:") for op in graph.ops)
+    run("solve", "t.graph.json", "2xH100-SXM-80GB", "--latency-us", 5, "-o", "p.json",
+        "--save-cluster", "c.json")  # fmt: skip
+    cluster = baechi.load("c.json", Cluster)
+    assert [device.kind for device in cluster.devices] == ["H100-SXM-80GB"] * 2
+    assert cluster.uniform_link == Link(5000, 12 * 10**9)
+    run("estimate", "model.py:short", "--kind", "T4", "--inference", "--graph", "i.graph.json")
+    graph = baechi.load("i.graph.json", OpGraph)
+    assert not any(op.name.startswith("backward:") for op in graph.ops)
+    assert (files / "i.graph.json").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_calibrating_with_a_profile():
+    run("profile", "model.py:tiny", "--threads", 1, "-o", "t.profile.json")
+    text = run("calibrate", "model.py:tiny=t.profile.json", "-o", "c.json")
+    assert "median before" in text
+    assert "a kernel takes at least" in text
+    fitted = baechi.load("c.json", Calibration)
+    assert fitted.kind == "cpu"
+    text = run("estimate", "model.py:short", "--kind", "cpu", "--calibration", "c.json")
+    assert "cpu calibrated" in text
+    text = run("estimate", "model.py:short", "--kind", "T4", "--calibration", "c.json", code=2)
+    assert "the calibration is for device kind 'cpu', not 'T4'" in text
+
+
+def test_the_kinds_are_listed(files):
+    (files / "more.toml").write_text(
+        '[[kind]]\nname = "box"\nmemory = "4GiB"\ncontext = "1GiB"\nbytes_per_s = 1e9\n'
+        'launch_ns = 100\nflops_per_s = { fp32 = 2e12 }\nsource = "a sheet"\n'
+    )
+    text = run("estimate", "--list", "--kinds", "more.toml")
+    assert "box" in text
+    assert "MI300X" in text
+    assert "989.4" in text
 
 
 def test_inference_and_optimizers(files):

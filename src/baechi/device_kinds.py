@@ -139,18 +139,19 @@ class DeviceKind:
 def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
     """All kinds: those of a file of the user's first, where there is one, then Baechi's own.
 
-    A user's row replaces Baechi's of the same name, and a user's efficiencies replace Baechi's.
+    A user's row replaces Baechi's of the same name, and a user's efficiencies of a class Baechi's.
 
     Raises:
         InputError: The file cannot be read, or a row is wrong; says which, and what about it.
     """
     kinds, efficiencies = _read(_TABLE)
+    tables = [efficiencies]
     if file is not None:
         more, own = _read(Path(file))
         names = {_plain(row["name"]) for row in more}
         kinds = [*more, *(row for row in kinds if _plain(row["name"]) not in names)]
-        efficiencies = [*own, *efficiencies]
-    return tuple(_kind(row, efficiencies) for row in kinds)
+        tables = [own, efficiencies]
+    return tuple(_kind(row, tables) for row in kinds)
 
 
 def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
@@ -236,19 +237,25 @@ def _check_fields(
             raise InputError(f"{title} has {name!r}; a row may have {', '.join((*needed, *may))}.")
 
 
-def _kind(row: dict[str, Any], efficiencies: Sequence[dict[str, Any]]) -> DeviceKind:
-    """One row with the efficiencies that apply to it, the most special first."""
+def _kind(row: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> DeviceKind:
+    """One row with the efficiencies that apply to it: the first table's that names the class.
+
+    Of one table, the rows for the kind alone go before those for all.
+    """
     name = row["name"]
     aliases = row.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise InputError(f"aliases of device kind {name!r} are {aliases!r}; give a list of names.")
-    chosen: dict[tuple[str, str], Efficiency] = {}
-    for special in (True, False):
-        for share in efficiencies:
-            if ("kind" in share) != special or (special and share["kind"] != name):
-                continue
-            fields = [share[field] for field in _EFFICIENCY[:-1]]
-            chosen.setdefault((share["op_class"], share["dtype"]), Efficiency(*fields))
+    # A table that names a class is asked alone about it.
+    chosen: dict[str, list[Efficiency]] = {}
+    for own in tables:
+        for special in (True, False):
+            applies = [e for e in own if e.get("kind") == (name if special else None)]
+            found: dict[str, list[Efficiency]] = {}
+            for share in applies:
+                row_of = Efficiency(*(share[field] for field in _EFFICIENCY[:-1]))
+                found.setdefault(row_of.op_class, []).append(row_of)
+            chosen = {**found, **chosen}
     return DeviceKind(
         name=name,
         memory_bytes=parse_bytes(row["memory"], what=f"memory of device kind {name!r}"),
@@ -258,7 +265,7 @@ def _kind(row: dict[str, Any], efficiencies: Sequence[dict[str, Any]]) -> Device
         flops_per_s=row["flops_per_s"],
         source=row["source"],
         aliases=tuple(aliases),
-        efficiencies=tuple(chosen.values()),
+        efficiencies=tuple(share for op_class in sorted(chosen) for share in chosen[op_class]),
     )
 
 

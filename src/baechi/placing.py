@@ -13,6 +13,7 @@ from baechi.constraints import Constraints
 from baechi.costs import Profile, optimizer_state_factor
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
+from baechi.estimation import estimate
 from baechi.probing import probe
 from baechi.profiling import profile, torch_device
 from baechi.runtime.module import PlacedModule, Specialization, apply
@@ -53,7 +54,8 @@ def place(
         placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
         training: Plan for forward and backward; else for inference, and run without gradients.
         optimizer: Whose state must fit too: a key of `costs.OPTIMIZER_STATES`.
-        costs: `"measure"`, or a `Profile` of this model at this shape.
+        costs: `"measure"`; `"estimate"`, computed for the kind of the first device; or a
+            `Profile` of this model at this shape.
         verify: Compare the first call of each shape with the unsplit model's, outputs and
             gradients; needs memory for a copy of the model on its present device.
         progress: Say what is going on.
@@ -71,8 +73,10 @@ def place(
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
         raise InputError("the model is placed already; call model.unplace() first.")
-    if costs != "measure" and not isinstance(costs, Profile):
-        raise InputError(f'costs is {costs!r}; it must be "measure" or a baechi.Profile.')
+    if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
+        raise InputError(
+            f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
+        )
     optimizer_state_factor(optimizer)
     cluster = probe(devices)
     maker = _Maker(
@@ -119,7 +123,9 @@ class _Maker:
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
         costs = self.costs
-        if not isinstance(costs, Profile):
+        if costs == "estimate":
+            costs = estimate(traced, self.cluster.devices[0].kind)
+        elif not isinstance(costs, Profile):
             place = torch_device(self.cluster.devices[0].name)
             costs = profile(traced, place, threads=self._threads(), progress=self.progress)
         graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
