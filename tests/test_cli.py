@@ -193,7 +193,9 @@ def test_the_kinds_are_listed(files):
     text = run("estimate", "--list", "--kinds", "more.toml")
     assert "box" in text
     assert "MI300X" in text
-    assert "989.4" in text
+    h100 = next(line.split() for line in text.splitlines() if line.startswith("H100-SXM-80GB "))
+    assert h100[1:] == ["80", "3350", "66.9", "66.9", "495", "989", "989", "1979", "1979", "2.5"]
+    assert "box: a sheet" in text
 
 
 def test_inference_and_optimizers(files):

@@ -20,7 +20,7 @@ from baechi.costs import Profile
 from baechi.efficiency import DTYPES, Calibration
 from baechi.errors import InputError
 from baechi.serialization import load
-from baechi.units import format_bytes, format_ns
+from baechi.units import format_ns
 
 if TYPE_CHECKING:
     from baechi.traced import Traced
@@ -70,7 +70,10 @@ def estimate(
         baechi solve llama.graph.json 8xH100-SXM-80GB -o llama.placement.json
     """
     if list_kinds:
-        show(_table(device_kinds.known(kinds)))
+        rows = device_kinds.known(kinds)
+        show(_table(rows))
+        for row in rows:
+            say(f"{row.name}: {row.source}")
         return
     if model is None or kind is None:
         raise InputError("give a model and --kind, or --list for the kinds that are known.")
@@ -138,17 +141,20 @@ def calibrate(
 
 
 def _table(kinds: tuple[device_kinds.DeviceKind, ...]) -> object:
-    """The device kinds as rich draws them."""
+    """The device kinds as rich draws them, on 80 columns."""
     from rich.table import Table
 
-    table = Table(title="Dense peaks in TFLOP/s", title_justify="left")
+    table = Table(title="Dense peaks in TFLOP/s", title_justify="left", box=None, pad_edge=False)
     table.add_column("kind", no_wrap=True)
-    for title in ("memory", "GB/s", *DTYPES, "launch"):
+    for title in ("GiB", "GB/s", *DTYPES, "us"):
         table.add_column(title, justify="right", no_wrap=True)
     for kind in kinds:
         peaks = [kind.flops_per_s.get(dtype) for dtype in DTYPES]
-        cells = ["-" if peak is None else f"{peak / 1e12:.4g}" for peak in peaks]
-        rate = f"{kind.bytes_per_s / 1e9:.0f}"
-        size, launch = format_bytes(kind.memory_bytes), format_ns(kind.launch_ns)
-        table.add_row(kind.name, size, rate, *cells, launch)
+        cells = ["-" if peak is None else _short(peak / 1e12) for peak in peaks]
+        sizes = (f"{kind.memory_bytes / 2**30:.4g}", _short(kind.bytes_per_s / 1e9))
+        table.add_row(kind.name, *sizes, *cells, f"{kind.launch_ns / 1e3:.2g}")
     return table
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
