@@ -235,6 +235,14 @@ def test_estimating_is_deterministic_and_leaves_the_model_alone():
     assert baechi.estimate(traced, "Tesla T4").kind == "Tesla T4"
 
 
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_is_estimated_as_one_on_a_cpu():
+    model, args, kwargs = zoo.MODELS["resnet_eval"]()
+    here = baechi.estimate(baechi.trace(model, args, kwargs), "T4")
+    there = baechi.trace(model.cuda(), tuple(tensor.cuda() for tensor in args), kwargs)
+    assert baechi.estimate(there, "T4").costs == here.costs
+
+
 def test_a_trace_from_a_file_is_refused(tmp_path):
     baechi.dump(baechi.trace(nn.Linear(2, 2), (torch.randn(1, 2),)), tmp_path / "t.json")
     with pytest.raises(baechi.InputError, match="loaded from a file and has no shapes"):
