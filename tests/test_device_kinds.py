@@ -160,12 +160,25 @@ def test_a_wrong_row_is_refused_with_its_name(table, old, new, said):
         ('source = "a guess"', "", "efficiency 'matmul' in .* has no source"),
         ('source = "a guess"', 'source = ""', "source of the efficiency of 'matmul'"),
         ('"matmul"', '"mathmul"', "op_class of the efficiency of 'mathmul' .* is unknown"),
+        ('"any"', '"any"\nkind = "bix"', "'matmul' in .* is for kind 'bix', which is in no table"),
         ('"any"', '"fp4"', "dtype of the efficiency of 'matmul' in 'fp4' is unknown"),
     ],
 )
 def test_a_wrong_efficiency_is_refused(table, old, new, said):
     with pytest.raises(InputError, match=said):
         known(table(ROW + SHARE.replace(old, new)))
+
+
+def test_a_kind_that_stands_twice_is_refused(table):
+    with pytest.raises(InputError, match=r"device kind 'box' is in .* twice"):
+        known(table(ROW + ROW))
+
+
+def test_an_efficiency_for_one_kind_goes_before_that_for_all(table):
+    mine = SHARE.replace("0.25", "0.9") + 'kind = "box"\n'
+    file = table(ROW + SHARE + mine)
+    assert find("box", file).efficiency("matmul", "fp16").memory == 0.9
+    assert find("T4", file).efficiency("matmul", "fp16").memory == 0.25
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):

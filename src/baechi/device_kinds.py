@@ -151,6 +151,7 @@ def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
         names = {_plain(row["name"]) for row in more}
         kinds = [*more, *(row for row in kinds if _plain(row["name"]) not in names)]
         tables = [own, efficiencies]
+        _check_owners(own, {row["name"] for row in kinds}, file)
     return tuple(_kind(row, tables) for row in kinds)
 
 
@@ -220,10 +221,26 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         title = f"device kind {row.get('name', f'number {i + 1}')!r} in {file}"
         _check_fields(row, _NEEDED, _MAY, title)
         check_name(row["name"], f"name of {title}")
+    names = [_plain(row["name"]) for row in kinds]
+    for row in kinds:
+        if names.count(_plain(row["name"])) > 1:
+            raise InputError(f"device kind {row['name']!r} is in {file} twice; leave one out.")
     for i, row in enumerate(efficiencies):
         title = f"efficiency {row.get('op_class', f'number {i + 1}')!r} in {file}"
         _check_fields(row, _EFFICIENCY[:-1], _EFFICIENCY[-1:], title)
     return kinds, efficiencies
+
+
+def _check_owners(
+    efficiencies: Sequence[dict[str, Any]], names: set[str], file: str | os.PathLike[str]
+) -> None:
+    """Every efficiency of one kind alone must be of one that there is."""
+    for row in efficiencies:
+        if "kind" in row and row["kind"] not in names:
+            raise InputError(
+                f"efficiency {row['op_class']!r} in {os.fspath(file)} is for kind "
+                f"{row['kind']!r}, which is in no table; write the name as its row has it."
+            )
 
 
 def _check_fields(

@@ -112,7 +112,7 @@ class Calibration:
         environment: What the profiles were measured with.
 
     Raises:
-        InputError: A field is of a wrong kind, or a negative launch floor.
+        InputError: No kind, or a negative launch floor.
     """
 
     kind: str
