@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import baechi
 from baechi import (
+    Calibration,
     Cluster,
     Constraints,
     InputError,
@@ -23,7 +24,9 @@ from baechi.__main__ import app
 from baechi.named_models import load_model
 from baechi.traced import Traced
 
-COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
+COMMANDS = (
+    *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
+)
 MODEL = """
 import torch
 
@@ -87,8 +90,7 @@ def files(tmp_path, monkeypatch):
 def test_help_teaches(command):
     text = run(command, "--help")
     assert f"baechi {command}" in text
-    if command != "estimate":
-        assert "or example" in text
+    assert "or example" in text
 
 
 def test_help_lists_the_words_of_the_api():
@@ -147,6 +149,53 @@ def test_the_whole_way_from_a_model_to_a_report(files):
     assert "wrote plan.html; open it in a browser" in text
     assert "Net on 2 devices" in (files / "plan.html").read_text()
     assert json.loads((files / "plan.json").read_text())["traceEvents"]
+
+
+def test_the_way_without_the_device(files):
+    text = run("estimate", "model.py:tiny", "--kind", "H100-SXM-80GB", "-o", "t.profile.json",
+               "--graph", "t.graph.json", "--trace", "t.trace.json")  # fmt: skip
+    assert "computed for H100-SXM-80GB" in text
+    profile = baechi.load("t.profile.json", Profile)
+    assert profile.source == "computed"
+    assert profile.traced_digest == baechi.load("t.trace.json", Traced).digest
+    graph = baechi.load("t.graph.json", OpGraph)
+    assert any(op.name.startswith("backward:") for op in graph.ops)
+    run("solve", "t.graph.json", "2xH100-SXM-80GB", "--latency-us", 5, "-o", "p.json",
+        "--save-cluster", "c.json")  # fmt: skip
+    cluster = baechi.load("c.json", Cluster)
+    assert [device.kind for device in cluster.devices] == ["H100-SXM-80GB"] * 2
+    assert cluster.uniform_link == Link(5000, 12 * 10**9)
+    run("estimate", "model.py:short", "--kind", "T4", "--inference", "--graph", "i.graph.json")
+    graph = baechi.load("i.graph.json", OpGraph)
+    assert not any(op.name.startswith("backward:") for op in graph.ops)
+    assert (files / "i.graph.json").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_calibrating_with_a_profile():
+    run("profile", "model.py:tiny", "--threads", 1, "-o", "t.profile.json")
+    text = run("calibrate", "model.py:tiny=t.profile.json", "-o", "c.json")
+    assert "median before" in text
+    assert "a kernel takes at least" in text
+    fitted = baechi.load("c.json", Calibration)
+    assert fitted.kind == "cpu"
+    text = run("estimate", "model.py:short", "--kind", "cpu", "--calibration", "c.json")
+    assert "cpu calibrated" in text
+    text = run("estimate", "model.py:short", "--kind", "T4", "--calibration", "c.json", code=2)
+    assert "the calibration is for device kind 'cpu', not 'T4'" in text
+
+
+def test_the_kinds_are_listed(files):
+    (files / "more.toml").write_text(
+        '[[kind]]\nname = "box"\nmemory = "4GiB"\ncontext = "1GiB"\nbytes_per_s = 1e9\n'
+        'launch_ns = 100\nflops_per_s = { fp32 = 2e12 }\nsource = "a sheet"\n'
+    )
+    text = run("estimate", "--list", "--kinds", "more.toml")
+    assert "box" in text
+    assert "MI300X" in text
+    h100 = next(line.split() for line in text.splitlines() if line.startswith("H100-SXM-80GB "))
+    assert h100[1:] == ["80", "3350", "66.9", "66.9", "495", "989", "989", "1979", "1979", "2.5"]
+    assert "box: a sheet" in text
 
 
 def test_inference_and_optimizers(files):
@@ -252,10 +301,14 @@ def test_what_does_not_fit_leaves_with_code_3(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["estimate", "model.py:net", "--kind", "H100"],
-            "computed costs come in a later version. `baechi profile MODEL",
-        ),
+        (["estimate"], "give a model and --kind, or --list for the kinds"),
+        (["estimate", "model.py:tiny"], "give a model and --kind"),
+        (["estimate", "model.py:tiny", "--kind", "H100"], "Did you mean H100-PCIe-80GB or H100-SX"),
+        (["estimate", "t.json", "--kind", "T4"], "t.json is a file, and a trace in a file has no"),
+        (["estimate", "--list", "--kinds", "none.toml"], "none.toml: No such file"),
+        (["calibrate", "model.py:tiny"], "'model.py:tiny' names no profile; write MODEL=PROFILE"),
+        (["solve", "a.graph.json", "4xH100"], "device kind 'H100' is unknown"),
+        (["solve", "a.graph.json", "0xT4"], "'0xT4' has no devices"),
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
@@ -299,7 +352,7 @@ def test_bad_input_is_one_message_and_code_2(words, said):
 def test_the_message_goes_to_stderr():
     result = CliRunner().invoke(app, ["estimate"])
     assert result.stdout == ""
-    assert "computed costs" in result.stderr
+    assert "give a model and --kind" in result.stderr
 
 
 @pytest.mark.usefixtures("files")

@@ -14,16 +14,18 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs measurement optimizers",
+    0: "errors units values arrays graph devices constraints placement costs measurement "
+    "optimizers efficiency",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity link_fits profile_store",
+    "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
-    "estimation copying torch_devices timing cuda_timing operands value_dependence isolation "
-    "in_place workspace",
+    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
+    "workspace kernels workload estimation calibration",
     5: "runtime.*",
-    6: "probing placing demo demo_models named_models console profile_commands __main__",
+    6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
+    "__main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -39,6 +41,7 @@ ALLOWED = {
     "costs": {"errors", "values"},
     "optimizers": {"errors", "values"},
     "measurement": {"errors", "values"},
+    "efficiency": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
@@ -141,6 +144,9 @@ ALLOWED = {
         "value_dependence",
         "workspace",
     },
+    "workload": {"extraction", "kernels", "lowering", "metering", "partition", "propagation"},
+    "estimation": {"workload"},
+    "calibration": {"estimation", "workload"},
     # Layer 5: segments, then steps, then those who run them, then the module.
     "runtime.steps": {"runtime.segments"},
     "runtime.workers": {"runtime.segments", "runtime.steps"},
@@ -160,8 +166,8 @@ ALLOWED = {
     "demo": {"demo_models"},
     "console": {"named_models"},
     "profile_commands": {"console"},
-    "__main__": {"console", "demo", "probing", "profile_commands"},
-    "__main__": {"console", "demo", "named_models", "probing"},
+    "estimate_commands": {"console"},
+    "__main__": {"console", "demo", "estimate_commands", "probing", "profile_commands"},
 }
 
 
@@ -252,7 +258,8 @@ def test_importing_baechi_loads_neither_torch_nor_numpy() -> None:
 def test_every_public_name_but_those_on_models_resolves_without_torch() -> None:
     loaded = loaded_after(
         "import baechi\n"
-        "torch = {'apply', 'PlacedModule', 'place', 'probe', 'profile', 'trace'}\n"
+        "torch = {'apply', 'PlacedModule', 'calibrate', 'estimate', 'place', 'probe', 'profile'}\n"
+        "torch |= {'trace'}\n"
         "for name in set(baechi.__all__) - torch: getattr(baechi, name)"
     )
     assert "torch" not in loaded

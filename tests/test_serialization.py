@@ -359,6 +359,7 @@ def test_every_type_of_every_field_has_acodec():
         *("Op", "Tensor", "OpGraph", "Device", "Link", "Cluster", "Placement", "Span"),
         *("Transfer", "Schedule", "OpCost", "Profile", "Traced", "Constraints"),
         "Measurement",
+        "Calibration",
     }
     for kind in TYPES.values():
         assert is_dataclass(kind)

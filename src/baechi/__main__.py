@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baechi import __version__, profile_commands
+from baechi import __version__, estimate_commands, profile_commands
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -22,6 +22,7 @@ from baechi.console import (
     PinOption,
     PlacementArgument,
     PlacerOption,
+    cluster_of,
     describe,
     limits_of,
     say,
@@ -99,25 +100,18 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
 
 
 app.command()(profile_commands.profile)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def estimate() -> None:
-    """Compute what every operator costs, without the device (comes in a later version).
-
-    Until then `baechi profile` measures it.
-    """
-    raise InputError(
-        "computed costs come in a later version. `baechi profile MODEL --device cuda:0` measures "
-        "them on a device that is here."
-    )
+app.command()(estimate_commands.estimate)
+app.command()(estimate_commands.calibrate)
 
 
 @app.command()
 def solve(
     graph: GraphArgument,
     cluster: Annotated[
-        Path | None, typer.Argument(metavar="CLUSTER", help="A cluster file.")
+        Path | None,
+        typer.Argument(
+            metavar="CLUSTER", help="A cluster file, or a count and a kind: 8xH100-SXM-80GB."
+        ),
     ] = None,
     *,
     placer: PlacerOption = "auto",
@@ -146,16 +140,17 @@ def solve(
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
         baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
+        baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
     import baechi
     from baechi.reporting import text_report
 
     if (cluster is None) == (devices is None):
         raise InputError("give a cluster file or --devices, and not both.")
+    link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
     if cluster is not None:
-        target = load(cluster, Cluster)
+        target = cluster_of(cluster, link)
     else:
-        link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
         target = Cluster.uniform(devices or 1, memory, link)
     operators = load(graph, OpGraph)
     limits = limits_of(constraints, max_devices, pin)

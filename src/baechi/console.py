@@ -7,7 +7,9 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from baechi import device_kinds
 from baechi.constraints import Constraints
+from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.named_models import load_model
 from baechi.serialization import dump, load
@@ -33,14 +35,11 @@ class Group(TyperGroup):
             raise typer.Exit(130) from error
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="`file.py:function` or `package.module:function`; the function returns "
-        "`(model, args)` or `(model, args, kwargs)`.",
-    ),
-]
+MODEL_HELP = (
+    "`file.py:function` or `package.module:function`; the function returns `(model, args)` or "
+    "`(model, args, kwargs)`."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
@@ -98,8 +97,14 @@ def limits_of(
     return None if limits == Constraints() else limits
 
 
+def cluster_of(text: Path, link: Link) -> Cluster:
+    """The cluster in a file, or a count and a kind such as `8xH100-SXM-80GB`, joined by `link`."""
+    counted = str(text).partition("x")[0].isdigit() and not text.exists()
+    return device_kinds.cluster(str(text), link) if counted else load(text, Cluster)
+
+
 def trace_model(model: str) -> Traced:
-    """The trace of the model that a command names."""
+    """The traced model behind a name on the command line."""
     import baechi
 
     module, args, kwargs = load_model(model)

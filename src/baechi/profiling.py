@@ -186,9 +186,7 @@ def _addition_key(nbytes: int) -> str:
 
 def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
-    made = [0] * len(traced.ops)
-    for tensor in traced.tensors:
-        made[tensor.producer] += tensor.nbytes
+    made = traced.made_bytes
     rows = []
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))

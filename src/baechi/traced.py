@@ -118,6 +118,14 @@ class Traced:
         text = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """Bytes of new storage that each op gives out to others or to the caller."""
+        made = [0] * len(self.ops)
+        for tensor in self.tensors:
+            made[tensor.producer] += tensor.nbytes
+        return tuple(made)
+
     def graph(
         self,
         profile: Profile | Sequence[Profile],
