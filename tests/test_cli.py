@@ -211,7 +211,6 @@ def test_inference_and_optimizers(files):
     assert not (files / "x.json").exists()
 
 
-@pytest.mark.usefixtures("files")
 def test_what_was_measured_is_kept_listed_and_forgotten(files):
     assert "nothing has been measured yet" in run("profile", "--list", "--cache", "a.sqlite")
     assert not (files / "a.sqlite").exists()
@@ -244,6 +243,7 @@ def test_a_store_is_asked_for_in_one_way(files, words, said):
     assert (files / "model.py").read_text() == MODEL
 
 
+@pytest.mark.usefixtures("files")
 def test_solve_on_a_uniform_cluster():
     run("solve", "a.graph.json", "--devices", 3, "--memory", "150", "--latency-us", 0.01,
         "--gbytes-per-s", 1, "-o", "p.json", "--save-cluster", "c.json")  # fmt: skip
