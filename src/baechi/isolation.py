@@ -84,12 +84,9 @@ class Alone:
         self._inputs = [make(node, nodes) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
         wanted = self._read(part.inputs) + [(p, True) for p in parameters]
+        self.known = [t for t, _ in wanted]
+        self.known += [b for leaf in leaves.values() for b in leaf.buffers()]
         wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
-        self.known = [
-            *tensors,
-            *parameters,
-            *(b for leaf in leaves.values() for b in leaf.buffers()),
-        ]
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [t for t, is_state in self._read(part.inputs) if not is_state]
