@@ -58,9 +58,13 @@ class Meter:
         finally:
             del self._thread.account
 
-    def hold(self, account: int, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage once, until it is freed; what it grew by since, too."""
-        storage = tensor.untyped_storage()
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is counted."""
+        return storage._cdata in self._known
+
+    def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
+        """Count a storage once, until it is freed; what it grew by since, too."""
+        storage = what.untyped_storage() if isinstance(what, torch.Tensor) else what
         key = storage._cdata
         nbytes = storage.nbytes()
         with self._lock:
@@ -115,7 +119,10 @@ class Meter:
 
 @final
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds, for its thread's account, every tensor that an operator returns."""
+    """Holds, for its thread's account, every storage that an operator makes.
+
+    What it returns of its arguments' storages is made by others, but may have grown.
+    """
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +132,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._meter.hold(self._meter.account, leaf)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given or self._meter.knows(storage):
+                self._meter.hold(self._meter.account, storage)
         return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(values)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -338,9 +338,7 @@ def _median_ns(clock: _Clock, run: Callable[[], Any], rounds: int, repeats: int)
     return int(statistics.median(readings))
 
 
-def _measure(
-    alone: _Alone, clock: _Clock, overhead: _Overhead
-) -> tuple[int, int, "_Sizes"]:
+def _measure(alone: _Alone, clock: _Clock, overhead: _Overhead) -> tuple[int, int, "_Sizes"]:
     """(forward ns, backward ns, its bytes) of one operator."""
     with torch.enable_grad():
         sizes = _sizes(alone)

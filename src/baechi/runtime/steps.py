@@ -115,9 +115,7 @@ class _Leave(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
         ctx.seeds = seeds
         return tensors[0].new_empty(0)
 
@@ -176,6 +174,7 @@ class Step:
         # for bit.
         self._gradients: dict[tuple[fx.Node, int], list[tuple[int, int, torch.Tensor, int]]] = {}
         self.parameter_gradients: dict[torch.nn.Parameter, list[tuple[int, torch.Tensor]]] = {}
+
     def forward(self, index: int) -> None:
         """Run a segment; its sources have run."""
         code = self.codes[index]
