@@ -19,8 +19,8 @@ LAYERS = {
     "linear_programs granularity",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.program runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling probing "
-    "estimation",
+    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
+    "probing estimation",
     5: "runtime.*",
     6: "placing demo demo_models named_models console __main__",
 }

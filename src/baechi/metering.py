@@ -42,6 +42,11 @@ class Meter:
         """What every account holds now."""
         return tuple(self._live)
 
+    def forget_peaks(self) -> None:
+        """Make what is live now the peak so far."""
+        with self._lock:
+            self._peak = list(self._live)
+
     @property
     def account(self) -> int:
         """For which account this thread counts; only inside `counting`."""

@@ -377,8 +377,9 @@ def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
 @final
 @dataclass(frozen=True)
 class _Sizes:
-    """Bytes that autograd keeps besides the graph's tensors, and scratch: what was live inside a
-    forward with gradients, a backward, or a forward without gradients, and is free at its end.
+    """Bytes that autograd keeps besides the graph's tensors, and scratch.
+
+    Scratch is what is live only inside: a forward with gradients, a backward, or a forward without.
     """
 
     saved: int = 0
@@ -392,15 +393,22 @@ def _sizes(alone: _Alone) -> _Sizes:
     saved = saved_inside_bytes(alone.call, alone.known)
     with torch.no_grad():
         _, inference = _scratch_bytes(alone.call)
-    kept, forward = _scratch_bytes(alone.forward)
+    meter = Meter([0])
+    with meter.counting(0):
+        kept = alone.forward()
+    before = meter.live_bytes[0]
+    forward = max(meter.peak_bytes[0] - before, 0)
     if not alone.differentiable or not kept.outputs:
         return _Sizes(saved, forward, 0, inference)
-    _, backward = _scratch_bytes(
-        lambda: torch.autograd.grad(
+    meter.forget_peaks()
+    with meter.counting(0):
+        gradients = torch.autograd.grad(
             kept.outputs, alone.differentiable, kept.gradients, allow_unused=True
         )
-    )
-    return _Sizes(saved, forward, backward, inference)
+    made = {g.untyped_storage()._cdata: g.untyped_storage() for g in gradients if g is not None}
+    # What autograd kept goes as the backward goes, and is not counted with its scratch again.
+    backward = meter.peak_bytes[0] - before - sum(s.nbytes() for s in made.values())
+    return _Sizes(saved, forward, max(backward, 0), inference)
 
 
 def _scratch_bytes(run: Callable[[], _T]) -> tuple[_T, int]:
