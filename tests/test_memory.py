@@ -115,7 +115,7 @@ def peaks(name: str, n: int, optimizer: str | None, seed: int) -> list[tuple[int
     return [(said, got) for said, got in zip(predicted, seen, strict=True) if got]
 
 
-SMALL = ["gpt2", "vit", "resnet_train", "towers", "lstm_lm"]
+SMALL = ["gpt2", "vit", "resnet_train", "towers", "t5"]
 
 
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adamw"])
