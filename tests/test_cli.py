@@ -155,7 +155,7 @@ def test_inference_and_optimizers(files):
     assert sum(op.persistent_bytes for op in graph.ops) == 2 * (64 + 8) * 4
     run("profile", "model.py:short", "--optimizer", "sgd", "--graph", "s.graph.json")
     graph = baechi.load("s.graph.json", OpGraph)
-    assert sum(op.persistent_bytes for op in graph.ops) == 2 * 2 * (64 + 8) * 4
+    assert sum(op.persistent_bytes for op in graph.ops) == 2 * (64 + 8) * 4
     text = run("profile", "model.py:short", "--optimizer", "x", "--graph", "x.json", code=2)
     assert "optimizer 'x' is unknown" in text
     assert not (files / "x.json").exists()
