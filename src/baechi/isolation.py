@@ -130,10 +130,9 @@ class Alone:
         runs: list[Run] = []
         arriving: list[torch.Tensor] = []
         for _ in range(n):
-            outputs = [t for t in tensors_in(self.forward()) if t.requires_grad]
+            outputs, gradients = self.seeded(self.forward())
             if not outputs:
                 return []
-            gradients = [torch.ones_like(tensor) for tensor in outputs]
             arriving += gradients
             runs.append(partial(self._backward, outputs, gradients, hold))
         if self._evict is not None:
@@ -155,10 +154,24 @@ class Alone:
         pairs = zip(self._inputs, self._overwritten, strict=True)
         return [v.clone() if over else v for v, over in pairs]
 
+    @staticmethod
+    def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What of a forward's results has a gradient, and gradients for it."""
+        outputs = [t for t in tensors_in(results) if t.requires_grad]
+        return outputs, [torch.ones_like(tensor) for tensor in outputs]
+
+    def differentiated(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of what went in; nothing where it needs none."""
+        if not outputs or not self._differentiable:
+            return ()
+        return torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+
     def _backward(
         self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], hold: bool
     ) -> list[torch.Tensor]:
-        found = torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+        found = self.differentiated(outputs, gradients)
         pairs = zip(found, self._is_state, strict=True)
         kept = [t for t, is_state in pairs if is_state and t is not None]
         if hold:

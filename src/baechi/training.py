@@ -78,8 +78,10 @@ def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> 
     """
     if not training:
         return op.trained_bytes + op.frozen_bytes
-    # A file of an older trace does not tell the shapes: then one vector, which has most state.
-    trained = op.trained or (TrainedParameter((op.trained_bytes,), 1),)
+    trained = op.trained
+    if op.trained_bytes and not trained:
+        # The file of an older trace does not tell the shapes: then one vector, which has most.
+        trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return op.trained_bytes + op.frozen_bytes + _early_gradient_bytes(op) + state
 

@@ -431,8 +431,10 @@ class _StepFunction(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """One output of a step. Autograd holds what a node's backward is given until it ends; so the
-    step is given tokens, and the gradients in a place from which it takes them as it needs them.
+    """One output of a step.
+
+    Autograd holds what a node's backward is given until it ends. So the step's node is given
+    tokens, and the gradients are put where it takes them as it needs them.
     """
 
     @staticmethod
