@@ -81,9 +81,9 @@ def test_the_loss_stands_between_outputs_and_their_gradients() -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "factor", "scalars"),
-    [(None, 1, 0), ("sgd", 1, 0), ("momentum", 2, 0), ("adam", 3, 1), ("AdamW+amsgrad", 4, 1)],
+    [(None, 2, 0), ("sgd", 2, 0), ("momentum", 3, 0), ("adam", 4, 1), ("AdamW+amsgrad", 5, 1)],
 )
-def test_parameters_and_state_are_persistent_and_gradients_come_in_the_backward(
+def test_persistent_bytes_are_parameters_gradients_and_state(
     optimizer: str | None, factor: int, scalars: int
 ) -> None:
     traced = traced_of("gpt2")
@@ -91,13 +91,19 @@ def test_parameters_and_state_are_persistent_and_gradients_come_in_the_backward(
     trained = sum(op.trained_bytes for op in traced.ops)
     frozen = sum(op.frozen_bytes for op in traced.ops)
     count = sum(len(op.trained) for op in traced.ops)
+    persistent = sum(op.persistent_bytes for op in graph.ops)
+    assert persistent == factor * trained + 4 * scalars * count + frozen
+
+
+def test_gradients_come_with_the_backward() -> None:
+    traced = traced_of("gpt2")
+    graph = training_graph("gpt2")
     # The gradient of the tied embedding comes with the first backward of all, that of the head.
     early = sum(op.shared_bytes for op in traced.ops)
-    persistent = sum(op.persistent_bytes for op in graph.ops)
-    assert persistent == factor * trained + 4 * scalars * count + frozen + early
-    gradients = [t for t in graph.tensors if t.kept and not t.consumers]
-    assert all(graph.ops[t.producer].name.startswith(BACKWARD) for t in gradients)
-    assert sum(t.nbytes for t in gradients) == trained - early
+    late = [op for op in graph.ops if op.late_bytes]
+    assert all(op.name.startswith(BACKWARD) for op in late)
+    assert sum(op.late_bytes for op in late) == sum(op.trained_bytes for op in traced.ops) - early
+    assert early > 0
 
 
 def test_a_trace_of_an_older_file_has_as_much_state_as_vectors_would() -> None:
