@@ -202,7 +202,7 @@ def test_computed_and_measured_graphs_differ_in_costs_only(name):
             other.parameter_bytes,
             other.output_bytes,
         )
-        # A device's own kernel, such as a recurrent one on a CPU, may keep more than the trace sees.
+        # A kernel of the device, such as a recurrent one, may keep more than the trace sees.
         assert one.saved_bytes <= other.saved_bytes
         assert one.saved_bytes == other.saved_bytes or name == "lstm_lm"
     for training in (True, False):
