@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baechi import __version__
+from baechi.cluster_command import cluster as simulate_jobs
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -366,6 +367,9 @@ def _describe(traced: Traced, out: Path | None) -> None:
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
     say(f"  parameters and buffers: {format_bytes(nbytes)}")
     write(traced, out)
+
+
+app.command("cluster")(simulate_jobs)
 
 
 def _targets(devices: list[str]) -> Any:
