@@ -5,6 +5,7 @@ from typing import Final
 
 from baechi.errors import InputError
 from baechi.scheduling.las import Gittins, LeastAttained, LeastAttainedGpuTime
+from baechi.scheduling.packing import GandivaPacking, PackingFactor
 from baechi.scheduling.policies import (
     FewestGpusFirst,
     Fifo,
@@ -16,6 +17,7 @@ from baechi.scheduling.schemes import BestFit, Consolidated, LeastLoaded, Random
 from baechi.scheduling.sharing import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.scheduling.shortest import ShortestGpuTime, ShortestTime
 from baechi.scheduling.slicing import FinishTimeFairness, TimeSlicing
+from baechi.scheduling.splitting import Baechi, SplitOrWait
 
 COMPAT: Final = ("tiresias",)
 
@@ -26,6 +28,9 @@ _PLAIN: Final[dict[str, Callable[[], Policy]]] = {
     "shortest": ShortestTime,
     "shortest-gpu": ShortestGpuTime,
     "gandiva": TimeSlicing,
+    "gandiva-packing": GandivaPacking,
+    "big-brain": PackingFactor,
+    "split-or-wait": SplitOrWait,
     "themis": FinishTimeFairness,
 }
 # Those in which the published simulator has defects that its results need.
@@ -40,7 +45,16 @@ PUBLISHED: Final = (
     *("fifo", "fjf", "sjf", "lpjf", "shortest", "shortest-gpu"),
     *("dlas", "dlas-gpu", "dlas-gpu-gittins"),
 )
-POLICIES: Final = (*PUBLISHED, "gandiva", "themis")
+POLICIES: Final = (
+    *PUBLISHED,
+    *("gandiva", "themis", "gandiva-packing", "big-brain", "split-or-wait"),
+)
+# The scheme and the sharing that a policy is meant for, where it is not `count` and `exclusive`.
+DEFAULTS: Final = {
+    "gandiva-packing": ("least-loaded", "packed"),
+    "big-brain": ("least-loaded", "time-sliced"),
+    "split-or-wait": ("baechi", "exclusive"),
+}
 
 # How long a job must have waited, in times that it ran, to go back to the first queue.
 _PROMOTE: Final = {
@@ -87,6 +101,7 @@ _SCHEMES: Final[dict[str, Callable[[], Scheme | None]]] = {
     "random": Random,
     "best-fit": BestFit,
     "least-loaded": LeastLoaded,
+    "baechi": Baechi,
 }
 SCHEMES: Final = tuple(_SCHEMES)
 

@@ -14,12 +14,34 @@ sort breaks ties as the published simulators do. A policy of your own:
     simulate_cluster(jobs, fleet, MostGpusFirst())
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import ClassVar, final
 
 from baechi.scheduling.rooms import Grant
 from baechi.scheduling.runs import Run
+
+
+class Offer(ABC):
+    """A place that a job could have now.
+
+    Attributes:
+        run: The job.
+        grant: The place.
+        rate: Its work per tick there, among those that are there.
+        now: The time.
+        running: The jobs that run.
+    """
+
+    run: Run
+    grant: Grant
+    rate: int
+    now: int
+    running: Collection[Run]
+
+    @abstractmethod
+    def rate_after(self, other: Run) -> int:
+        """Its work per tick in the place that it would get if another had ended; 0 for none."""
 
 
 class Policy(ABC):
@@ -51,9 +73,9 @@ class Policy(ABC):
         del runs, now
         return None
 
-    def accepts(self, run: Run, grant: Grant, now: int, running: Collection[Run]) -> bool:
-        """Whether a job takes what it is offered; if not, it waits for the next event."""
-        del run, grant, now, running
+    def accepts(self, offer: Offer) -> bool:
+        """Whether a job takes free room that it is offered; if not, it waits for the next event."""
+        del offer
         return True
 
     def select(

@@ -43,8 +43,13 @@ class Room(ABC):
         """Takes it away again."""
 
     @abstractmethod
-    def rate(self, owner: int, grant: Grant) -> int:
-        """Its work per tick, among those that share its GPUs: the slowest GPU's."""
+    def rate(self, grant: Grant, *, joins: bool = False) -> int:
+        """Its work per tick among those on its GPUs: the slowest GPU's.
+
+        Args:
+            grant: The place.
+            joins: Whether the job is not there yet, but would come.
+        """
 
     @abstractmethod
     def neighbors(self, grant: Grant) -> set[int]:
@@ -83,9 +88,9 @@ class Counter(Room):
         del owner, grant
         self.free += job.gpus
 
-    def rate(self, owner: int, grant: Grant) -> int:
+    def rate(self, grant: Grant, *, joins: bool = False) -> int:
         """Of a whole GPU."""
-        del owner, grant
+        del grant, joins
         return WORK
 
     def neighbors(self, grant: Grant) -> set[int]:
@@ -114,7 +119,9 @@ class Machines(Room):
         sharing: How jobs share one.
         owners: The jobs on every GPU.
         parts: What each of them has there, in the same order.
+        memory_left: The memory that is left on every GPU; `None` where it is not modeled.
         random: For schemes that draw; seeded.
+        memo: For schemes that remember what they have found out.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class Machines(Room):
         self.fleet = fleet
         self.sharing = sharing
         self.random = Random(seed)
+        self.memo: dict[object, object] = {}
         self._choose = choose
         count = len(fleet.gpus)
         self.owners: list[list[int]] = [[] for _ in range(count)]
@@ -178,11 +186,14 @@ class Machines(Room):
             if not self.owners[gpu]:
                 self._count(gpu, -1)
 
-    def rate(self, owner: int, grant: Grant) -> int:
+    def rate(self, grant: Grant, *, joins: bool = False) -> int:
         """That of its slowest GPU."""
-        del owner
         slowest = min(
-            self.sharing.rate(self.parts[gpu], part, self.fleet.gpus[gpu].share)
+            self.sharing.rate(
+                [*self.parts[gpu], part] if joins else self.parts[gpu],
+                part,
+                self.fleet.gpus[gpu].share,
+            )
             * self.fleet.gpus[gpu].speed
             for gpu, part in zip(grant.gpus, grant.parts, strict=True)
         )

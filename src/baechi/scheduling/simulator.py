@@ -15,7 +15,7 @@ linear in jobs plus events.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from typing import final
@@ -23,7 +23,7 @@ from typing import final
 from baechi.errors import InputError
 from baechi.scheduling.fleet import Fleet
 from baechi.scheduling.jobs import Job, Outcome, Refusal
-from baechi.scheduling.policies import Policy
+from baechi.scheduling.policies import Offer, Policy
 from baechi.scheduling.rooms import Counter, Grant, Machines, Room
 from baechi.scheduling.runs import Run
 from baechi.scheduling.schemes import Scheme
@@ -105,6 +105,26 @@ def simulate_cluster(
     return simulation.run(jobs, progress)
 
 
+@dataclass(frozen=True, slots=True)
+class _Offer(Offer):
+    """An offer, with the room to ask about others."""
+
+    run: Run
+    grant: Grant
+    rate: int
+    now: int
+    running: Collection[Run]
+    room: Room
+
+    def rate_after(self, other: Run) -> int:
+        held = _grant(other)
+        self.room.give(other.index, other.job, held)
+        grant = self.room.place(self.run.job)
+        rate = self.room.rate(grant, joins=True) if grant is not None else 0
+        self.room.take(other.index, other.job, held)
+        return rate
+
+
 class _Simulation:
     """The state of one simulation."""
 
@@ -125,6 +145,7 @@ class _Simulation:
         self._gpus = len(fleet.gpus)
         self._restart_cost = restart_cost
         self._shared = sharing.most > 1
+        self._asks = type(policy).accepts is not Policy.accepts
         self._queue: list[Run] = []  # that wait, or with preemption all that have not ended
         self._running: dict[int, Run] = {}
         self._ends: list[tuple[int, int, int]] = []  # time, index, version
@@ -297,8 +318,6 @@ class _Simulation:
         for other in behind:
             self._room.give(other.index, other.job, _grant(other))
         grant = self._room.place(run.job)
-        if grant is not None and not self._accepts(run, grant, now):
-            grant = None
         if grant is not None:
             self._room.take(run.index, run.job, grant)
         lost = []
@@ -325,7 +344,12 @@ class _Simulation:
         return True
 
     def _accepts(self, run: Run, grant: Grant, now: int) -> bool:
-        return self._policy.accepts(run, grant, now, self._running.values())
+        if not self._asks:
+            return True
+        rate = self._room.rate(grant, joins=True)
+        return self._policy.accepts(
+            _Offer(run, grant, rate, now, self._running.values(), self._room)
+        )
 
     def _start(self, run: Run, grant: Grant, now: int) -> None:
         self._room.take(run.index, run.job, grant)
@@ -377,7 +401,7 @@ class _Simulation:
 
     def _pace(self, run: Run, now: int) -> None:
         """The rate of a running job, and its end with it."""
-        rate = self._room.rate(run.index, _grant(run))
+        rate = self._room.rate(_grant(run))
         if rate != run.rate:
             run.settle(now)
             run.rate = rate
