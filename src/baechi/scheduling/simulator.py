@@ -314,14 +314,31 @@ class _Simulation:
                 hopeless.add(shape)
 
     def _displace(self, run: Run, behind: list[Run], now: int) -> bool:
-        """Starts a job on what those behind it hold, if that is enough; who can, stays."""
-        for other in behind:
-            self._room.give(other.index, other.job, _grant(other))
-        grant = self._room.place(run.job)
+        """Starts a job on what those behind it hold, if that is enough; who can, stays.
+
+        The least urgent make way first, and no more of them than are needed: found by doubling and
+        halving, so that a scheme is asked O(log behind) times.
+        """
+        few, away, grant = 0, 0, None
+        while grant is None and away < len(behind):
+            few, enough = away, min(2 * away + 1, len(behind))
+            away = self._clear(behind, away, enough)
+            grant = self._room.place(run.job)
+        if grant is not None:
+            enough = away
+            while enough - few > 1:
+                middle = (few + enough) // 2
+                away = self._clear(behind, away, middle)
+                if self._room.place(run.job) is None:
+                    few = middle
+                else:
+                    enough = middle
+            away = self._clear(behind, away, enough)
+            grant = self._room.place(run.job)
         if grant is not None:
             self._room.take(run.index, run.job, grant)
         lost = []
-        for other in behind:
+        for other in behind[len(behind) - away :]:
             held = _grant(other)
             if self._room.place_again(held):
                 self._room.take(other.index, other.job, held)
@@ -334,6 +351,14 @@ class _Simulation:
         if grant is not None:
             self._mark_started(run, grant, now)
         return grant is not None
+
+    def _clear(self, behind: list[Run], away: int, wanted: int) -> int:
+        """Takes away or puts back jobs, so that the last `wanted` are away."""
+        for place in range(len(behind) - wanted, len(behind) - away):
+            self._room.give(behind[place].index, behind[place].job, _grant(behind[place]))
+        for place in range(len(behind) - away, len(behind) - wanted):
+            self._room.take(behind[place].index, behind[place].job, _grant(behind[place]))
+        return wanted
 
     def _begin(self, run: Run, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""
