@@ -32,18 +32,30 @@ def cluster(
         str,
         typer.Option(
             help="fifo, fjf, sjf, lpjf, shortest, shortest-gpu, dlas, dlas-gpu, dlas-gpu-gittins, "
-            "gandiva or themis; all compares them."
+            "gandiva, themis, gandiva-packing, big-brain or split-or-wait; all compares them."
         ),
     ] = "fifo",
     scheme: Annotated[
-        str, typer.Option(help="count, consolidated, random, best-fit or least-loaded.")
-    ] = "count",
+        str | None,
+        typer.Option(
+            help="count, consolidated, random, best-fit, least-loaded or baechi; if absent, what "
+            "the policy is meant for, which is count for most."
+        ),
+    ] = None,
     sharing: Annotated[
-        str, typer.Option(help="exclusive, time-sliced, mps or packed.")
-    ] = "exclusive",
+        str | None,
+        typer.Option(
+            help="exclusive, time-sliced, mps or packed; if absent, what the policy is meant for, "
+            "which is exclusive for most."
+        ),
+    ] = None,
     packing: Annotated[int, typer.Option(min=1, help="At most so many jobs on a GPU.")] = 2,
     memory: Annotated[
         str | None, typer.Option(help="Memory of a GPU, such as 16GiB; not modeled if absent.")
+    ] = None,
+    graphs: Annotated[
+        Path | None,
+        typer.Option(help="Folder of MODEL.graph.json: jobs of these models carry their graph."),
     ] = None,
     preempt_cost: Annotated[int, typer.Option(min=0, help="Work lost when preempted.")] = 0,
     restart_cost: Annotated[int, typer.Option(min=0, help="Work that going on costs.")] = 0,
@@ -71,7 +83,13 @@ def cluster(
         baechi cluster --trace jobs.csv --format tiresias --switches 1 --nodes 2 \
           --gpus-per-node 4 --policy dlas-gpu --scheme count --out results
     """
-    from baechi.scheduling.catalog import POLICIES, policy_named, scheme_named, sharing_named
+    from baechi.scheduling.catalog import (
+        DEFAULTS,
+        POLICIES,
+        policy_named,
+        scheme_named,
+        sharing_named,
+    )
     from baechi.scheduling.fleet import Fleet
     from baechi.scheduling.outputs import write_comparison, write_result
     from baechi.scheduling.simulator import simulate_cluster
@@ -81,19 +99,21 @@ def cluster(
     names = POLICIES if policy == "all" else (policy,)
     samples = None if gittins_samples is None else _samples(gittins_samples)
     policies = [policy_named(name, compat=compat, samples=samples) for name in names]
-    where = scheme_named(scheme)
-    how = sharing_named(sharing, packing)
+    usual = [DEFAULTS.get(name, ("count", "exclusive")) for name in names]
+    schemes = [scheme_named(scheme or where) for where, _ in usual]
+    sharings = [sharing_named(sharing or how, packing) for _, how in usual]
     size = None if memory is None else parse_bytes(memory, what="--memory")
     fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size)
     known = read_trace(trace, format, malformed=malformed)
     _tell(known, fleet)
     if out.exists() and not out.is_dir():
         raise InputError(f"cannot write to {out}: it is no folder.")
+    jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
     results = []
-    for each in policies:
-        with _Progress(each.name, len(known.jobs)) as progress:
+    for each, where, how in zip(policies, schemes, sharings, strict=True):
+        with _Progress(each.name, len(jobs)) as progress:
             result = simulate_cluster(
-                known.jobs,
+                jobs,
                 fleet,
                 each,
                 where,
@@ -138,6 +158,24 @@ class _Progress:
         if done - self._shown >= self._step or done == jobs:
             self._shown = done
             self._bar.update(self._task, completed=done, total=jobs)
+
+
+def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
+    """The jobs, each with the graph of its model where the folder has it."""
+    from dataclasses import replace
+
+    from baechi.graph import OpGraph
+    from baechi.serialization import load
+
+    models = {job.model for job in jobs if job.model}
+    files = {model: folder / f"{model}.graph.json" for model in sorted(models)}
+    known = {model: load(file, OpGraph) for model, file in files.items() if file.is_file()}
+    if not known:
+        raise InputError(
+            f"{folder} has a graph of none of the trace's models ({', '.join(sorted(models))}); "
+            "files are named MODEL.graph.json."
+        )
+    return [replace(job, graph=known.get(job.model)) for job in jobs]
 
 
 def _samples(path: Path) -> "Sequence[int]":
