@@ -8,16 +8,19 @@ tests compare with: a waiting job goes before a running one that has just caught
 one behind all.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from typing import final
+from itertools import accumulate
+from typing import Final, final
 
 from baechi.scheduling.policies import Policy
 from baechi.scheduling.runs import Run
 
 # (remaining time while waiting, or end while running; the event that it came at; rank; the job)
 _Entry = tuple[int, int, int, Run]
+
+_LAST: Final = 1 << 62  # beyond every event
 
 
 @final
@@ -58,10 +61,10 @@ class ShortestTime(Policy):
         for run in arrived:
             self._wait(run, now, new=1)
         stops, starts = self._walk(now, free)
-        for _, event, rank, run in reversed(starts):
-            # Behind its equals if it is new, else before them.
-            stamp = self._event if event == 2 * self._event + 1 else -self._event
-            insort(self._running, (now + run.remaining(now), stamp, rank, run))
+        for entry in starts:
+            end, sign = self._place_of(entry, now)
+            stamp = self._event if sign > 0 else -self._event
+            insort(self._running, (end, stamp, entry[2], entry[3]))
         for run in stops:
             self._wait(run, now, new=0)
         return stops, [entry[3] for entry in starts]
@@ -71,48 +74,49 @@ class ShortestTime(Policy):
         heads = [row[0] for row in self._waiting.values() if row]
         if not heads:
             return [], []
-        remaining, event, _, _ = min(heads)
-        old = event != 2 * self._event + 1
-        first = bisect_left(self._running, (now + remaining, -(1 << 62) if old else 1 << 62))
+        first = bisect_left(self._running, self._place_of(min(heads), now))
         behind = self._running[first:]
-        free += sum(entry[3].job.gpus for entry in behind)
+        sums = [0, *accumulate(entry[3].job.gpus for entry in behind)]
+        free += sums[-1]
         kept: list[_Entry] = []
         stops: list[Run] = []
         starts: list[_Entry] = []
         place = 0
-        while True:
+        while place < len(behind) or free:
             fitting = [row[0] for gpus, row in self._waiting.items() if row and gpus <= free]
-            if not fitting:
-                break
-            best = min(fitting)
-            if place < len(behind) and self._before(behind[place], best, now):
+            best = min(fitting, default=None)
+            needed = best[3].job.gpus if best is not None else 0
+            # Running jobs go on together, up to the first waiting job or the first without room.
+            last = len(behind)
+            if best is not None:
+                last = bisect_left(behind, self._place_of(best, now), place)
+            enough = bisect_right(sums, sums[place] + free - needed, place) - 1
+            jump = min(last, enough)
+            kept += behind[place:jump]
+            free -= sums[jump] - sums[place]
+            place = jump
+            if place < last:
                 entry = behind[place]
                 place += 1
-                gpus = entry[3].job.gpus
-                if gpus <= free:
-                    free -= gpus
+                if entry[3].job.gpus <= free:
+                    free -= entry[3].job.gpus
                     kept.append(entry)
                 else:
                     stops.append(entry[3])
-            else:
-                heappop(self._waiting[best[3].job.gpus])
-                free -= best[3].job.gpus
+            elif best is not None:
+                heappop(self._waiting[needed])
+                free -= needed
                 starts.append(best)
-        for entry in behind[place:]:
-            gpus = entry[3].job.gpus
-            if gpus <= free:
-                free -= gpus
-                kept.append(entry)
             else:
-                stops.append(entry[3])
+                break
         if stops:
             self._running[first:] = kept
         return stops, starts
 
-    def _before(self, running: _Entry, waiting: _Entry, now: int) -> bool:
-        """Whether a running job goes before a waiting one: a new one is behind its equals."""
-        left = running[0] - now
-        return left < waiting[0] or (left == waiting[0] and waiting[1] == 2 * self._event + 1)
+    def _place_of(self, waiting: _Entry, now: int) -> tuple[int, int]:
+        """Where a waiting job goes among the running: a new one behind its equals, else before."""
+        is_new = waiting[1] == 2 * self._event + 1
+        return now + waiting[0], _LAST if is_new else -_LAST
 
     def _wait(self, run: Run, now: int, *, new: int) -> None:
         """Queues a job; at one event, the preempted go before the new."""
