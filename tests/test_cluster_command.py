@@ -107,6 +107,17 @@ def test_sharing_memory_and_costs_are_options(run, tmp_path):
     assert not (tmp_path / "out" / "plot.html").exists()
 
 
+def test_gpus_may_be_cut_into_slices(run, tmp_path):
+    result = run(
+        *("--scheme", "best-fit", "--memory", "80GiB", "--no-plot"),
+        *("--slice", "500:40GiB", "--slice", "250:20GiB"),
+    )
+    assert "4 jobs on 8 GPUs" in result.output
+    jobs = {row[0]: row for row in table(tmp_path / "out" / "job.csv")[1:]}
+    assert jobs["0"][5] in {"200", "400"}  # half or a quarter of a GPU
+    assert "slice 'half' cannot be read" in run("--slice", "half", code=2).output
+
+
 def test_jobs_carry_the_graphs_of_their_models(run, tmp_path):
     graphs = tmp_path / "graphs"
     graphs.mkdir()

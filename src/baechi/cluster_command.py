@@ -12,7 +12,7 @@ from baechi.errors import InputError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from baechi.scheduling.fleet import Fleet
+    from baechi.scheduling.fleet import Fleet, Slice
     from baechi.scheduling.jobs import Job
     from baechi.scheduling.simulator import Result
     from baechi.scheduling.traces import Trace
@@ -52,6 +52,15 @@ def cluster(
     packing: Annotated[int, typer.Option(min=1, help="At most so many jobs on a GPU.")] = 2,
     memory: Annotated[
         str | None, typer.Option(help="Memory of a GPU, such as 16GiB; not modeled if absent.")
+    ] = None,
+    slices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slice",
+            metavar="SHARE[:MEMORY]",
+            help="Cut every GPU into slices as MIG does: thousandths of its compute, and memory; "
+            "given once per slice.",
+        ),
     ] = None,
     graphs: Annotated[
         Path | None,
@@ -103,7 +112,8 @@ def cluster(
     schemes = [scheme_named(scheme or where) for where, _ in usual]
     sharings = [sharing_named(sharing or how, packing) for _, how in usual]
     size = None if memory is None else parse_bytes(memory, what="--memory")
-    fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size)
+    pieces = tuple(_slice(text) for text in slices or [])
+    fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces)
     known = read_trace(trace, format, malformed=malformed)
     _tell(known, fleet)
     if out.exists() and not out.is_dir():
@@ -158,6 +168,17 @@ class _Progress:
         if done - self._shown >= self._step or done == jobs:
             self._shown = done
             self._bar.update(self._task, completed=done, total=jobs)
+
+
+def _slice(text: str) -> "Slice":
+    """A slice as it is written on the command line."""
+    from baechi.scheduling.fleet import Slice
+    from baechi.units import parse_bytes
+
+    share, colon, memory = text.partition(":")
+    if not share.isdecimal():
+        raise InputError(f"slice {text!r} cannot be read; write 285:10GiB, or 285 without memory.")
+    return Slice(int(share), parse_bytes(memory, what=f"slice {text!r}") if colon else None)
 
 
 def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
