@@ -323,6 +323,18 @@ def test_preemption_and_restart_cost_work():
     assert (long.preempt, long.resume, long.pending_time, long.overhead) == (1, 2, 5, 7)
 
 
+def test_memory_is_told_as_it_is_held():
+    jobs = [Job("a", 2, 0, 10, memory_bytes=50), Job("b", 1, 10, 20, memory_bytes=100)]
+    result = simulate_cluster(jobs, Fleet.uniform(1, 1, 2, memory_bytes=100), Fifo(), BestFit())
+    figures = summary(result)
+    assert figures["memory_utilization"] == (2 * 50 * 10 + 100 * 20) / (30 * 200)
+    assert figures["utilization"] == (2 * 10 + 20) / (30 * 2)
+    assert (
+        summary(simulate_cluster(jobs, Fleet.uniform(1, 1, 2), Fifo()))["memory_utilization"]
+        is None
+    )
+
+
 def test_best_fit_leaves_the_large_holes():
     fleet = Fleet.uniform(1, 2, 2, memory_bytes=100)
     jobs = [Job("a", 1, 0, 10), Job("b", 1, 1, 10), Job("c", 2, 2, 10)]

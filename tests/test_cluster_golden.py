@@ -153,6 +153,16 @@ def test_most_policies_need_no_defect(policy, jobs):
     assert rows_of(result) == expected(jobs, 6, policy)
 
 
+def test_queues_only_count_in_the_original():
+    # Two free GPUs on different nodes are no place for two consolidated; where they are counted ...
+    jobs = jobs_of([(1, 0, 50), (1, 0, 100), (1, 0, 100), (1, 0, 50), (2, 60, 10)])
+    fleet = Fleet.uniform(1, 2, 2)
+    for compat, start in ((None, 100), ("tiresias", 60)):
+        policy = policy_named("dlas", compat=compat)
+        result = simulate_cluster(jobs, fleet, policy, scheme_named("consolidated"))
+        assert plain_start(result, "job4") == start
+
+
 def test_what_the_defects_change_is_known():
     jobs = jobs_of([(2, 0, 100), (1, 0, 10), (1, 0, 10), (1, 0, 10)])
     plain = simulate_cluster(jobs, Fleet.uniform(1, 1, 4), policy_named("lpjf"))

@@ -1,1 +1,1 @@
-"""What a cluster scheduler asks, without torch: what is left, where a job fits, and when."""
+"""What a cluster scheduler asks of Baechi, without torch: what is left, what fits there, when."""

@@ -10,7 +10,8 @@ jobs need: the chance to end within the next `delta` over what that costs.
 
 - the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
   GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
-- the mean cost in the Gittins index is cut to an integer, and index and chance are rounded.
+- the mean cost in the Gittins index is cut to an integer, and index and chance are rounded;
+- GPUs are counted, whatever the scheme.
 
 Between the two limits that are used and the third that is written there, the original has three
 queues, so the third is never read; it is left out here.
@@ -118,7 +119,7 @@ class LeastAttained(Policy):
             raise InputError(f"promote is {promote}; it must not be negative.")
         self._limits = tuple(limits)
         self._promote = promote
-        self._compat = compat
+        self._compat = self.only_counts = compat
         self._index = index
         self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
         self._level: dict[int, int] = {}  # by a job's index

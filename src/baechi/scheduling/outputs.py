@@ -49,7 +49,7 @@ def summary(result: Result) -> dict[str, Any]:
 
     `p99_jct` is the smallest time that 99 % of the jobs did not exceed; `makespan` is from the
     first arrival to the last end; `utilization` is the part of the GPU-time in between that was
-    held. Times are `None` where no job ended.
+    held, `memory_utilization` that of memory. Figures are `None` where there is nothing to tell.
     """
     times = sorted(outcome.completion_time for outcome in result.outcomes)
     count = len(times)
@@ -72,6 +72,11 @@ def summary(result: Result) -> dict[str, Any]:
         "preemptions": sum(outcome.preempt for outcome in result.outcomes),
         "utilization": (
             float(Fraction(held_gpu_time(result), makespan * result.gpus)) if makespan else None
+        ),
+        "memory_utilization": (
+            float(Fraction(result.byte_ticks, makespan * result.memory_bytes))
+            if makespan and result.memory_bytes
+            else None
         ),
     }
 

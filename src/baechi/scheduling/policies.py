@@ -51,12 +51,14 @@ class Policy(ABC):
         name: What it is called on the command line and in results.
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
+        only_counts: Whether GPUs are counted, whatever the scheme.
         passes_over: Whether, without preemption, the job behind one that starts is not looked at.
     """
 
     name: ClassVar[str]
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
+    only_counts: bool = False
     passes_over: bool = False
 
     def begin(self, gpus: int) -> None:

@@ -28,7 +28,13 @@ class Grant:
 
 
 class Room(ABC):
-    """What is left of a cluster."""
+    """What is left of a cluster.
+
+    Attributes:
+        held_bytes: The memory that jobs hold, where it is modeled.
+    """
+
+    held_bytes: int = 0
 
     @abstractmethod
     def place(self, job: Job) -> Grant | None:
@@ -213,6 +219,7 @@ class Machines(Room):
         left = self.memory_left[gpu]
         if left is not None:
             self.memory_left[gpu] = left - nbytes
+            self.held_bytes += nbytes
 
     def _count(self, gpu: int, more: int) -> None:
         """Keeps what `row` tells up to date as a GPU becomes busy or idle."""

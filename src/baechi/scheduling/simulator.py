@@ -48,6 +48,8 @@ class Result:
         outcomes: The jobs that ended, in the order in which they did; of one moment, by arrival.
         refused: The jobs that fit no empty cluster.
         rows: The cluster after every event, in the columns of `ROW`.
+        memory_bytes: The memory of all GPUs; 0 where it is not modeled.
+        byte_ticks: The memory that jobs held, times how long.
     """
 
     policy: str
@@ -55,6 +57,8 @@ class Result:
     outcomes: tuple[Outcome, ...]
     refused: tuple[Refusal, ...]
     rows: tuple[tuple[int, ...], ...]
+    memory_bytes: int = 0
+    byte_ticks: int = 0
 
 
 def simulate_cluster(
@@ -94,6 +98,7 @@ def simulate_cluster(
             raise InputError(f"two jobs are named {job.name!r}; names must be unique.")
         names.add(job.name)
     sharing = sharing if sharing is not None else Exclusive()
+    scheme = None if policy.only_counts else scheme
     if scheme is None and (sharing.most > 1 or len({gpu.share for gpu in fleet.gpus}) > 1):
         raise InputError(
             "counting tells no GPU from another, so jobs cannot share one: give a scheme, such as "
@@ -143,6 +148,8 @@ class _Simulation:
         )
         self._room = self._make_room()
         self._gpus = len(fleet.gpus)
+        self._memory_bytes = sum(gpu.memory_bytes or 0 for gpu in fleet.gpus)
+        self._byte_ticks = 0
         self._restart_cost = restart_cost
         self._shared = sharing.most > 1
         self._asks = type(policy).accepts is not Policy.accepts
@@ -172,6 +179,7 @@ class _Simulation:
             moment = self._next(runs[place].job.submit_time if place < len(runs) else None)
             if moment is None:
                 break
+            self._byte_ticks += self._room.held_bytes * max(0, moment - now)
             now = max(now, moment)
             ended = self._end(now)
             first = place
@@ -191,7 +199,11 @@ class _Simulation:
                 progress(len(self._done), len(runs))
         resumes = self._policy.preemptive
         outcomes = tuple(run.outcome(resumes=resumes) for run in self._done)
-        return Result(self._policy.name, self._gpus, outcomes, tuple(refused), tuple(rows))
+        return Result(
+            *(self._policy.name, self._gpus, outcomes, tuple(refused), tuple(rows)),
+            memory_bytes=self._memory_bytes,
+            byte_ticks=self._byte_ticks,
+        )
 
     def _admitted(self, jobs: Sequence[Job]) -> tuple[list[Refusal], list[Run]]:
         """Those that fit the empty cluster, by arrival, and those that never will."""

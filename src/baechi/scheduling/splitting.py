@@ -1,6 +1,6 @@
 """Splitting a job over left-overs: its operator graph, what is left, and whether to wait instead.
 
-`Baechi` is a scheme: `solve` places a job's graph on the residual memory of the GPUs that admit
+`Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit
 another job, on at most `Job.gpus` of them. The predicted step gives the job's rate, the predicted
 peaks what it holds on each GPU, the busy time what share of each GPU's compute it keeps busy. The
 rate is that of the placement on free GPUs; what others on them take away is the sharing model's
@@ -10,8 +10,8 @@ matter. A job without a graph is placed as by `best-fit`.
 it would end in the place that it would get once one of the next running jobs has ended, and waits
 if that is sooner. Both assume that nothing else changes.
 
-A decision costs one `solve`, of a few milliseconds per hundred ops; equal questions are answered
-from memory (`Machines.memo`).
+A decision costs one `solve`, some 0.1 s for 500 ops; equal questions are answered from memory
+(`Machines.memo`).
 """
 
 from dataclasses import dataclass, replace
@@ -19,8 +19,8 @@ from typing import Final, final
 
 from baechi.constraints import Constraints
 from baechi.devices import Cluster, Device, Link
-from baechi.errors import InfeasibleError
 from baechi.graph import OpGraph
+from baechi.problem import Problem
 from baechi.scheduling.fleet import Gpu
 from baechi.scheduling.jobs import WHOLE, Job
 from baechi.scheduling.policies import Offer, Policy
@@ -28,7 +28,7 @@ from baechi.scheduling.rooms import Grant, Machines
 from baechi.scheduling.schemes import BestFit, Scheme
 from baechi.scheduling.sharing import WORK, Part
 from baechi.simulation import simulate
-from baechi.solving import solve
+from baechi.solving import find
 
 _AMPLE: Final = 2**61  # bytes, where memory is not modeled
 NEAR: Final = Link(10_000, 50 * 10**9)
@@ -53,7 +53,7 @@ class _Left:
 @final
 @dataclass(frozen=True, slots=True)
 class Baechi(Scheme):
-    """Places graphs with `baechi.solve` on what is left.
+    """Places graphs as `baechi.solve` does, on what is left.
 
     Attributes:
         link: Between GPUs of a node.
@@ -116,11 +116,12 @@ class Baechi(Scheme):
         )
         cluster = Cluster(tuple(row.device(place) for place, row in enumerate(left)), links)
         limits = Constraints(max_devices=job.gpus)
-        try:
-            placement = solve(graph, cluster, effort=self.effort, constraints=limits)
-        except InfeasibleError:
+        placement = find(Problem(graph, cluster, limits), self.effort)
+        if placement is None:
             return None
         schedule = simulate(graph, cluster, placement, limits)
+        if any(peak > row.nbytes for peak, row in zip(schedule.peak_bytes, left, strict=True)):
+            return None
         step_ns = max(1, schedule.makespan_ns)
         busy_ns = [0] * len(left)
         for span in schedule.spans:
