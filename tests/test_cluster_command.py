@@ -97,6 +97,18 @@ def test_all_policies_are_compared(run, tmp_path):
     assert len(json.loads((tmp_path / "out" / "comparison.json").read_text())) == len(POLICIES)
 
 
+def test_what_is_not_given_goes_with_what_is(run, tmp_path):
+    run("--policy", "all", "--scheme", "count", "--no-plot")
+    counted = (tmp_path / "out" / "fifo" / "job.csv").read_text()
+    assert (tmp_path / "out" / "big-brain" / "job.csv").read_text() == counted
+    run("--policy", "fifo", "--sharing", "time-sliced", "--no-plot")
+    assert (tmp_path / "out" / "job.csv").read_text() != counted
+    run("--policy", "big-brain", "--packing", "1", "--no-plot")
+    assert (tmp_path / "out" / "job.csv").read_text() == counted
+    failed = run("--scheme", "count", "--sharing", "mps", code=2)
+    assert "counting tells no GPU from another" in failed.output
+
+
 def test_sharing_memory_and_costs_are_options(run, tmp_path):
     run(
         *("--policy", "fifo", "--scheme", "best-fit", "--sharing", "time-sliced", "--packing", "3"),

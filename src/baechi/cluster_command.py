@@ -108,9 +108,9 @@ def cluster(
     names = POLICIES if policy == "all" else (policy,)
     samples = None if gittins_samples is None else _samples(gittins_samples)
     policies = [policy_named(name, compat=compat, samples=samples) for name in names]
-    usual = [DEFAULTS.get(name, ("count", "exclusive")) for name in names]
-    schemes = [scheme_named(scheme or where) for where, _ in usual]
-    sharings = [sharing_named(sharing or how, packing) for _, how in usual]
+    chosen = [_usual(scheme, sharing, DEFAULTS.get(name)) for name in names]
+    schemes = [scheme_named(where) for where, _ in chosen]
+    sharings = [sharing_named(how, packing) for _, how in chosen]
     size = None if memory is None else parse_bytes(memory, what="--memory")
     pieces = tuple(_slice(text) for text in slices or [])
     fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces)
@@ -168,6 +168,16 @@ class _Progress:
         if done - self._shown >= self._step or done == jobs:
             self._shown = done
             self._bar.update(self._task, completed=done, total=jobs)
+
+
+def _usual(
+    scheme: str | None, sharing: str | None, meant: tuple[str, str] | None
+) -> tuple[str, str]:
+    """The scheme and the sharing where one or both are not given: what goes with the rest."""
+    if meant is None:
+        meant = ("count" if sharing in {None, "exclusive"} else "least-loaded", "exclusive")
+    how = sharing or ("exclusive" if scheme == "count" else meant[1])
+    return scheme or meant[0], how
 
 
 def _slice(text: str) -> "Slice":
