@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from baechi import InputError
 from baechi.scheduling.jobs import Job
@@ -219,5 +221,59 @@ def test_what_cannot_be_read_at_all_is_an_error(read, tmp_path):
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="cannot read trace"):
         read_trace(tmp_path / "binary", "tiresias")
-    with pytest.raises(InputError, match="line"):
-        read(HEADER + '0,"1\n', "tiresias")
+    with pytest.raises(InputError, match="line 2: a quote does not end"):
+        read(HEADER + '0,"1\n1,1,0,1,m,5,1\n', "tiresias")
+
+
+FIELDS = st.sampled_from(
+    [*("", "0", "1", "-1", "2.5", "nan", "inf", "1e400", "x", '"', "é"), "2017-10-07 01:11:39"]
+)
+HEADERS = {
+    "tiresias": HEADER,
+    "muri": HEADER,
+    "helios": "job_id,gpu_num,submit_time,duration\n",
+    "pai": "job_name,task_name,inst_num,status,start_time,end_time,plan_cpu,plan_mem,plan_gpu,x\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+@given(rows=st.lists(st.lists(FIELDS, max_size=10), max_size=5))
+@settings(max_examples=80, deadline=None)
+def test_any_rows_are_jobs_or_listed(tmp_path_factory, name, rows):
+    path = tmp_path_factory.mktemp("traces") / "trace"
+    path.write_text(HEADERS[name] + "".join(",".join(row) + "\n" for row in rows))
+    trace = read_trace(path, name, malformed="skip")
+    entries = len(trace.jobs) + len(trace.malformed) + len(trace.without_gpus)
+    assert entries <= len(rows)
+    if name != "pai":
+        assert entries == sum(bool(",".join(row)) for row in rows)
+    if trace.malformed:
+        with pytest.raises(InputError, match="line"):
+            read_trace(path, name)
+
+
+@given(
+    st.lists(
+        st.recursive(
+            FIELDS | st.none() | st.integers(),
+            lambda inner: (
+                st.lists(inner, max_size=3)
+                | st.dictionaries(
+                    st.sampled_from(
+                        ["jobid", "attempts", "submitted_time", "start_time", "end_time", "detail"]
+                    ),
+                    inner,
+                    max_size=6,
+                )
+            ),
+            max_leaves=12,
+        ),
+        max_size=4,
+    )
+)
+@settings(max_examples=150, deadline=None)
+def test_any_json_is_jobs_or_listed(tmp_path_factory, log):
+    path = tmp_path_factory.mktemp("traces") / "trace"
+    path.write_text(json.dumps(log))
+    trace = read_trace(path, "philly", malformed="skip")
+    assert len(trace.jobs) + len(trace.malformed) + len(trace.without_gpus) == len(log)

@@ -26,31 +26,39 @@ Row = dict[str, str] | BadEntryError
 def rows_of(
     text: str, path: Path, columns: tuple[str, ...], header: tuple[str, ...] | None = None
 ) -> Iterator[tuple[int, Row]]:
-    """The rows of a CSV file with their line; a header that lacks columns is an error."""
-    lines = text.splitlines()
-    reader = csv.reader(lines, strict=True)
+    """The rows of a CSV file with their line; a header that lacks columns is an error.
+
+    Each line is read by itself, so that a quote that does not end spoils one line and not the rest.
+    """
+    lines = list(enumerate(text.splitlines(), start=1))
+    if header is None:
+        names = tuple(name.strip() for name in _fields(lines.pop(0)[1]) or ()) if lines else ()
+    else:
+        names = header
+    missing = [column for column in columns if column not in names]
+    if missing:
+        raise InputError(
+            f"{path} has columns {', '.join(names) or 'none'}; it lacks {', '.join(missing)}. "
+            "Is it of another format?"
+        )
+    for number, line in lines:
+        if not line.strip():
+            continue
+        row = _fields(line)
+        if row is None:
+            yield number, BadEntryError("a quote does not end, or ends within a field")
+        elif len(row) != len(names):
+            yield number, BadEntryError(f"{len(row)} fields instead of {len(names)}")
+        else:
+            yield number, dict(zip(names, map(str.strip, row), strict=True))
+
+
+def _fields(line: str) -> list[str] | None:
+    """The fields of a line of a CSV file; `None` where its quotes are wrong."""
     try:
-        names = tuple(name.strip() for name in next(reader, ())) if header is None else header
-        missing = [column for column in columns if column not in names]
-        if missing:
-            raise InputError(
-                f"{path} has columns {', '.join(names) or 'none'}; it lacks {', '.join(missing)}. "
-                "Is it of another format?"
-            )
-        while True:
-            try:
-                row = next(reader)
-            except StopIteration:
-                return
-            if not any(field.strip() for field in row):
-                continue
-            if len(row) != len(names):
-                reason = f"{len(row)} fields instead of {len(names)}"
-                yield reader.line_num, BadEntryError(reason)
-            else:
-                yield reader.line_num, dict(zip(names, map(str.strip, row), strict=True))
-    except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}: {error}.") from error
+        return next(csv.reader([line], strict=True), [])
+    except csv.Error:
+        return None
 
 
 def jobs_of(
