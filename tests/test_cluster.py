@@ -495,6 +495,29 @@ def test_a_graph_that_fits_nowhere_is_refused():
     assert [row.job.name for row in result.refused] == ["heavy", "wide"]
 
 
+def test_a_job_is_split_no_further_than_it_must_be():
+    # Four ops beside each other would be fastest on four GPUs; whole, or in two, is what fits.
+    wide = OpGraph(tuple(Op(f"op{i}", 1_000_000, persistent_bytes=10) for i in range(4)), ())
+    for memory, gpus, end in ((100, 1, 100), (20, 2, 50), (10, 4, 25)):
+        fleet = Fleet.uniform(1, 2, 4, memory_bytes=memory)
+        result = simulate_cluster([Job("a", 4, 0, 100, graph=wide)], fleet, Fifo(), Baechi())
+        assert len(result.outcomes[0].gpus) == gpus
+        assert result.outcomes[0].end_time == end
+    fleet = Fleet.uniform(1, 2, 4, memory_bytes=100)
+    greedy = Baechi(fewest=False)
+    result = simulate_cluster([Job("a", 4, 0, 100, graph=wide)], fleet, Fifo(), greedy)
+    assert len(result.outcomes[0].gpus) == 4
+
+
+def test_a_whole_job_goes_where_it_is_fastest_and_then_tightest():
+    fleet = Fleet((Gpu(0, 0, 100), Gpu(0, 0, 50), Gpu(0, 0, 60, speed=2000)))
+    jobs = [Job(f"job{i}", 1, 0, 100, graph=CHAIN) for i in range(3)]
+    result = simulate_cluster(jobs, fleet, Fifo(), Baechi())
+    assert [row.gpus for row in sorted(result.outcomes, key=lambda row: row.job.name)] == [
+        *((2,), (1,), (0,))
+    ]
+
+
 def test_a_graph_on_a_free_gpu_takes_its_duration():
     for fleet in (Fleet.uniform(1, 1, 2), Fleet.uniform(1, 1, 2, speed=2000)):
         result = simulate_cluster(

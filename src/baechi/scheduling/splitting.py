@@ -1,17 +1,18 @@
 """Splitting a job over left-overs: its operator graph, what is left, and whether to wait instead.
 
-`Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit
-another job, on at most `Job.gpus` of them. The predicted step gives the job's rate, the predicted
-peaks what it holds on each GPU, the busy time what share of each GPU's compute it keeps busy. The
-rate is that of the placement on free GPUs; what others on them take away is the sharing model's
-matter. A job without a graph is placed as by `best-fit`.
+`Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit another
+job: whole on one where that is possible, else on as few as possible, at most `Job.gpus`. The
+predicted step gives the job's rate, the predicted peaks what it holds on each GPU, the busy time
+what share of each GPU's compute it keeps busy. The rate is that of the placement on free GPUs; what
+others on them take away is the sharing model's matter. A job without a graph is placed as by
+`best-fit`.
 
 `SplitOrWait` is a policy: a job that is offered a place compares when it would end there with when
 it would end in the place that it would get once one of the next running jobs has ended, and waits
 if that is sooner. Both assume that nothing else changes.
 
-A decision costs one `solve`, some 0.1 s for 500 ops; equal questions are answered from memory
-(`Machines.memo`).
+A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops; equal
+questions are answered from memory (`Machines.memo`), and whether a job fits whole is one question.
 """
 
 from dataclasses import dataclass, replace
@@ -59,20 +60,53 @@ class Baechi(Scheme):
         link: Between GPUs of a node.
         node_link: Between GPUs of different nodes.
         effort: As `solve`'s.
-        candidates: At most so many GPUs are looked at: those with the most memory left, whole
-            nodes before parts of others.
+        candidates: A split looks at no more GPUs than that: those with the most memory left, node
+            by node.
+        fewest: Whether a job is split over as few GPUs as possible; if not, over as many as make
+            its predicted step shortest.
     """
 
     link: Link = NEAR
     node_link: Link = FAR
     effort: str = "fast"
     candidates: int = 16
+    fewest: bool = True
 
     def place(self, job: Job, room: Machines) -> Grant | None:
-        """The placement with the shortest predicted step that fits; `None` if none does."""
+        """The first of whole, two, three, ... GPUs that fits; `None` if none does."""
         if job.graph is None:
             return BestFit().place(job, room)
         left = self._left(job, room)
+        if not self.fewest:
+            return self._split(job, job.graph, room, left, job.gpus)
+        found = self._whole(job, job.graph, room, left)
+        for most in range(2, min(job.gpus, len(left)) + 1):
+            if found is None:
+                found = self._split(job, job.graph, room, left, most)
+        return found
+
+    def _whole(self, job: Job, graph: OpGraph, room: Machines, left: list[_Left]) -> Grant | None:
+        """On one GPU: where it is fastest, and among those where the least memory is left."""
+        best: tuple[tuple[int, int, int], Grant] | None = None
+        for row in left:
+            alone = _Left(0, _AMPLE, replace(row.gpu, node=0, switch=0, memory_bytes=None))
+            question = (id(graph), job.step_ns, job.limit, alone)
+            if question not in room.memo:
+                room.memo[question] = self._answer(job, graph, [alone], 1)
+            answer = room.memo[question]
+            if not isinstance(answer, Grant) or not room.admits(row.index, answer.parts[0]):
+                continue
+            grant = Grant((row.index,), answer.parts, answer.rate)
+            order = (-room.rate(grant, joins=True), row.nbytes, row.index)
+            if best is None or order < best[0]:
+                best = order, grant
+        return None if best is None else best[1]
+
+    def _split(
+        self, job: Job, graph: OpGraph, room: Machines, left: list[_Left], most: int
+    ) -> Grant | None:
+        """On at most `most` of what is left."""
+        left = left[: self.candidates]
         if not left:
             return None
         nodes = {
@@ -81,13 +115,16 @@ class Baechi(Scheme):
         shape = tuple(
             (row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0)) for row in left
         )
-        question = (id(job.graph), job.gpus, job.step_ns, job.limit, shape)
+        question = (id(graph), most, job.step_ns, job.limit, shape)
         if question not in room.memo:
-            room.memo[question] = self._answer(job, job.graph, left)
+            room.memo[question] = self._answer(job, graph, left, most)
         answer = room.memo[question]
         if not isinstance(answer, Grant):
             return None
-        return Grant(tuple(left[place].index for place in answer.gpus), answer.parts, answer.rate)
+        gpus = tuple(left[place].index for place in answer.gpus)
+        if not all(map(room.admits, gpus, answer.parts)):
+            return None
+        return Grant(gpus, answer.parts, answer.rate)
 
     def _left(self, job: Job, room: Machines) -> list[_Left]:
         """What is left of the GPUs that admit a job, those with the most memory first."""
@@ -100,12 +137,12 @@ class Baechi(Scheme):
         for row in rows:
             most[row.gpu.node] = max(most.get(row.gpu.node, 0), row.nbytes)
         rows.sort(key=lambda row: (-most[row.gpu.node], row.gpu.node, -row.nbytes, row.index))
-        return rows[: self.candidates]
+        return rows
 
-    def _answer(self, job: Job, graph: OpGraph, left: list[_Left]) -> Grant | None:
+    def _answer(self, job: Job, graph: OpGraph, left: list[_Left], most: int) -> Grant | None:
         """A grant whose GPUs are places in `left`."""
         held = sum(op.persistent_bytes for op in graph.ops)
-        if held > sum(sorted((row.nbytes for row in left), reverse=True)[: job.gpus]):
+        if held > sum(sorted((row.nbytes for row in left), reverse=True)[:most]):
             return None
         links = tuple(
             tuple(
@@ -115,7 +152,7 @@ class Baechi(Scheme):
             for a in left
         )
         cluster = Cluster(tuple(row.device(place) for place, row in enumerate(left)), links)
-        limits = Constraints(max_devices=job.gpus)
+        limits = Constraints(max_devices=most)
         placement = find(Problem(graph, cluster, limits), self.effort)
         if placement is None:
             return None
