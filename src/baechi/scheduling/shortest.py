@@ -5,7 +5,8 @@ order of the running jobs is that of their ends, and jobs that wait for equally 
 heap of their own: an event costs the jobs that change, and the running jobs behind the first one
 that waits, instead of a sort of all jobs. Ties are broken as the stable sort in `order` does, which
 tests compare with: a waiting job goes before a running one that has just caught up with it, a new
-one behind all.
+one behind all. Only where a job of zero length makes two events of one moment, may equals be in
+another order.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -46,7 +47,7 @@ class ShortestTime(Policy):
         self._waiting: dict[int, list[_Entry]] = {}  # by GPUs
         self._running: list[_Entry] = []
         self._event = 0
-        self._rank = 0
+        self._count = 0
 
     def order(self, runs: list[Run], now: int) -> list[Run]:
         """By remaining time; equals stay as they were."""
@@ -120,6 +121,8 @@ class ShortestTime(Policy):
 
     def _wait(self, run: Run, now: int, *, new: int) -> None:
         """Queues a job; at one event, the preempted go before the new."""
-        self._rank += 1
+        self._count += 1
+        event = 2 * self._event + new
+        rank = (event << 64) + self._count
         row = self._waiting.setdefault(run.job.gpus, [])
-        heappush(row, (run.remaining(now), 2 * self._event + new, self._rank, run))
+        heappush(row, (run.remaining(now), event, rank, run))

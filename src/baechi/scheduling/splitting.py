@@ -11,14 +11,17 @@ others on them take away is the sharing model's matter. A job without a graph is
 it would end in the place that it would get once one of the next running jobs has ended, and waits
 if that is sooner. Both assume that nothing else changes.
 
-A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops; equal
-questions are answered from memory (`Machines.memo`), and whether a job fits whole is one question.
+A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops, more where
+none fits. So questions are not asked twice (`Machines.memo`): whether a job fits whole is one for
+all GPUs of a kind; memory that is left is rounded down to 64ths of a GPU's; where nothing fitted,
+nothing is tried with less on every device; and nothing is tried where all devices together have
+less than the whole job holds at its peak, which leaves out splits that would hold less.
 """
 
+import operator
 from dataclasses import dataclass, replace
 from typing import Final, final
 
-from baechi.constraints import Constraints
 from baechi.devices import Cluster, Device, Link
 from baechi.graph import OpGraph
 from baechi.problem import Problem
@@ -45,6 +48,11 @@ class _Left:
     nbytes: int
     gpu: Gpu
 
+    def rounded(self) -> "_Left":
+        """With memory in 64ths of the GPU's, rounded down, so that fewer questions differ."""
+        unit = (self.gpu.memory_bytes or 0) // 64
+        return replace(self, nbytes=self.nbytes // unit * unit) if unit else self
+
     def device(self, place: int) -> Device:
         """As `solve` reads it: a slice is a slower GPU."""
         speed = self.gpu.speed * self.gpu.share / WHOLE**2
@@ -60,8 +68,6 @@ class Baechi(Scheme):
         link: Between GPUs of a node.
         node_link: Between GPUs of different nodes.
         effort: As `solve`'s.
-        candidates: A split looks at no more GPUs than that: those with the most memory left, node
-            by node.
         fewest: Whether a job is split over as few GPUs as possible; if not, over as many as make
             its predicted step shortest.
     """
@@ -69,7 +75,6 @@ class Baechi(Scheme):
     link: Link = NEAR
     node_link: Link = FAR
     effort: str = "fast"
-    candidates: int = 16
     fewest: bool = True
 
     def place(self, job: Job, room: Machines) -> Grant | None:
@@ -89,12 +94,8 @@ class Baechi(Scheme):
         """On one GPU: where it is fastest, and among those where the least memory is left."""
         best: tuple[tuple[int, int, int], Grant] | None = None
         for row in left:
-            alone = _Left(0, _AMPLE, replace(row.gpu, node=0, switch=0, memory_bytes=None))
-            question = (id(graph), job.step_ns, job.limit, alone)
-            if question not in room.memo:
-                room.memo[question] = self._answer(job, graph, [alone], 1)
-            answer = room.memo[question]
-            if not isinstance(answer, Grant) or not room.admits(row.index, answer.parts[0]):
+            answer = self._alone(job, graph, room, row)
+            if answer is None or not room.admits(row.index, answer.parts[0]):
                 continue
             grant = Grant((row.index,), answer.parts, answer.rate)
             order = (-room.rate(grant, joins=True), row.nbytes, row.index)
@@ -102,24 +103,53 @@ class Baechi(Scheme):
                 best = order, grant
         return None if best is None else best[1]
 
+    def _alone(self, job: Job, graph: OpGraph, room: Machines, row: _Left) -> Grant | None:
+        """On one GPU of its kind that has memory for anything."""
+        ample = _Left(0, _AMPLE, replace(row.gpu, node=0, switch=0, memory_bytes=None))
+        question = (id(graph), job.step_ns, job.limit, ample)
+        if question not in room.memo:
+            room.memo[question] = self._answer(job, graph, [ample])
+        answer = room.memo[question]
+        return answer if isinstance(answer, Grant) else None
+
+    def _least(self, job: Job, graph: OpGraph, room: Machines, row: _Left) -> int:
+        """What the whole job holds at its peak."""
+        alone = self._alone(job, graph, room, row)
+        return alone.parts[0].memory_bytes if alone is not None else 0
+
     def _split(
         self, job: Job, graph: OpGraph, room: Machines, left: list[_Left], most: int
     ) -> Grant | None:
-        """On at most `most` of what is left."""
-        left = left[: self.candidates]
-        if not left:
+        """On at most `most` GPUs, those with the most memory: of one node if that is enough."""
+        least = max((self._least(job, graph, room, row) for row in left[:1]), default=0)
+        nodes_left: dict[int, list[_Left]] = {}
+        for row in left:
+            nodes_left.setdefault(row.gpu.node, []).append(row)
+        choices = [*nodes_left.values(), left]
+        offers = [sorted(row, key=_most_memory)[:most] for row in choices]
+        enough = [row for row in offers if row and sum(one.nbytes for one in row) >= least]
+        if not enough:
             return None
+        near = [row for row in enough[:-1] if len(row) == most] or enough[-1:]
+        left = [row.rounded() for row in max(near, key=lambda row: sum(one.nbytes for one in row))]
+        memory = tuple(row.nbytes for row in left)
         nodes = {
             node: rank for rank, node in enumerate(dict.fromkeys(row.gpu.node for row in left))
         }
-        shape = tuple(
-            (row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0)) for row in left
+        shape = (
+            memory,
+            tuple(replace(row.gpu, node=nodes[row.gpu.node], switch=0) for row in left),
         )
-        question = (id(graph), most, job.step_ns, job.limit, shape)
-        if question not in room.memo:
-            room.memo[question] = self._answer(job, graph, left, most)
-        answer = room.memo[question]
+        question = (id(graph), most, job.step_ns, job.limit)
+        failed = room.memo.setdefault((*question, shape[1]), [])
+        assert isinstance(failed, list)
+        if any(all(map(operator.le, memory, before)) for before in failed):
+            return None
+        if (*question, shape) not in room.memo:
+            room.memo[*question, shape] = self._answer(job, graph, left)
+        answer = room.memo[*question, shape]
         if not isinstance(answer, Grant):
+            failed.append(memory)
             return None
         gpus = tuple(left[place].index for place in answer.gpus)
         if not all(map(room.admits, gpus, answer.parts)):
@@ -127,23 +157,15 @@ class Baechi(Scheme):
         return Grant(gpus, answer.parts, answer.rate)
 
     def _left(self, job: Job, room: Machines) -> list[_Left]:
-        """What is left of the GPUs that admit a job, those with the most memory first."""
+        """What is left of the GPUs that admit a job."""
         rows = []
         for index in room.open(Part(0, 1, job.limit)):
             memory = room.memory_left[index]
             rows.append(_Left(index, _AMPLE if memory is None else memory, room.fleet.gpus[index]))
-        rows = [row for row in rows if row.nbytes]
-        most: dict[int, int] = {}
-        for row in rows:
-            most[row.gpu.node] = max(most.get(row.gpu.node, 0), row.nbytes)
-        rows.sort(key=lambda row: (-most[row.gpu.node], row.gpu.node, -row.nbytes, row.index))
-        return rows
+        return [row for row in rows if row.nbytes]
 
-    def _answer(self, job: Job, graph: OpGraph, left: list[_Left], most: int) -> Grant | None:
+    def _answer(self, job: Job, graph: OpGraph, left: list[_Left]) -> Grant | None:
         """A grant whose GPUs are places in `left`."""
-        held = sum(op.persistent_bytes for op in graph.ops)
-        if held > sum(sorted((row.nbytes for row in left), reverse=True)[:most]):
-            return None
         links = tuple(
             tuple(
                 None if a is b else self.link if a.gpu.node == b.gpu.node else self.node_link
@@ -152,11 +174,10 @@ class Baechi(Scheme):
             for a in left
         )
         cluster = Cluster(tuple(row.device(place) for place, row in enumerate(left)), links)
-        limits = Constraints(max_devices=most)
-        placement = find(Problem(graph, cluster, limits), self.effort)
+        placement = find(Problem(graph, cluster), self.effort)
         if placement is None:
             return None
-        schedule = simulate(graph, cluster, placement, limits)
+        schedule = simulate(graph, cluster, placement)
         if any(peak > row.nbytes for peak, row in zip(schedule.peak_bytes, left, strict=True)):
             return None
         step_ns = max(1, schedule.makespan_ns)
@@ -177,6 +198,10 @@ class Baechi(Scheme):
         slowest = min(left[place].gpu.speed for place in used)
         rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
         return Grant(tuple(used), parts, max(1, rate))
+
+
+def _most_memory(row: _Left) -> tuple[int, int]:
+    return -row.nbytes, row.index
 
 
 @final
