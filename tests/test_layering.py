@@ -26,6 +26,7 @@ LAYERS = {
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "__main__",
+    6: "placing demo demo_models named_models console cluster_command __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -121,6 +122,54 @@ ALLOWED = {
     "reporting.page": {"reporting.facts", "reporting.figures", "reporting.occupancy"},
     "reporting.perfetto": {"reporting.facts", "reporting.occupancy"},
     "reporting.text": {"reporting.facts"},
+    # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
+    "scheduling.fleet": {"scheduling.jobs"},
+    "scheduling.sharing": {"scheduling.jobs"},
+    "scheduling.rooms": {"scheduling.fleet", "scheduling.jobs", "scheduling.sharing"},
+    "scheduling.runs": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
+    "scheduling.schemes": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
+    "scheduling.policies": {"scheduling.rooms", "scheduling.runs"},
+    "scheduling.shortest": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.las": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.slicing": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.packing": {"scheduling.policies"},
+    "scheduling.splitting": {
+        "scheduling.fleet",
+        "scheduling.jobs",
+        "scheduling.policies",
+        "scheduling.rooms",
+        "scheduling.schemes",
+        "scheduling.sharing",
+    },
+    "scheduling.catalog": {
+        "scheduling.las",
+        "scheduling.packing",
+        "scheduling.policies",
+        "scheduling.schemes",
+        "scheduling.sharing",
+        "scheduling.shortest",
+        "scheduling.slicing",
+        "scheduling.splitting",
+    },
+    "scheduling.simulator": {
+        "scheduling.fleet",
+        "scheduling.jobs",
+        "scheduling.policies",
+        "scheduling.rooms",
+        "scheduling.runs",
+        "scheduling.schemes",
+        "scheduling.sharing",
+    },
+    "scheduling.outputs": {"scheduling.simulator"},
+    "scheduling.charts": {"reporting.figures", "scheduling.simulator"},
+    "scheduling.generators": {"scheduling.jobs"},
+    "scheduling.trace_entries": {"scheduling.jobs"},
+    "scheduling.trace_formats": {"scheduling.jobs", "scheduling.trace_entries"},
+    "scheduling.traces": {
+        "scheduling.jobs",
+        "scheduling.trace_entries",
+        "scheduling.trace_formats",
+    },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},
@@ -168,6 +217,8 @@ ALLOWED = {
     "profile_commands": {"console"},
     "estimate_commands": {"console"},
     "__main__": {"console", "demo", "estimate_commands", "probing", "profile_commands"},
+    "cluster_command": {"console"},
+    "__main__": {"cluster_command", "console", "demo", "named_models"},
 }
 
 
@@ -274,6 +325,23 @@ def test_solving_a_graph_loads_no_torch() -> None:
         "cluster = baechi.Cluster.uniform(2, memory='1GiB', link=link)\n"
         "placement = baechi.solve(graph, cluster)\n"
         "assert baechi.simulate(graph, cluster, placement).makespan_ns == 10"
+    )
+    assert "torch" not in loaded
+
+
+def test_simulating_a_cluster_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import pkgutil, baechi.scheduling\n"
+        "from importlib import import_module\n"
+        "for module in pkgutil.iter_modules(baechi.scheduling.__path__, 'baechi.scheduling.'):\n"
+        "    import_module(module.name)\n"
+        "from baechi.scheduling.catalog import policy_named\n"
+        "from baechi.scheduling.fleet import Fleet\n"
+        "from baechi.scheduling.jobs import Job\n"
+        "from baechi.scheduling.simulator import simulate_cluster\n"
+        "fleet = Fleet.uniform(1, 1, 2)\n"
+        "result = simulate_cluster([Job('a', 2, 0, 5)], fleet, policy_named('fifo'))\n"
+        "assert result.outcomes[0].end_time == 5"
     )
     assert "torch" not in loaded
 

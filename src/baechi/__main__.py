@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baechi import __version__, estimate_commands, profile_commands
+from baechi.cluster_command import cluster as simulate_jobs
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -296,6 +297,9 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
+
+
+app.command("cluster")(simulate_jobs)
 
 
 def _targets(devices: list[str]) -> Any:
