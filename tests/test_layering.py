@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs",
+    0: "errors units values arrays graph devices topology constraints placement costs",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity",
     2: "simulation solving placers.*",
@@ -33,6 +33,7 @@ ALLOWED = {
     "values": {"errors"},
     "graph": {"arrays", "errors", "values"},
     "devices": {"errors", "units", "values"},
+    "topology": {"devices", "errors", "units", "values"},
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
@@ -115,6 +116,10 @@ ALLOWED = {
     "reporting.page": {"reporting.facts", "reporting.figures", "reporting.occupancy"},
     "reporting.perfetto": {"reporting.facts", "reporting.occupancy"},
     "reporting.text": {"reporting.facts"},
+    # Claims, then what is left, then who has it, then what fits there, then who asks.
+    "scheduling.snapshot": {"scheduling.claims"},
+    "scheduling.store": {"scheduling.claims", "scheduling.snapshot"},
+    "scheduling.ledger": {"scheduling.claims", "scheduling.snapshot", "scheduling.store"},
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},
