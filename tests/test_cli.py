@@ -26,7 +26,7 @@ from baechi.traced import Traced
 
 COMMANDS = (
     *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
-    "cluster",
+    *("serve", "cluster"),
 )
 MODEL = """
 import torch

@@ -14,7 +14,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs measurement "
+    0: "errors units values arrays graph devices topology constraints placement costs measurement "
     "optimizers efficiency",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity link_fits profile_store device_kinds",
@@ -25,8 +25,7 @@ LAYERS = {
     "workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
-    "__main__",
-    6: "placing demo demo_models named_models console cluster_command __main__",
+    "cluster_command serving __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -37,6 +36,7 @@ ALLOWED = {
     "values": {"errors"},
     "graph": {"arrays", "errors", "values"},
     "devices": {"errors", "units", "values"},
+    "topology": {"devices", "errors", "units", "values"},
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
@@ -170,6 +170,55 @@ ALLOWED = {
         "scheduling.trace_entries",
         "scheduling.trace_formats",
     },
+    # Claims, then what is left, then who has it, then what fits there, then who asks.
+    "scheduling.snapshot": {"scheduling.claims"},
+    "scheduling.store": {"scheduling.claims", "scheduling.snapshot"},
+    "scheduling.ledger": {"scheduling.claims", "scheduling.snapshot", "scheduling.store"},
+    "scheduling.wishes": {"scheduling.claims"},
+    "scheduling.candidates": {
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.decision": {
+        "scheduling.candidates",
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.whatif": {
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.messages": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
+    "scheduling.workers": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+    },
+    "scheduling.service": {
+        "scheduling.ledger",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.workers",
+    },
+    "scheduling.client": {
+        "scheduling.claims",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},
@@ -216,9 +265,17 @@ ALLOWED = {
     "console": {"named_models"},
     "profile_commands": {"console"},
     "estimate_commands": {"console"},
-    "__main__": {"console", "demo", "estimate_commands", "probing", "profile_commands"},
     "cluster_command": {"console"},
-    "__main__": {"cluster_command", "console", "demo", "named_models"},
+    "serving": {"console"},
+    "__main__": {
+        "cluster_command",
+        "console",
+        "demo",
+        "estimate_commands",
+        "probing",
+        "profile_commands",
+        "serving",
+    },
 }
 
 
@@ -344,6 +401,31 @@ def test_simulating_a_cluster_loads_no_torch() -> None:
         "assert result.outcomes[0].end_time == 5"
     )
     assert "torch" not in loaded
+
+
+def test_the_scheduling_service_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "from fastapi.testclient import TestClient\n"
+        "from baechi.scheduling.client import Client\n"
+        "from baechi.scheduling.ledger import Ledger\n"
+        "from baechi.scheduling.service import create_app\n"
+        "from baechi.serialization import dumps\n"
+        "if __name__ == '__main__':\n"
+        "    link = baechi.Link(latency_ns=10, bytes_per_s=10**9)\n"
+        "    ledger = Ledger(baechi.Cluster.uniform(2, memory='1GiB', link=link))\n"
+        "    graph = baechi.OpGraph((baechi.Op('a', 5),))\n"
+        "    with TestClient(create_app(ledger, workers=1)) as web:\n"
+        "        digest = web.post('/v1/graphs', content=dumps(graph)).json()['digest']\n"
+        "        answer = web.post('/v1/solve', json={'schema': 1, 'graph': digest})\n"
+        "        assert answer.json()['status'] == 'placed', answer.text"
+    )
+    assert "fastapi" in loaded
+    assert not loaded & {"torch", "transformers"}
+
+
+def test_the_command_line_loads_no_web_framework_before_it_serves() -> None:
+    assert not loaded_after("import baechi.__main__") & {"fastapi", "uvicorn", "torch"}
 
 
 def test_what_needs_torch_says_so_where_there_is_none() -> None:

@@ -360,6 +360,7 @@ def test_every_type_of_every_field_has_acodec():
         *("Transfer", "Schedule", "OpCost", "Profile", "Traced", "Constraints"),
         "Measurement",
         "Calibration",
+        "Topology",
     }
     for kind in TYPES.values():
         assert is_dataclass(kind)

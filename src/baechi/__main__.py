@@ -37,6 +37,7 @@ from baechi.errors import InputError
 from baechi.graph import OpGraph
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
+from baechi.serving import serve
 from baechi.traced import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -278,6 +279,9 @@ def probe(
     for remark in found.remarks:
         say(remark)
     write(cluster, out)
+
+
+app.command()(serve)
 
 
 @app.command()

@@ -31,12 +31,13 @@ from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.topology import Topology
 from baechi.traced import Traced
 from baechi.values import FrozenDict
 
 VERSION: Final = 1
 _KINDS = (
-    *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
+    *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
