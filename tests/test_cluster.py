@@ -23,13 +23,14 @@ from baechi.scheduling.generators import exponential, log_normal, poisson_jobs
 from baechi.scheduling.jobs import WHOLE, Job
 from baechi.scheduling.outputs import cluster_csv, held_gpu_time, job_csv, summary
 from baechi.scheduling.policies import Fifo, FitJobFirst, Policy
+from baechi.scheduling.results import ROW
 from baechi.scheduling.rooms import Counter as CountingRoom
 from baechi.scheduling.rooms import Machines
 from baechi.scheduling.runs import Run
 from baechi.scheduling.schemes import BestFit, Consolidated, LeastLoaded
 from baechi.scheduling.sharing import WORK, Exclusive, Part, SideBySide, TimeSliced
 from baechi.scheduling.shortest import ShortestTime
-from baechi.scheduling.simulator import ROW, simulate_cluster
+from baechi.scheduling.simulator import simulate_cluster
 from baechi.scheduling.slicing import FinishTimeFairness, TimeSlicing
 from baechi.scheduling.splitting import Baechi, SplitOrWait
 

@@ -15,7 +15,8 @@ from baechi.scheduling.fleet import Fleet
 from baechi.scheduling.jobs import Job
 from baechi.scheduling.outputs import JOB_COLUMNS, summary, write_comparison
 from baechi.scheduling.policies import Fifo
-from baechi.scheduling.simulator import ROW, simulate_cluster
+from baechi.scheduling.results import ROW
+from baechi.scheduling.simulator import simulate_cluster
 
 TRACE = """job_id,num_gpu,submit_time,iterations,model_name,duration,interval
 0,1,0,606,tiny,100,30

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from baechi.scheduling.fleet import Fleet, Slice
     from baechi.scheduling.jobs import Job
-    from baechi.scheduling.simulator import Result
+    from baechi.scheduling.results import Result
     from baechi.scheduling.traces import Trace
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from baechi.reporting.figures import color, require_plotly
-from baechi.scheduling.simulator import ROW, Result
+from baechi.scheduling.results import ROW, Result
 from baechi.serialization import write_whole
 
 _POINTS = 2000  # of a curve at most: more than a screen is wide

@@ -8,7 +8,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-from baechi.scheduling.simulator import ROW, Result
+from baechi.scheduling.results import ROW, Result
 from baechi.serialization import write_whole
 
 JOB_COLUMNS: Final = (

@@ -15,50 +15,20 @@ linear in jobs plus events.
 """
 
 import copy
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
-from typing import final
 
 from baechi.errors import InputError
 from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.jobs import Job, Outcome, Refusal
-from baechi.scheduling.policies import Offer, Policy
+from baechi.scheduling.jobs import Job, Refusal
+from baechi.scheduling.offers import RoomOffer, held_by, reason_for, shape_of
+from baechi.scheduling.policies import Policy
+from baechi.scheduling.results import Result
 from baechi.scheduling.rooms import Counter, Grant, Machines, Room
 from baechi.scheduling.runs import Run
 from baechi.scheduling.schemes import Scheme
 from baechi.scheduling.sharing import Exclusive, Sharing
 from baechi.values import check_count
-
-# What `Result.rows` has in each row, after every event.
-ROW = (
-    *("time", "idle_node", "busy_node", "full_node", "idle_gpu", "busy_gpu"),
-    *("pending_job", "running_job", "completed_job"),
-)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What a simulation found.
-
-    Attributes:
-        policy: The policy's name.
-        gpus: How many GPUs there were.
-        outcomes: The jobs that ended, in the order in which they did; of one moment, by arrival.
-        refused: The jobs that fit no empty cluster.
-        rows: The cluster after every event, in the columns of `ROW`.
-        memory_bytes: The memory of all GPUs; 0 where it is not modeled.
-        byte_ticks: The memory that jobs held, times how long.
-    """
-
-    policy: str
-    gpus: int
-    outcomes: tuple[Outcome, ...]
-    refused: tuple[Refusal, ...]
-    rows: tuple[tuple[int, ...], ...]
-    memory_bytes: int = 0
-    byte_ticks: int = 0
 
 
 def simulate_cluster(
@@ -108,26 +78,6 @@ def simulate_cluster(
         fleet, copy.deepcopy(policy), scheme, sharing, preempt_cost + restart_cost, seed
     )
     return simulation.run(jobs, progress)
-
-
-@dataclass(frozen=True, slots=True)
-class _Offer(Offer):
-    """An offer, with the room to ask about others."""
-
-    run: Run
-    grant: Grant
-    rate: int
-    now: int
-    running: Collection[Run]
-    room: Room
-
-    def rate_after(self, other: Run) -> int:
-        held = _grant(other)
-        self.room.give(other.index, other.job, held)
-        grant = self.room.place(self.run.job)
-        rate = self.room.rate(grant, joins=True) if grant is not None else 0
-        self.room.take(other.index, other.job, held)
-        return rate
 
 
 class _Simulation:
@@ -212,13 +162,13 @@ class _Simulation:
         empty = self._make_room()
         known: dict[object, bool] = {}
         for job in sorted(jobs, key=lambda job: job.submit_time):
-            shape = _shape(job)
+            shape = shape_of(job)
             if shape not in known:
                 known[shape] = empty.place(job) is not None
             if known[shape]:
                 admitted.append(job)
             else:
-                refused.append(Refusal(job, _reason(job, self._gpus)))
+                refused.append(Refusal(job, reason_for(job, self._gpus)))
         return refused, [Run(job, index) for index, job in enumerate(admitted)]
 
     def _next(self, arrival: int | None) -> int | None:
@@ -320,7 +270,7 @@ class _Simulation:
         for rank, run in enumerate(self._queue):
             if run.running or self._begin(run, now):
                 continue
-            shape = _shape(run.job)
+            shape = shape_of(run.job)
             behind = [other for other in self._queue[rank + 1 :] if other.running]
             if behind and shape not in hopeless and not self._displace(run, behind, now):
                 hopeless.add(shape)
@@ -351,7 +301,7 @@ class _Simulation:
             self._room.take(run.index, run.job, grant)
         lost = []
         for other in behind[len(behind) - away :]:
-            held = _grant(other)
+            held = held_by(other)
             if self._room.place_again(held):
                 self._room.take(other.index, other.job, held)
             else:
@@ -367,9 +317,9 @@ class _Simulation:
     def _clear(self, behind: list[Run], away: int, wanted: int) -> int:
         """Takes away or puts back jobs, so that the last `wanted` are away."""
         for place in range(len(behind) - wanted, len(behind) - away):
-            self._room.give(behind[place].index, behind[place].job, _grant(behind[place]))
+            self._room.give(behind[place].index, behind[place].job, held_by(behind[place]))
         for place in range(len(behind) - away, len(behind) - wanted):
-            self._room.take(behind[place].index, behind[place].job, _grant(behind[place]))
+            self._room.take(behind[place].index, behind[place].job, held_by(behind[place]))
         return wanted
 
     def _begin(self, run: Run, now: int) -> bool:
@@ -385,7 +335,7 @@ class _Simulation:
             return True
         rate = self._room.rate(grant, joins=True)
         return self._policy.accepts(
-            _Offer(run, grant, rate, now, self._running.values(), self._room)
+            RoomOffer(run, grant, rate, now, self._running.values(), self._room)
         )
 
     def _start(self, run: Run, grant: Grant, now: int) -> None:
@@ -408,7 +358,7 @@ class _Simulation:
         self._refresh(run, now)
 
     def _stop(self, run: Run, now: int) -> None:
-        self._room.give(run.index, run.job, _grant(run))
+        self._room.give(run.index, run.job, held_by(run))
         self._mark_stopped(run, now)
         self._refresh(run, now)
 
@@ -426,37 +376,21 @@ class _Simulation:
         run.running = False
         run.version += 1
         del self._running[run.index]
-        self._room.give(run.index, run.job, _grant(run))
+        self._room.give(run.index, run.job, held_by(run))
 
     def _refresh(self, run: Run, now: int) -> None:
         """New rates for those on the GPUs of a job that came or went."""
         if self._shared:
-            for index in sorted(self._room.neighbors(_grant(run))):
+            for index in sorted(self._room.neighbors(held_by(run))):
                 neighbor = self._runs[index]
                 if neighbor.running:
                     self._pace(neighbor, now)
 
     def _pace(self, run: Run, now: int) -> None:
         """The rate of a running job, and its end with it."""
-        rate = self._room.rate(_grant(run))
+        rate = self._room.rate(held_by(run))
         if rate != run.rate:
             run.settle(now)
             run.rate = rate
             run.version += 1
             heappush(self._ends, (run.ends_at(), run.index, run.version))
-
-
-def _grant(run: Run) -> Grant:
-    assert run.grant is not None, "a job that holds nothing was asked for what it holds"
-    return run.grant
-
-
-def _shape(job: Job) -> object:
-    """What a scheme looks at: jobs of one shape fit in the same places."""
-    return job.gpus, job.memory_bytes, job.compute, job.limit, id(job.graph), job.step_ns
-
-
-def _reason(job: Job, gpus: int) -> str:
-    if job.gpus > gpus:
-        return f"asks for {job.gpus} GPUs of {gpus}"
-    return f"asks for {job.gpus} GPUs as the scheme gives none even of the empty cluster"

@@ -1,0 +1,53 @@
+"""What the simulator asks about a job's place: held, offered, or never to be had."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from baechi.scheduling.jobs import Job
+from baechi.scheduling.policies import Offer
+from baechi.scheduling.rooms import Grant, Room
+from baechi.scheduling.runs import Run
+from baechi.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RoomOffer(Offer):
+    """An offer, with the room to ask about others."""
+
+    run: Run
+    grant: Grant
+    rate: int
+    now: int
+    running: Collection[Run]
+    room: Room
+
+    def rate_after(self, other: Run) -> int:
+        """As if it were given back; then it is taken again."""
+        held = held_by(other)
+        self.room.give(other.index, other.job, held)
+        grant = self.room.place(self.run.job)
+        rate = self.room.rate(grant, joins=True) if grant is not None else 0
+        self.room.take(other.index, other.job, held)
+        return rate
+
+
+def held_by(run: Run) -> Grant:
+    """Where a job that has started runs, or ran last."""
+    assert run.grant is not None, "a job that holds nothing was asked for what it holds"
+    return run.grant
+
+
+def shape_of(job: Job) -> object:
+    """What a scheme looks at: jobs of one shape fit in the same places."""
+    return job.gpus, job.memory_bytes, job.compute, job.limit, id(job.graph), job.step_ns
+
+
+def reason_for(job: Job, gpus: int) -> str:
+    """Why a job fits no empty cluster of so many GPUs."""
+    if job.gpus > gpus:
+        return f"asks for {job.gpus} GPUs of {gpus}"
+    what = "its operator graph" if job.graph else f"{format_bytes(job.memory_bytes)} on each"
+    return (
+        f"asks for {job.gpus} GPUs with room for {what}; under this scheme not even the empty "
+        "cluster has that"
+    )
