@@ -120,6 +120,23 @@ ALLOWED = {
     "scheduling.snapshot": {"scheduling.claims"},
     "scheduling.store": {"scheduling.claims", "scheduling.snapshot"},
     "scheduling.ledger": {"scheduling.claims", "scheduling.snapshot", "scheduling.store"},
+    "scheduling.wishes": {"scheduling.claims"},
+    "scheduling.candidates": {
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.decision": {
+        "scheduling.candidates",
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.whatif": {
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},

@@ -248,7 +248,7 @@ steps = st.tuples(st.sampled_from("abcd"), st.lists(amounts | cuts, max_size=3))
 
 
 @given(st.lists(steps, max_size=12))
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 def test_never_over_capacity_and_a_release_restores_exactly(script):
     book = Ledger(MIXED, sharing=SHARING)
     empty = book.snapshot()
