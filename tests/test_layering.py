@@ -22,7 +22,7 @@ LAYERS = {
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
     "estimation",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "placing demo demo_models named_models console serving __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -137,6 +137,34 @@ ALLOWED = {
         "scheduling.snapshot",
         "scheduling.wishes",
     },
+    "scheduling.messages": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
+    "scheduling.workers": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+    },
+    "scheduling.service": {
+        "scheduling.ledger",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.workers",
+    },
+    "scheduling.client": {
+        "scheduling.claims",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},
@@ -159,7 +187,8 @@ ALLOWED = {
     "runtime.module": {"runtime.executables"},
     # Layer 6.
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "serving": {"console"},
+    "__main__": {"console", "demo", "named_models", "serving"},
 }
 
 
@@ -267,6 +296,31 @@ def test_solving_a_graph_loads_no_torch() -> None:
         "assert baechi.simulate(graph, cluster, placement).makespan_ns == 10"
     )
     assert "torch" not in loaded
+
+
+def test_the_scheduling_service_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "from fastapi.testclient import TestClient\n"
+        "from baechi.scheduling.client import Client\n"
+        "from baechi.scheduling.ledger import Ledger\n"
+        "from baechi.scheduling.service import create_app\n"
+        "from baechi.serialization import dumps\n"
+        "if __name__ == '__main__':\n"
+        "    link = baechi.Link(latency_ns=10, bytes_per_s=10**9)\n"
+        "    ledger = Ledger(baechi.Cluster.uniform(2, memory='1GiB', link=link))\n"
+        "    graph = baechi.OpGraph((baechi.Op('a', 5),))\n"
+        "    with TestClient(create_app(ledger, workers=1)) as web:\n"
+        "        digest = web.post('/v1/graphs', content=dumps(graph)).json()['digest']\n"
+        "        answer = web.post('/v1/solve', json={'schema': 1, 'graph': digest})\n"
+        "        assert answer.json()['status'] == 'placed', answer.text"
+    )
+    assert "fastapi" in loaded
+    assert not loaded & {"torch", "transformers"}
+
+
+def test_the_command_line_loads_no_web_framework_before_it_serves() -> None:
+    assert not loaded_after("import baechi.__main__") & {"fastapi", "uvicorn", "torch"}
 
 
 def test_what_needs_torch_says_so_where_there_is_none() -> None:

@@ -34,6 +34,7 @@ from baechi.graph import OpGraph
 from baechi.named_models import load_model
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
+from baechi.serving import serve
 from baechi.traced import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -330,6 +331,9 @@ def probe(
                 rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
                 say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
     write(cluster, out)
+
+
+app.command()(serve)
 
 
 @app.command()
