@@ -65,9 +65,10 @@ class Demand:
     def of(graph: OpGraph) -> "Demand":
         """The demand of a graph. O(kinds * (ops + tensors))."""
         tables = {"": tuple(op.time_ns for op in graph.ops), **graph.times}
-        running = [op.workspace_bytes for op in graph.ops]
-        for tensor in graph.tensors:
-            running[tensor.producer] += tensor.nbytes
+        arrays = graph.arrays
+        running = arrays.workspace.tolist()
+        for op, nbytes in zip(arrays.producer.tolist(), arrays.nbytes.tolist(), strict=True):
+            running[op] += nbytes
         for times in tables.values():
             # What takes no time holds nothing while it runs.
             running = [nbytes if time else 0 for nbytes, time in zip(running, times, strict=True)]
@@ -87,16 +88,11 @@ class Demand:
 
 def _chain(graph: OpGraph, times: Sequence[int]) -> int:
     """The longest chain of ops, in ns."""
-    start = [0] * len(times)
-    ends = [0] * len(times)
-    of_producer: list[list[tuple[int, ...]]] = [[] for _ in times]
-    for tensor in graph.tensors:
-        of_producer[tensor.producer].append(tensor.consumers)
-    for op, time_ns in enumerate(times):
-        ends[op] = start[op] + time_ns
-        for consumers in of_producer[op]:
-            for consumer in consumers:
-                start[consumer] = max(start[consumer], ends[op])
+    producers = graph.arrays.producer.tolist()
+    ends: list[int] = []
+    for time_ns, inputs in zip(times, graph.op_inputs, strict=True):
+        start = max((ends[producers[tensor]] for tensor in inputs), default=0)
+        ends.append(start + time_ns)
     return max(ends, default=0)
 
 
@@ -136,8 +132,9 @@ def candidates(
                 found.sort(key=lambda row: (row.promise_ns, -row.memory_bytes, row.rooms))
                 by_size.setdefault(size, []).extend(found[:_OFFERED])
     forbidden = [set(row) for row in limits.forbidden.values()]
-    # One of each size, then the second of each, and so on.
-    for row in _dealt([by_size[size] for size in sorted(by_size)]):
+    # One of each size, then the second of each, and so on; powers of two before what is between.
+    sizes = sorted(by_size, key=lambda size: (size & (size - 1) != 0, size))
+    for row in _dealt([by_size[size] for size in sizes]):
         here = {rooms[at].device.name for at in row.rooms}
         if not any(here <= banned for banned in forbidden):
             yield row

@@ -2,15 +2,17 @@
 
 `explore` list-schedules the graph (m-ETF and HEFT, in the one clock) on sets of devices in the
 order of `candidates.py`, skips what cannot beat what it has, and returns what is worth choosing
-between: fewer devices, or a shorter step. Where no list schedule fits, the full solver looks on the
-sets with the most memory, and on all that is left; with more effort it also betters what is found.
+between: fewer devices, or a shorter step. Where no list schedule fits, dense packings are tried on
+the sets with the most memory, and on all that is left; with more effort than fast the full solver,
+too, which then also betters what is found.
 
 Pure: equal input gives equal output, and nothing is reserved.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NoReturn, final
+from functools import cached_property
+from typing import Final, NoReturn, TypeVar, final
 
 from baechi.constraints import Constraints
 from baechi.devices import Cluster
@@ -18,6 +20,7 @@ from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.graph import OpGraph
 from baechi.linkage import linked
 from baechi.placement import Placement
+from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
@@ -33,7 +36,7 @@ from baechi.solving import find
 from baechi.units import format_bytes
 
 # Sets that are tried.
-_TRIED: Final = {"fast": 10, "balanced": 24, "thorough": 60}
+_TRIED: Final = {"fast": 7, "balanced": 24, "thorough": 60}
 # With what effort `solve` works on those that are worth it.
 _POLISH: Final = {"balanced": "fast", "thorough": "balanced"}
 # Sets on which `solve` looks where no list schedule fits.
@@ -66,6 +69,11 @@ class Decision:
     version: int
 
     @property
+    def used(self) -> int:
+        """How many devices it uses."""
+        return len(self.cluster.devices)
+
+    @property
     def devices(self) -> tuple[str, ...]:
         """The names of the devices."""
         return tuple(device.name for device in self.cluster.devices)
@@ -74,6 +82,27 @@ class Decision:
         """What to reserve for it."""
         shares = dict(zip(self.devices, self.shares, strict=True))
         return claims_of(self.cluster, self.placement, self.peak_bytes, shares)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A placement on a set of rooms, before it is known whether it is worth telling."""
+
+    problem: Problem
+    placement: Placement
+    chosen: tuple[int, ...]
+
+    @cached_property
+    def used(self) -> int:
+        return len(set(self.placement.devices))
+
+    @property
+    def step_ns(self) -> int:
+        return int(self.placement.stats["makespan_ns"])
+
+
+_Row = TypeVar("_Row", Decision, _Found)
 
 
 def decide(graph: OpGraph, snapshot: Snapshot, wish: Wish | None = None) -> Decision:
@@ -117,12 +146,12 @@ def explore(
     """
     rooms = snapshot.rooms(wish.share_milli)
     _check_names(snapshot, rooms, wish.constraints)
-    found: list[Decision] = []
+    found: list[_Found] = []
     untried: list[Candidate] = []
     left = _TRIED[wish.effort] if tried is None else tried
     for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
-        size = len(candidate.rooms)
-        if any(len(row.devices) <= size and row.step_ns <= candidate.promise_ns for row in found):
+        size, promise_ns = len(candidate.rooms), candidate.promise_ns
+        if any(row.used <= size and row.step_ns <= promise_ns for row in found):
             continue
         if left == 0 and found:
             break
@@ -135,12 +164,13 @@ def explore(
         if placement is None:
             untried.append(candidate)
         else:
-            found.append(_decision(problem, placement, snapshot, rooms, candidate.rooms))
+            found.append(_Found(problem, placement, candidate.rooms))
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
+    decisions = [_decision(row, snapshot, rooms) for row in _worth(found)]
     if wish.effort in _POLISH:
-        found += [_polished(graph, row, wish) for row in _worth(found)]
-    return _worth(found)
+        decisions += [_polished(graph, row, wish) for row in decisions]
+    return tuple(_worth(decisions))
 
 
 def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
@@ -260,21 +290,30 @@ def _solved(
     rooms: Sequence[Room],
     untried: Sequence[Candidate],
     wish: Wish,
-) -> list[Decision]:
-    """What `solve` finds on the sets with the most memory, and on all that is left."""
+) -> list[_Found]:
+    """What fits on the sets with the most memory, or on all that is left.
+
+    First the dense packings, which take milliseconds; then, unless the effort is fast, the full
+    solver, which takes up to a second before it gives up.
+    """
     ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.promise_ns))
     sets = [row.rooms for row in ranked[:_SOLVED]]
     if not wish.same and len(rooms) > WIDE and _may_hold(graph, rooms):
         sets.append(tuple(range(len(rooms))))
-    for chosen in sets:
-        problem = _problem(graph, snapshot, rooms, chosen, wish)
-        if is_hopeless(problem):
-            continue
-        placement = find(problem)
-        if placement is None:
-            continue
-        return [_decision(problem, placement, snapshot, rooms, chosen)]
+    problems = [(row, _problem(graph, snapshot, rooms, row, wish)) for row in sets]
+    problems = [(row, problem) for row, problem in problems if not is_hopeless(problem)]
+    for solver in (_packed,) if wish.effort == "fast" else (_packed, find):
+        for chosen, problem in problems:
+            placement = solver(problem)
+            if placement is not None:
+                return [_Found(problem, placement, chosen)]
     return []
+
+
+def _packed(problem: Problem) -> Placement | None:
+    """The shortest packing; `None` where none is found, or the number of devices is limited."""
+    narrowed = linked(problem) if problem.max_devices is None else None
+    return None if narrowed is None else shortest(arrangements(narrowed))
 
 
 def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
@@ -297,15 +336,9 @@ def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
     return _used(problem, placement, decision.shares, decision.version)
 
 
-def _decision(
-    problem: Problem,
-    placement: Placement,
-    snapshot: Snapshot,
-    rooms: Sequence[Room],
-    chosen: Sequence[int],
-) -> Decision:
-    shares = tuple(rooms[at].share_milli for at in chosen)
-    return _used(problem, placement, shares, snapshot.version)
+def _decision(found: _Found, snapshot: Snapshot, rooms: Sequence[Room]) -> Decision:
+    shares = tuple(rooms[at].share_milli for at in found.chosen)
+    return _used(found.problem, found.placement, shares, snapshot.version)
 
 
 def _used(problem: Problem, placement: Placement, shares: Sequence[int], version: int) -> Decision:
@@ -330,10 +363,10 @@ def _used(problem: Problem, placement: Placement, shares: Sequence[int], version
     )
 
 
-def _worth(found: Sequence[Decision]) -> tuple[Decision, ...]:
+def _worth(found: Sequence[_Row]) -> list[_Row]:
     """The Pareto list by number of devices and step."""
-    rows: list[Decision] = []
-    for row in sorted(found, key=lambda row: (len(row.devices), row.step_ns)):
+    rows: list[_Row] = []
+    for row in sorted(found, key=lambda row: (row.used, row.step_ns)):
         if not rows or row.step_ns < rows[-1].step_ns:
             rows.append(row)
-    return tuple(rows)
+    return rows

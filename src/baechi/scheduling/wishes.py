@@ -22,8 +22,9 @@ class Wish:
             for fewer devices. 0 is the shortest step; `None` the fewest devices, whatever it takes.
         share_milli: The compute that the job takes of every device, in thousandths; `None` is all
             that is left of each.
-        effort: `"fast"` list-schedules on a few choices of devices; `"balanced"` tries more of
-            them and solves with effort fast on those that it returns, `"thorough"` with balanced.
+        effort: `"fast"` list-schedules and packs on a few choices of devices; `"balanced"` tries
+            more of them, solves where nothing fits, and solves with effort fast on those that it
+            returns; `"thorough"` does the same with effort balanced.
         constraints: What `baechi.solve` takes too, at most so many devices among it.
 
     Raises:

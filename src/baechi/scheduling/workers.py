@@ -212,8 +212,8 @@ def _answer(graph: OpGraph, site: Site, question: Question) -> bytes:
             SolveAnswer(
                 "infeasible",
                 snapshot.version,
-                message="no placement was found on any choice of what is left; ask whatif for "
-                "what is missing, or wait.",
+                message="no placement was found on any choice of what is left; ask with more "
+                "effort, ask whatif for what is missing, or wait.",
             )
         )
     decision = choose(found, request.wish.slack_milli)
