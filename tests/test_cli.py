@@ -22,7 +22,7 @@ from baechi import (
 from baechi.__main__ import app, load_model
 from baechi.traced import Traced
 
-COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
+COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "serve", "demo")
 MODEL = """
 import torch
 

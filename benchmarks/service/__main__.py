@@ -10,7 +10,7 @@ from benchmarks.service.load import CLIENTS, loads
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the rounds")
+    parser.add_argument("--quick", action="store_true", help="a quarter of the rounds")
     quick = parser.parse_args().quick
     print(environment())
     print(f"load average {os.getloadavg()[0]:.1f} when it began\n")
