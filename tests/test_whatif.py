@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from baechi import (
     Tensor,
     Topology,
 )
+from baechi.placers.baselines import SingleDevice
 from baechi.placers.packing import arrangements
 from baechi.problem import Problem
 from baechi.scheduling.candidates import Demand, candidates
@@ -287,6 +290,27 @@ def test_the_curve_is_the_speed_up_by_devices():
     assert steps[7] < 1100
     few = Wish(constraints=Constraints(max_devices=2))
     assert len(whatif(FAN, Snapshot(Site.of(grid(1, 2, 4))), few, up_to=12).curve) == 2
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_no_decision_is_slower_than_the_best_single_device_that_fits(data):
+    graph = data.draw(graphs(min_ops=1, kinds=False))
+    snapshot = data.draw(snapshots(graph))
+    assume(snapshot.rooms())
+    single = SingleDevice().place(Problem(graph, snapshot.residual()))
+    if single is not None:
+        assert decide(graph, snapshot).step_ns <= single.stats["makespan_ns"]
+
+
+def test_pins_to_two_devices_are_kept_on_them():
+    site = Site.of(grid(1, 2, 2))
+    wish = Wish(constraints=Constraints(pins={"op0": "node0/0", "op1": "node1/1"}))
+    for row in explore(FAN, Snapshot(site), wish):
+        assert {"node0/0", "node1/1"} <= set(row.devices)
+        check(FAN, Snapshot(site), wish, row)
+    assert decide(FAN, Snapshot(site), wish).step_ns < 8010
+    assert not explore(FAN, Snapshot(site), replace(wish, same="node"))
 
 
 def test_candidates_are_few_and_the_most_promising_come_first():

@@ -12,14 +12,17 @@ Complexity: O(levels * devices * log devices + ops + tensors).
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, zip_longest
+from itertools import accumulate, islice, zip_longest
 from typing import Final, final
 
+from baechi.devices import Cluster, Device
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.problem import Problem
 from baechi.scheduling.claims import Room
 from baechi.scheduling.snapshot import Site
 from baechi.scheduling.wishes import Wish
+from baechi.simulation import replay
 from baechi.topology import Topology
 
 # Sets of more devices than this are only made where fewer have too little memory.
@@ -54,12 +57,14 @@ class Demand:
         chain_ns: The time of the longest chain of ops, by kind of device.
         total_bytes: What all groups keep for the whole step.
         largest_bytes: What one group needs when one of its ops runs, at most.
+        single_bytes: What one device needs for all of it.
     """
 
     work_ns: Mapping[str, int]
     chain_ns: Mapping[str, int]
     total_bytes: int
     largest_bytes: int
+    single_bytes: int
 
     @staticmethod
     def of(graph: OpGraph) -> "Demand":
@@ -83,6 +88,7 @@ class Demand:
             {kind: _chain(graph, times) for kind, times in tables.items()},
             sum(kept.values()),
             max((nbytes + most[key] for key, nbytes in kept.items()), default=0),
+            _single(graph),
         )
 
 
@@ -94,6 +100,13 @@ def _chain(graph: OpGraph, times: Sequence[int]) -> int:
         start = max((ends[producers[tensor]] for tensor in inputs), default=0)
         ends.append(start + time_ns)
     return max(ends, default=0)
+
+
+def _single(graph: OpGraph) -> int:
+    """The memory of one device that runs all ops in the order of their indices."""
+    one = Cluster((Device("one", 0),), ((None,),))
+    ops = range(len(graph.ops))
+    return replay(Problem(graph, one), [0] * len(ops), ops).peaks()[0]
 
 
 def candidates(
@@ -118,7 +131,11 @@ def candidates(
     ranked = sorted(usable, key=lambda at: (work[at], -memory[at], at))
     roomy = sorted(usable, key=lambda at: (-memory[at], work[at], at))
     most = min(len(usable), limits.max_devices or len(usable))
-    by_size: dict[int, list[Candidate]] = {}
+    # The fastest single devices that hold all: no decision is slower than the best of them.
+    alone = (at for at in ranked if memory[at] >= demand.single_bytes and needed in ([], [at]))
+    by_size: dict[int, list[Candidate]] = {
+        1: [Candidate((at,), work[at], memory[at]) for at in islice(alone, _OFFERED)]
+    }
     for level in _levels(site, wish.same):
         for order in (ranked, roomy):
             offered: dict[int, list[Candidate]] = {}
@@ -126,7 +143,8 @@ def candidates(
                 if not set(needed) <= set(members):
                     continue
                 rows = [*needed, *(at for at in members if at not in needed)]
-                for row in _prefixes(rows, most, rooms, work, memory, demand):
+                least = max(2, len(needed))
+                for row in _prefixes(rows, least, most, rooms, work, memory, demand):
                     offered.setdefault(len(row.rooms), []).append(row)
             for size, found in offered.items():
                 found.sort(key=lambda row: (row.promise_ns, -row.memory_bytes, row.rooms))
@@ -180,6 +198,7 @@ def _sizes(most: int) -> Iterator[int]:
 
 def _prefixes(
     rows: Sequence[int],
+    least: int,
     most: int,
     rooms: Sequence[Room],
     work: Mapping[int, int],
@@ -188,7 +207,7 @@ def _prefixes(
 ) -> Iterator[Candidate]:
     """The first few of these rooms, for every size, where the memory may suffice."""
     most = min(most, len(rows))
-    if most == 0:
+    if most < least:
         return
     rates = list(accumulate(1 / max(1, work[at]) for at in rows[:most]))
     totals = list(accumulate(memory[at] for at in rows[:most]))
@@ -196,7 +215,8 @@ def _prefixes(
     chains = list(accumulate((_time(demand.chain_ns, rooms[at]) for at in rows[:most]), min))
     found = 0
     for size in _sizes(most):
-        if totals[size - 1] < demand.total_bytes or largest[size - 1] < demand.largest_bytes:
+        short = totals[size - 1] < demand.total_bytes or largest[size - 1] < demand.largest_bytes
+        if size < least or short:
             continue
         if size > WIDE and found:
             return

@@ -184,7 +184,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
     """
     rooms = snapshot.rooms(wish.share_milli)
     snapshot.part(rooms)
-    nothing = replace(Demand.of(graph), total_bytes=0, largest_bytes=0)
+    nothing = replace(Demand.of(graph), total_bytes=0, largest_bytes=0, single_bytes=0)
     rows = list(candidates(nothing, snapshot.site, rooms, wish))
     if not rows:
         raise ReservationError(
@@ -277,7 +277,7 @@ def _problem(
 
 
 def _scheduled(problem: Problem) -> Placement | None:
-    """The better list schedule, or the best single device; `None` where none fits."""
+    """The better list schedule; `None` where none fits."""
     narrowed = linked(problem)
     if narrowed is None:
         return None
