@@ -48,7 +48,7 @@ GRAPH = OpGraph(
     (*(Op(f"op{i}", 1000, persistent_bytes=10) for i in range(4)), Op("sum", 10)),
     tuple(Tensor(i, (4,), 1) for i in range(4)),
 )
-LIMITS = Limits(body_bytes=20_000, depth=10, ops=50, seconds=20)
+LIMITS = Limits(body_bytes=30_000, message_bytes=20_000, depth=10, ops=50, seconds=20)
 
 
 @pytest.fixture
@@ -136,6 +136,14 @@ def test_what_does_not_fit_is_an_answer_and_what_if_says_what_is_missing(shared)
         ("/v1/whatif", b"[" * 5000, 422, "5000 deep; the limit is 10"),
         ("/v1/solve", b'{"a":' * 12 + b"1" + b"}" * 12, 422, "12 deep"),
         ("/v1/reserve", b" " * 20_001, 413, "more than 20000 bytes"),
+        ("/v1/graphs", b" " * 30_001, 413, "more than 30000 bytes"),
+        ("/v1/reserve", b'"' + b'\\"' * 9_000, 422, "JSON"),
+        ("/v1/release", b'{"schema": 1, "job": "\\ud800"}', 422, "Unicode"),
+        ("/v1/release", {"schema": 1, "job": "j" * 513}, 422, "at most 512"),
+        ("/v1/release", {"schema": 1, "job": "j", "request_id": "i" * 513}, 422, "at most 512"),
+        ("/v1/reserve", b'{"schema": 1, "job": "a", "claims": [], "version": 1' + b"0" * 400 + b"}",
+         422, "64 bits"),
+        ("/v1/graphs", b"[" * 5000, 422, "5000 deep; the limit is 10"),
         ("/v1/graphs", b"{}", 422, "no Baechi file"),
         ("/v1/graphs", b"\xff", 422, "UTF-8"),
         ("/v1/graphs", dumps(GRID).encode(), 422, "OpGraph is wanted"),

@@ -38,7 +38,7 @@ def serve(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, help="Processes that solve.")] = 2,
     seconds: Annotated[int, typer.Option(min=1, help="Time for one answer.")] = 30,
-    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a request.")] = 64 * 2**20,
+    max_body: Annotated[int, typer.Option(min=1024, help="Bytes of a graph file.")] = 64 * 2**20,
     max_ops: Annotated[int, typer.Option(min=1, help="Ops of a graph.")] = 100_000,
 ) -> None:
     """Answer a scheduler over HTTP: what fits where, what if, reserve, release.

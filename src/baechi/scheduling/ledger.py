@@ -28,6 +28,8 @@ from baechi.topology import Topology
 from baechi.values import FrozenDict, check_count, check_name
 
 _CLAIMS: Final = codec(tuple[Claim, ...])
+# Characters of a job's name or a request id.
+_LABEL: Final = 512
 _Change = tuple[Reservation, dict[int, Use]]
 
 
@@ -110,7 +112,7 @@ class Ledger:
                 reservation, or the request id was another request's. Nothing is reserved.
             InputError: A claim names no device of the cluster.
         """
-        check_name(job, "job")
+        _check_label(job, "job")
         rows = tuple(claims)
         if version is not None:
             check_count(version, "version of a snapshot")
@@ -168,7 +170,7 @@ class Ledger:
         Raises:
             ReservationError: It has no reservation, or the request id was another request's.
         """
-        check_name(job, "job")
+        _check_label(job, "job")
 
         def decide() -> _Change:
             reservation = self._jobs.get(job)
@@ -188,8 +190,8 @@ class Ledger:
 
     def _change(self, request_id: str, question: str, decide: Callable[[], _Change]) -> Reservation:
         """One change; `decide` raises before it writes, or not at all."""
-        if not isinstance(request_id, str):
-            raise InputError(f"request_id is {request_id!r}; it must be a string.")
+        if request_id != "":
+            _check_label(request_id, "request_id")
         with self._lock:
             with self._store.transaction(write=True):
                 self._catch_up()
@@ -250,3 +252,14 @@ class Ledger:
                 uses[place] = use
             jobs[row.job] = row
         self._uses, self._jobs, self._version = uses, jobs, version
+
+
+def _check_label(value: object, what: str) -> None:
+    """Passes a name that the file can hold."""
+    text = check_name(value, what)
+    if len(text) > _LABEL:
+        raise InputError(f"{what} has {len(text)} characters; at most {_LABEL} are kept.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} {text!r} is no valid Unicode text.") from error

@@ -21,7 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, final
+from typing import Any, Final, TypeVar, final
 
 import anyio
 from fastapi import FastAPI, Request, Response
@@ -63,6 +63,7 @@ from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
 from baechi.scheduling.workers import Question, State, Workers
 
+_T = TypeVar("_T")
 _JSON: Final = "application/json"
 # What a status means, for the OpenAPI document.
 _FAILURES: Final = {
@@ -158,9 +159,8 @@ class _Service:
         wanted = f"Bearer {self._token}"
         return not self._token or hmac.compare_digest(given.encode(), wanted.encode())
 
-    async def _body(self, request: Request) -> bytes:
-        """The body, if it is not too large, too deep or too slow."""
-        most = self._limits.body_bytes
+    async def _body(self, request: Request, most: int) -> bytes:
+        """The body, if it is not too large or too slow."""
         chunks, size = [], 0
         with anyio.fail_after(self._limits.seconds):
             async for chunk in request.stream():
@@ -168,27 +168,30 @@ class _Service:
                 if size > most:
                     raise LimitError(f"the body has more than {most} bytes, the limit.", 413)
                 chunks.append(chunk)
-        body = b"".join(chunks)
-        await run_in_threadpool(check_depth, body, self._limits.depth)
-        return body
+        return b"".join(chunks)
+
+    async def _message(self, request: Request, kind: type[_T]) -> _T:
+        body = await self._body(request, self._limits.message_bytes)
+        check_depth(body, self._limits.depth)
+        return decode(body, kind)
 
     async def _upload(self, request: Request) -> Response:
-        body = await self._body(request)
+        body = await self._body(request, self._limits.body_bytes)
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise LimitError(f"byte {error.start} is not UTF-8.", 422) from error
         # Until it is read, a graph has the name of its bytes.
         name = hashlib.sha256(body).hexdigest()
-        answer = await self._ask(Question(name, None, self._limits.ops), text)
+        answer = await self._ask(Question(name, None, self._limits), text)
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)
 
     async def _solve(self, request: Request) -> Response:
-        return await self._think(decode(await self._body(request), SolveRequest))
+        return await self._think(await self._message(request, SolveRequest))
 
     async def _whatif(self, request: Request) -> Response:
-        question = decode(await self._body(request), WhatIfRequest)
+        question = await self._message(request, WhatIfRequest)
         check_request(question, self._limits)
         return await self._think(question)
 
@@ -197,7 +200,7 @@ class _Service:
         now = await run_in_threadpool(self._ledger.snapshot)
         jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
         state = State(now.version, now.uses, dict(jobs))
-        question = Question(request.graph, None, self._limits.ops, request, state)
+        question = Question(request.graph, None, self._limits, request, state)
         return Response(await self._ask(question, text), media_type=_JSON)
 
     async def _ask(self, question: Question, text: str) -> bytes:
@@ -205,7 +208,7 @@ class _Service:
         return await run_in_threadpool(self._workers.ask, question, text)
 
     async def _reserve(self, request: Request) -> Response:
-        wanted = decode(await self._body(request), ReserveRequest)
+        wanted = await self._message(request, ReserveRequest)
         return await self._changed(
             lambda: self._ledger.reserve(
                 wanted.job, wanted.claims, version=wanted.version, request_id=wanted.request_id
@@ -213,7 +216,7 @@ class _Service:
         )
 
     async def _release(self, request: Request) -> Response:
-        wanted = decode(await self._body(request), ReleaseRequest)
+        wanted = await self._message(request, ReleaseRequest)
         return await self._changed(
             lambda: self._ledger.release(wanted.job, request_id=wanted.request_id)
         )

@@ -26,9 +26,11 @@ from baechi.scheduling.decision import choose, explore
 from baechi.scheduling.messages import (
     GraphAnswer,
     LimitError,
+    Limits,
     SolveAnswer,
     SolveRequest,
     WhatIfRequest,
+    check_depth,
     encode,
 )
 from baechi.scheduling.snapshot import Reservation, Site, Snapshot
@@ -56,7 +58,7 @@ class Question(NamedTuple):
 
     digest: str
     text: str | None
-    ops: int
+    limits: Limits
     request: SolveRequest | WhatIfRequest | None = None
     state: State | None = None
 
@@ -182,11 +184,7 @@ def _work(pipe: Connection, site: Site) -> None:
         try:
             graph = graphs.get(question.digest)
             if graph is None:
-                graph = loads(question.text or "", OpGraph, source="graph")
-                if len(graph.ops) > question.ops:
-                    raise LimitError(
-                        f"the graph has {len(graph.ops)} ops; the limit is {question.ops}.", 422
-                    )
+                graph = _read(question.text or "", question.limits)
             answer: bytes | BaechiError = _answer(graph, site, question)
             _remember(graphs, question.digest, graph)
         except BaechiError as error:
@@ -195,6 +193,14 @@ def _work(pipe: Connection, site: Site) -> None:
             answer = LimitError("there is not enough memory for this question.", 503)
         with contextlib.suppress(OSError):
             pipe.send(answer)
+
+
+def _read(text: str, limits: Limits) -> OpGraph:
+    check_depth(text.encode(), limits.depth)
+    graph = loads(text, OpGraph, source="graph")
+    if len(graph.ops) > limits.ops:
+        raise LimitError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
+    return graph
 
 
 def _answer(graph: OpGraph, site: Site, question: Question) -> bytes:
