@@ -226,6 +226,8 @@ def test_pins_and_taken_devices():
     with pytest.raises(ReservationError, match="pinned"):
         decide(FAN, taken, pinned)
     assert whatif(FAN, taken, pinned).shortage.extra_bytes is None
+    with pytest.raises(InputError, match="no ops"):
+        explore(OpGraph(()), taken, Wish())
     nothing = Snapshot(site, 1, (Use(0, 1000),) * 4)
     assert "nothing is left" in whatif(FAN, nothing).shortage.message
     for limits in (

@@ -142,8 +142,10 @@ def explore(
         tried: List-schedule on so many sets of devices at most; by the effort if absent.
 
     Raises:
-        InputError: The wish names what does not exist, or contradicts itself.
+        InputError: The graph is empty, or the wish names what does not exist or contradicts itself.
     """
+    if not graph.ops:
+        raise InputError("the graph has no ops; there is nothing to place.")
     rooms = snapshot.rooms(wish.share_milli)
     _check_names(snapshot, rooms, wish.constraints)
     found: list[_Found] = []
