@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -206,6 +207,21 @@ def test_reserve_and_release_are_granted_once_per_request_id():
         page = web.get("/metrics").text
         assert 'baechi_requests_total{path="/v1/reserve",status="200"} 3.0' in page
         assert "baechi_ledger_version 2.0" in page
+
+
+def test_a_ledger_that_is_held_by_another_is_no_fault_of_the_request(tmp_path, monkeypatch):
+    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    book = Ledger(GRID, tmp_path / "ledger.sqlite")
+    with TestClient(create_app(book, workers=1)) as web:
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        claim = {"device": "node0/0", "memory_bytes": 1}
+        body = {"schema": 1, "job": "a", "claims": [claim]}
+        assert post(web, "/v1/reserve", body, 503)["error"] == "busy"
+        holder.execute("COMMIT")
+        holder.close()
+        post(web, "/v1/reserve", body)
+    book.close()
 
 
 def test_a_token_is_wanted_of_everybody():
