@@ -255,9 +255,8 @@ def test_an_answer_that_takes_too_long_is_given_up_and_the_next_is_not():
         assert answer.status_code == 503
         assert answer.headers["Retry-After"] == "1"
         assert "took longer than 4 s" in answer.json()["message"]
-        # Another process has taken its place; where the machine is slow, it takes a while to start.
-        answers = (web.post("/v1/solve", json=body) for _ in range(20))
-        assert any(answer.status_code == 200 for answer in answers)
+        # Another process has taken its place.
+        post(web, "/v1/solve", body)
         (other,) = processes(before)
         assert other.pid != worker.pid
         os.kill(other.pid, signal.SIGKILL)
