@@ -431,6 +431,23 @@ def test_a_failed_write_changes_nothing_in_memory_or_on_disk(tmp_path):
     book.close()
 
 
+def test_a_file_that_is_held_for_too_long_is_unavailable_and_not_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    path = tmp_path / "ledger.sqlite"
+    book = Ledger(CLUSTER, path)
+    holder = sqlite3.connect(path, isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    assert why(book.reserve, "a", [Claim("device0", 1)]) == "unavailable"
+    assert why(book.release, "a") == "unavailable"
+    with pytest.raises(InputError, match="held by another process"):
+        Ledger(CLUSTER, path)
+    assert book.snapshot().version == 0
+    holder.execute("COMMIT")
+    holder.close()
+    assert book.reserve("a", [Claim("device0", 1)]).version == 1
+    book.close()
+
+
 def test_two_ledgers_of_one_file_see_each_others_changes(tmp_path):
     path = tmp_path / "ledger.sqlite"
     one, two = Ledger(CLUSTER, path), Ledger(CLUSTER, path)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -208,6 +209,21 @@ def test_reserve_and_release_are_granted_once_per_request_id():
         assert "baechi_ledger_version 2.0" in page
 
 
+def test_a_ledger_that_is_held_by_another_is_no_fault_of_the_request(tmp_path, monkeypatch):
+    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    book = Ledger(GRID, tmp_path / "ledger.sqlite")
+    with TestClient(create_app(book, workers=1)) as web:
+        holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        claim = {"device": "node0/0", "memory_bytes": 1}
+        body = {"schema": 1, "job": "a", "claims": [claim]}
+        assert post(web, "/v1/reserve", body, 503)["error"] == "busy"
+        holder.execute("COMMIT")
+        holder.close()
+        post(web, "/v1/reserve", body)
+    book.close()
+
+
 def test_a_token_is_wanted_of_everybody():
     with TestClient(create_app(Ledger(GRID), token="t" * 20, workers=1)) as web:
         for headers in ({}, {"Authorization": "Bearer x"}, {"Authorization": "t" * 20}):
@@ -239,9 +255,8 @@ def test_an_answer_that_takes_too_long_is_given_up_and_the_next_is_not():
         assert answer.status_code == 503
         assert answer.headers["Retry-After"] == "1"
         assert "took longer than 4 s" in answer.json()["message"]
-        # Another process has taken its place; where the machine is slow, it takes a while to start.
-        answers = (web.post("/v1/solve", json=body) for _ in range(20))
-        assert any(answer.status_code == 200 for answer in answers)
+        # Another process has taken its place.
+        post(web, "/v1/solve", body)
         (other,) = processes(before)
         assert other.pid != worker.pid
         os.kill(other.pid, signal.SIGKILL)

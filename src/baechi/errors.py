@@ -77,7 +77,8 @@ class ReservationError(BaechiError):
     Attributes:
         reason: `"capacity"`, not so much is left; `"stale"`, a device is no longer as the snapshot
             showed it; `"duplicate"`, the job has a reservation, or the request id was another
-            request's; `"unknown"`, there is no such job.
+            request's; `"unknown"`, there is no such job; `"unavailable"`, its file cannot be used
+            now.
     """
 
     def __init__(self, message: str, reason: str) -> None:

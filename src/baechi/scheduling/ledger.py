@@ -109,7 +109,8 @@ class Ledger:
 
         Raises:
             ReservationError: Not so much is left, the snapshot is stale, the job has a
-                reservation, or the request id was another request's. Nothing is reserved.
+                reservation, the request id was another request's, or the file cannot be used now
+                (`reason` tells). Nothing is reserved.
             InputError: A claim names no device of the cluster.
         """
         _check_label(job, "job")

@@ -38,7 +38,7 @@ from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from baechi import __version__
-from baechi.errors import BaechiError, InfeasibleError, ReservationError
+from baechi.errors import BaechiError, ReservationError
 from baechi.scheduling import messages
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.messages import (
@@ -384,8 +384,8 @@ def _told(error: BaechiError | TimeoutError) -> Response:
         return response
     if isinstance(error, UnknownGraphError):
         return _failure(404, "unknown-graph", text)
+    if isinstance(error, ReservationError) and error.reason == "unavailable":
+        return _told(LimitError(text, 503))
     if isinstance(error, ReservationError):
         return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
-    if isinstance(error, InfeasibleError):
-        return _failure(409, "capacity", text)
     return _failure(422, "input", text)

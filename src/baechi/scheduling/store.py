@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from baechi.codec import Refusal, codec
-from baechi.errors import BaechiError, FormatError, InputError
+from baechi.errors import BaechiError, FormatError, InputError, ReservationError
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.snapshot import Reservation, Site
 from baechi.serialization import dumps, loads
@@ -24,6 +24,16 @@ _APPLICATION: Final = 0x42414543
 _VERSION: Final = 1
 # How long a change waits for those of other processes, in seconds.
 _PATIENCE: Final = 30.0
+# What does not say that the file is damaged: held by another, full, read-only, gone.
+_PASSING: Final = (
+    sqlite3.SQLITE_BUSY,
+    sqlite3.SQLITE_LOCKED,
+    sqlite3.SQLITE_NOMEM,
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_IOERR,
+    sqlite3.SQLITE_FULL,
+    sqlite3.SQLITE_CANTOPEN,
+)
 # Request ids that are remembered; the oldest go first.
 _REQUESTS: Final = 100_000
 _SCHEMA: Final = """
@@ -57,6 +67,7 @@ class Store:
     def __init__(
         self, path: str | os.PathLike[str] | None, wanted: Site | None, *, shared: bool
     ) -> None:
+        self._ready = False
         self.name = "in memory" if path is None else os.fspath(path)
         if wanted is None and (path is None or not Path(path).exists()):
             raise InputError(
@@ -78,6 +89,7 @@ class Store:
                     self._file.execute("PRAGMA journal_mode = WAL")
                 self._file.execute("PRAGMA synchronous = FULL")
                 self.site = self._site(wanted, shared)
+            self._ready = True
         except BaseException:
             self._file.close()
             raise
@@ -176,14 +188,17 @@ class Store:
             yield
         except BaechiError:
             raise
-        except sqlite3.OperationalError as error:
-            # Locked, full, read-only, gone: the file is whole, and what failed did not happen.
-            raise InputError(
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode & 0xFF not in _PASSING:
+                raise self.damaged(error) from error
+            # The file is whole, and what failed did not happen.
+            text = (
                 f"ledger {self.name} cannot be used: {error}. Is it on a disk that is full or "
                 "read-only, or held by another process?"
-            ) from error
-        except sqlite3.DatabaseError as error:
-            raise self.damaged(error) from error
+            )
+            if self._ready:
+                raise ReservationError(text, "unavailable") from error
+            raise InputError(text) from error
 
     def _check_ours(self) -> None:
         """Passes a ledger and an empty file; only reads, so that any other stays as it is."""

@@ -39,6 +39,7 @@ from baechi.serialization import loads
 
 # Graphs that a worker keeps parsed.
 _PARSED: Final = 64
+_START_SECONDS: Final = 60.0
 _STOP_SECONDS: Final = 5.0
 
 
@@ -137,9 +138,16 @@ class _Worker:
         self._process.start()
         theirs.close()
         self._known: OrderedDict[str, None] = OrderedDict()
+        self._started = False
 
     def ask(self, question: Question, text: str, seconds: float) -> bytes | BaechiError:
         """The answer, or what it failed with; raises `TimeoutError`, `EOFError`, `OSError`."""
+        if not self._started:
+            # Its start is no part of the time for an answer.
+            if not self._pipe.poll(_START_SECONDS):
+                raise TimeoutError
+            self._pipe.recv()
+            self._started = True
         known = question.digest in self._known
         self._pipe.send(question if known else question._replace(text=text))
         if not self._pipe.poll(seconds):
@@ -176,6 +184,8 @@ def _work(pipe: Connection, site: Site) -> None:
     # Ctrl-C in a terminal reaches all processes of the group; the service decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     graphs: OrderedDict[str, OpGraph] = OrderedDict()
+    with contextlib.suppress(OSError):
+        pipe.send("started")
     while True:
         try:
             question: Question = pipe.recv()
