@@ -26,7 +26,6 @@ LAYERS = {
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
-    6: "placing demo demo_models named_models console serving __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -286,8 +285,6 @@ ALLOWED = {
         "profile_commands",
         "serving",
     },
-    "serving": {"console"},
-    "__main__": {"console", "demo", "named_models", "serving"},
 }
 
 
