@@ -14,11 +14,11 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs",
+    0: "errors units values arrays graph devices constraints placement costs runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity",
     2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.program runtime.checking",
+    3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
     "estimation",
     5: "runtime.*",
@@ -115,6 +115,8 @@ ALLOWED = {
     "reporting.page": {"reporting.facts", "reporting.figures", "reporting.occupancy"},
     "reporting.perfetto": {"reporting.facts", "reporting.occupancy"},
     "reporting.text": {"reporting.facts"},
+    # The program of a placement: cut, and then written.
+    "runtime.compiling": {"runtime.cutting"},
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},

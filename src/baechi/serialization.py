@@ -29,13 +29,14 @@ from baechi.devices import Cluster, Device, Link
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.runtime.program import Program
 from baechi.traced import Traced
 from baechi.values import FrozenDict
 
 VERSION: Final = 1
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
-    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced),
+    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced, Program),
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
 _ENVELOPE: Final = ("format", "type", "version", "digest", "value")
