@@ -125,17 +125,17 @@ ALLOWED = {
     "tracing": {"calls", "lowering", "propagation"},
     "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
     "probing": {"profiling"},
-    # Layer 5: segments, then steps, then those who run them, then the module.
-    "runtime.steps": {"runtime.segments"},
-    "runtime.workers": {"runtime.segments", "runtime.steps"},
-    "runtime.streams": {"runtime.segments", "runtime.steps"},
+    # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
+    "runtime.binding": {"runtime.tapes"},
+    "runtime.workers": {"runtime.binding", "runtime.tapes"},
+    "runtime.streams": {"runtime.binding", "runtime.tapes"},
     "runtime.executors": {
-        "runtime.segments",
-        "runtime.steps",
+        "runtime.binding",
         "runtime.streams",
+        "runtime.tapes",
         "runtime.workers",
     },
-    "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
+    "runtime.executables": {"runtime.binding", "runtime.executors", "runtime.tapes"},
     "runtime.module": {"runtime.executables"},
     # Layer 6.
     "demo": {"demo_models"},

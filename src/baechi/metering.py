@@ -81,6 +81,11 @@ class Meter:
                 self._charge(account, nbytes)
         weakref.finalize(tensor, self._return, account, key, nbytes)
 
+    def move(self, nbytes: int) -> None:
+        """Count bytes that were copied from one account to another."""
+        with self._lock:
+            self.moved_bytes += nbytes
+
     def _return(self, account: int, key: Hashable, nbytes: int) -> None:
         with self._lock:
             self._loans[account, key] -= 1
