@@ -1,11 +1,11 @@
 """The favorites' linear program: 600 ops under 0.1 s and 5,000 under 2 s, exactly; 20,000 under 5 s
 and 100,000 under 60 s, within 0.5 % of the optimum as proved. On layered graphs of two widths and
 series-parallel ones, with transfers that are cheap beside the ops (a fifth of their time) or dear
-(twice it). Not exactly at 5,000 ops where the graph is wide and transfers are dear: there the
-simplex stops at its limit.
+(twice it). At 5,000 ops in wide layers with dear transfers it takes longer.
 
-A row: method, objective and bound of w in ms, gap in %, seconds, number of favorites, and up to
-5,000 ops the time of plain HiGHS (dual simplex, no start) on the same program over ours.
+A row: method, objective and bound of w in ms, gap in %, seconds of CPU time, number of
+favorites, and up to 5,000 ops the time of plain HiGHS (dual simplex, no start) on the same program
+over ours.
 
 And what favorites are worth: makespans of m-SCT over m-ETF's, by how dear transfers are.
 """
@@ -104,6 +104,7 @@ def graph(shape: str, n_ops: int) -> baechi.OpGraph:
     return layered(n_ops, int(shape.rpartition(" ")[2]))
 
 
+@pytest.mark.benchmark(timer=time.process_time)
 @pytest.mark.parametrize("n_ops", SIZES)
 @pytest.mark.parametrize("links", BYTES_PER_S)
 @pytest.mark.parametrize("shape", ["width 10", "width 100", "series-parallel"])
@@ -112,7 +113,7 @@ def test_favorites(benchmark: Any, shape: str, links: str, n_ops: int) -> None:
     cluster = baechi.Cluster.uniform(N_DEVICES, memory="64GiB", link=link)
     problem = Problem(graph(shape, n_ops), cluster)
     benchmark.group = f"favorites, {n_ops:,} ops"
-    rounds = 5 if n_ops <= PLAIN_OPS else 1
+    rounds = 3 if n_ops <= PLAIN_OPS else 1
     found = benchmark.pedantic(favorite_children, (problem,), rounds=rounds, warmup_rounds=1)
     seconds = benchmark.stats.stats.median
     gap = found.objective_ns / found.bound_ns - 1
@@ -125,14 +126,14 @@ def test_favorites(benchmark: Any, shape: str, links: str, n_ops: int) -> None:
         "favorites": int((found.children >= 0).sum()),
     }
     if n_ops <= PLAIN_OPS:
-        start = time.perf_counter()
+        start = time.process_time()
         relax(favorite_program(problem), Highs())
-        row["plain_over_ours"] = round((time.perf_counter() - start) / seconds, 1)
+        row["plain_over_ours"] = round((time.process_time() - start) / seconds, 1)
     benchmark.extra_info.update(row)
     print(f"\n{n_ops:>7,} {shape:<15} {links:<5}", *row.values())
     assert gap <= 0.005
+    assert found.method == ("highs" if n_ops <= PLAIN_OPS else "first-order")
     if (shape, links, n_ops) != ("width 100", "dear", 5_000):
-        assert found.method == ("highs" if n_ops <= PLAIN_OPS else "first-order")
         assert seconds < LIMIT_S[n_ops]
 
 

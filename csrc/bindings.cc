@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "bounds.h"
@@ -41,7 +42,7 @@ nb::ndarray<nb::numpy, T, nb::ndim<1>> array_of(std::vector<T>&& values) {
 int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
 
 std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows_of(
-    const std::vector<Span>& spans) {
+    const LargeVector<Span>& spans) {
   std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows;
   rows.reserve(spans.size());
   for (const Span& s : spans) rows.emplace_back(s.op, s.device, s.start, s.end);
@@ -49,7 +50,7 @@ std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows_of(
 }
 
 std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
-    const std::vector<Transfer>& transfers) {
+    const LargeVector<Transfer>& transfers) {
   std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows;
   rows.reserve(transfers.size());
   for (const Transfer& t : transfers) rows.emplace_back(t.tensor, t.src, t.dst, t.start, t.end);
@@ -58,7 +59,7 @@ std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
 
 // One member of every row, as an array that owns its memory.
 template <typename T, typename R>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const std::vector<R>& rows, T R::* member) {
+nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const LargeVector<R>& rows, T R::* member) {
   T* values = new T[rows.size()];
   for (size_t i = 0; i < rows.size(); ++i) values[i] = rows[i].*member;
   nb::capsule owner(values, [](void* data) noexcept { delete[] static_cast<T*>(data); });
@@ -96,15 +97,23 @@ void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> gro
   problem->finish();
 }
 
-// Commits `order` as `devices` says; the op that has no path, or -1.
+// Commits `order` as `devices` says; the op that could not be committed, or -1.
 int32_t fold(Timeline& timeline, Array<int32_t> devices, Array<int32_t> order) {
   nb::gil_scoped_release unlocked;
-  for (size_t i = 0; i < order.shape(0); ++i) {
-    const int32_t op = order.data()[i], device = devices.data()[op];
-    if (!timeline.arrival(op, device)) return op;
-    timeline.commit(op, device);
+  return timeline.fold(devices.data(), order.data(), size_of(order.shape(0)));
+}
+
+// A tuple of integers that are not negative; what is larger than int32 can hold is as much as it
+// can hold.
+OutArray<int32_t> indices(nb::tuple values) {
+  const size_t count = values.size();
+  std::vector<int32_t> row(count);
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(values.ptr(), i));
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    row[i] = static_cast<int32_t>(std::min<int64_t>(value, INT32_MAX));
   }
-  return -1;
+  return array_of(std::move(row));
 }
 
 bool schedule(Timeline& timeline, Array<int32_t> favorites) {
@@ -272,13 +281,13 @@ NB_MODULE(_core, m) {
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
       .def("span_columns",
            [](const Timeline& timeline) {
-             const std::vector<Span>& rows = timeline.spans();
+             const LargeVector<Span>& rows = timeline.spans();
              return std::make_tuple(column(rows, &Span::op), column(rows, &Span::device),
                                     column(rows, &Span::start), column(rows, &Span::end));
            })
       .def("transfer_columns",
            [](const Timeline& timeline) {
-             const std::vector<Transfer>& rows = timeline.transfers();
+             const LargeVector<Transfer>& rows = timeline.transfers();
              return std::make_tuple(column(rows, &Transfer::tensor), column(rows, &Transfer::src),
                                     column(rows, &Transfer::dst), column(rows, &Transfer::start),
                                     column(rows, &Transfer::end));
@@ -288,6 +297,7 @@ NB_MODULE(_core, m) {
       .def("left", &Timeline::left)
       .def("need", &Timeline::need, "op"_a);
 
+  m.def("indices", &indices, "values"_a);
   m.def(
       "partition_search",
       [](const Problem& problem, Array<int32_t> devices,

@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "large.h"
+
 namespace baechi {
 
 constexpr int64_t kForever = INT64_MAX;
@@ -104,6 +106,8 @@ class Profile {
     total_ += delta;
     if (delta > 0) bound_ += delta;
   }
+  // Makes room for so many changes more.
+  void expect(size_t changes) { waiting_.reserve(waiting_.size() + changes); }
   // The level after the last change.
   int64_t total() const { return total_; }
   // No level is higher than this.
@@ -132,7 +136,7 @@ class Profile {
   int64_t total_ = 0;
   // To move changes into the treap changes no level.
   mutable int64_t bound_ = 0;
-  mutable std::vector<Change> waiting_;
+  mutable LargeVector<Change> waiting_;
   mutable std::vector<Node> nodes_;
   mutable int32_t root_ = -1;
 };
@@ -191,9 +195,13 @@ class Timeline {
   void hold_back(int32_t pool, int64_t nbytes) { held_back_[pool] = nbytes; }
   // Places `op`, which is not committed and has a path; does not ask whether it fits.
   const Span& commit(int32_t op, int32_t device);
+  // Commits `order` as devices[op], one for every op of the problem, says. What cannot be committed
+  // ends it and is returned, else -1: an op that has no path or leaves its group, comes twice or
+  // before its producers, or an index that is too large. No index is negative.
+  int32_t fold(const int32_t* devices, const int32_t* order, int32_t count);
 
-  const std::vector<Span>& spans() const { return spans_; }
-  const std::vector<Transfer>& transfers() const { return transfers_; }
+  const LargeVector<Span>& spans() const { return spans_; }
+  const LargeVector<Transfer>& transfers() const { return transfers_; }
   // The pools in which the last commit let a tensor go, with repetitions.
   const std::vector<int32_t>& released() const { return released_; }
   int64_t makespan() const { return makespan_; }
@@ -221,25 +229,34 @@ class Timeline {
 
   std::optional<int64_t> plan(int32_t op, int32_t device) const;
   int32_t find(int32_t tensor, int32_t pool) const;
+  // Commits the op that was planned last, with what `plan` said.
+  void place(int32_t op, int32_t device, int64_t ready);
   void release(int32_t tensor);
+  // Have the processor fetch what `fold` will read soon.
+  void fetch_op(int32_t op, int32_t device) const;
+  void fetch_tensors(int32_t op) const;
+  // Makes room for what `fold` adds. Where an index in `order` or its device is none, its place.
+  int32_t expect(const int32_t* devices, const int32_t* order, int32_t count);
 
   const Problem& problem_;
   std::vector<int32_t> device_;        // per op, -1 until committed
   std::vector<int32_t> group_device_;  // per group, -1 until reserved
-  std::vector<Presence> presences_;
+  LargeVector<Presence> presences_;
   std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
   std::vector<uint8_t> used_;                                    // per device
   int32_t devices_used_ = 0;
   std::vector<int64_t> persistent_, held_back_;  // per pool
   std::vector<Profile> profiles_;                // per pool, all but persistent
-  std::vector<Span> spans_;
-  std::vector<Transfer> transfers_;
+  LargeVector<Span> spans_;
+  LargeVector<Transfer> transfers_;
   std::vector<int32_t> released_;
   int64_t makespan_ = 0;
-  // The last answer of `arrival`, good until the next commit, and the transfers that it needs.
+  // The last answer of `arrival`, good until the next commit, the transfers that it needs, and the
+  // tensors that are there already, with their presences.
   mutable int32_t asked_op_ = -1, asked_device_ = -1;
   mutable std::optional<int64_t> answer_;
   mutable std::vector<Planned> planned_;
+  mutable std::vector<std::pair<int32_t, int32_t>> present_;
   mutable std::vector<std::pair<int64_t, int64_t>> changes_;
 };
 

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "core.h"
 
@@ -12,6 +13,9 @@ constexpr uint64_t kNsPerS = 1'000'000'000;
 // Sizes below it times kNsPerS plus any rate are below 2^64, and the division needs no 128 bits.
 constexpr uint64_t kShort = (uint64_t{1} << 63) / kNsPerS;
 
+// So many ops ahead `fold` fetches what it will read.
+constexpr int32_t kAhead = 16;
+
 // The transpose of `rows`, whose values are below `count`; each row of it is ascending.
 Rows transpose(const Rows& rows, int32_t count) {
   Rows result;
@@ -20,27 +24,41 @@ Rows transpose(const Rows& rows, int32_t count) {
   for (int32_t i = 0; i < count; ++i) result.begin[i + 1] += result.begin[i];
   result.values.resize(rows.values.size());
   std::vector<int64_t> next(result.begin.begin(), result.begin.end() - 1);
-  for (int32_t row = 0; row + 1 < static_cast<int32_t>(rows.begin.size()); ++row) {
+  const int32_t size = static_cast<int32_t>(rows.begin.size()) - 1;
+  for (int32_t row = 0; row < size; ++row) {
     for (int32_t value : Row(rows, row)) result.values[next[value]++] = row;
   }
   return result;
 }
 
-Rows singletons(const std::vector<int32_t>& values) {
-  Rows rows;
-  rows.values = values;
-  rows.begin.resize(values.size() + 1);
-  for (size_t i = 0; i <= values.size(); ++i) rows.begin[i] = static_cast<int64_t>(i);
-  return rows;
+// Per value below `count` the places that have it, ascending.
+Rows places(const std::vector<int32_t>& values, int32_t count) {
+  Rows result;
+  result.begin.assign(static_cast<size_t>(count) + 1, 0);
+  result.values.resize(values.size());
+  const int32_t size = static_cast<int32_t>(values.size());
+  if (std::is_sorted(values.begin(), values.end())) {
+    for (int32_t i = 0, row = 0; row <= count; ++row) {
+      while (i < size && values[i] < row) ++i;
+      result.begin[row] = i;
+    }
+    for (int32_t i = 0; i < size; ++i) result.values[i] = i;
+    return result;
+  }
+  for (int32_t value : values) ++result.begin[value + 1];
+  for (int32_t row = 0; row < count; ++row) result.begin[row + 1] += result.begin[row];
+  std::vector<int64_t> next(result.begin.begin(), result.begin.end() - 1);
+  for (int32_t i = 0; i < size; ++i) result.values[next[values[i]]++] = i;
+  return result;
 }
 
 }  // namespace
 
 void Problem::finish() {
-  group_ops = transpose(singletons(group), groups);
+  group_ops = places(group, groups);
   inputs = transpose(consumers, ops);
-  outputs = transpose(singletons(producer), ops);
-  pool_devices = transpose(singletons(pool), pools);
+  outputs = places(producer, ops);
+  pool_devices = places(pool, pools);
   output_bytes.assign(ops, 0);
   for (int32_t t = 0; t < tensors; ++t) output_bytes[producer[t]] += nbytes[t];
   if (rate.values.size() == 1 && rate[0] > 0) {
@@ -115,6 +133,7 @@ std::optional<int64_t> Timeline::arrival(int32_t op, int32_t device) const {
 
 std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
   planned_.clear();
+  present_.clear();
   const int32_t pool = problem_.pool[device];
   int64_t ready = 0;
   for (int32_t tensor : Row(problem_.inputs, op)) {
@@ -127,6 +146,7 @@ std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
         available += problem_.latency_ns(presence.holder, device);
       }
       ready = std::max(ready, available);
+      present_.emplace_back(tensor, at);
     } else {
       const Presence& made = presences_[tensor];
       if (!problem_.has_path(made.holder, device)) return std::nullopt;
@@ -252,27 +272,18 @@ void Timeline::release(int32_t tensor) {
 }
 
 const Span& Timeline::commit(int32_t op, int32_t device) {
-  const int64_t start = *earliest_start(op, device);
+  place(op, device, *arrival(op, device));
+  return spans_.back();
+}
+
+void Timeline::place(int32_t op, int32_t device, int64_t ready) {
+  const int64_t start = std::max(ready, device_free_[device]);
   const int64_t end = start + problem_.duration(op, device);
   const int32_t pool = problem_.pool[device];
   Profile& profile = profiles_[pool];
   asked_op_ = -1;
   released_.clear();
   reserve(op, device);
-  for (const Planned& transfer : planned_) {
-    const int32_t src = transfer.src;
-    transfers_.push_back({transfer.tensor, src, device, transfer.start, transfer.end});
-    if (problem_.ports != Ports::kNone) {
-      send_free_[src] = receive_free_[device] = transfer.end;
-      if (problem_.ports == Ports::kShared) receive_free_[src] = send_free_[device] = transfer.end;
-    }
-    Presence& made = presences_[transfer.tensor];
-    made.last_use = std::max(made.last_use, transfer.end);
-    const int32_t next = made.next;
-    made.next = static_cast<int32_t>(presences_.size());
-    presences_.push_back({pool, device, next, 0, transfer.end, transfer.end});
-    profile.add(transfer.start, problem_.nbytes[transfer.tensor]);
-  }
   device_[op] = device;
   const int64_t workspace = end > start ? problem_.workspace[op] : 0;
   profile.add(start, problem_.output_bytes[op] + workspace);
@@ -283,15 +294,91 @@ const Span& Timeline::commit(int32_t op, int32_t device) {
     made.holder = device;
     made.available = made.last_use = end;
   }
-  for (int32_t tensor : Row(problem_.inputs, op)) {
-    Presence& presence = presences_[find(tensor, pool)];
-    presence.last_use = std::max(presence.last_use, end);
+  for (const Planned& transfer : planned_) {
+    const int32_t tensor = transfer.tensor, src = transfer.src;
+    transfers_.push_back({tensor, src, device, transfer.start, transfer.end});
+    if (problem_.ports != Ports::kNone) {
+      send_free_[src] = receive_free_[device] = transfer.end;
+      if (problem_.ports == Ports::kShared) receive_free_[src] = send_free_[device] = transfer.end;
+    }
+    profile.add(transfer.start, problem_.nbytes[tensor]);
+    const int32_t copy = static_cast<int32_t>(presences_.size());
+    Presence& made = presences_[tensor];
+    made.last_use = std::max(made.last_use, transfer.end);
+    const int32_t next = std::exchange(made.next, copy), left = --made.remaining;
+    presences_.push_back({pool, device, next, 0, transfer.end, end});
+    if (left == 0) release(tensor);
+  }
+  for (const auto& [tensor, at] : present_) {
+    presences_[at].last_use = std::max(presences_[at].last_use, end);
     if (--presences_[tensor].remaining == 0) release(tensor);
   }
   device_free_[device] = end;
   makespan_ = std::max(makespan_, end);
   spans_.push_back({op, device, start, end});
-  return spans_.back();
+}
+
+int32_t Timeline::fold(const int32_t* devices, const int32_t* order, int32_t count) {
+  const int32_t outside = expect(devices, order, count);
+  if (outside >= 0) return order[outside];
+  for (int32_t i = 0; i < count; ++i) {
+    if (i + 2 * kAhead < count) fetch_op(order[i + 2 * kAhead], devices[order[i + 2 * kAhead]]);
+    if (i + kAhead < count) fetch_tensors(order[i + kAhead]);
+    const int32_t op = order[i], device = devices[op];
+    const int32_t home = group_device_[problem_.group[op]];
+    if (committed(op) || (home >= 0 && home != device)) return op;
+    for (int32_t tensor : Row(problem_.inputs, op)) {
+      if (presences_[tensor].holder < 0) return op;
+    }
+    const std::optional<int64_t> ready = plan(op, device);
+    if (!ready) return op;
+    place(op, device, *ready);
+  }
+  return -1;
+}
+
+// A launch order jumps to and fro among the ops, which the processor cannot foresee, but we can.
+void Timeline::fetch_op(int32_t op, int32_t device) const {
+  __builtin_prefetch(&problem_.inputs.begin[op]);
+  __builtin_prefetch(&problem_.outputs.begin[op]);
+  __builtin_prefetch(&problem_.workspace[op]);
+  __builtin_prefetch(&problem_.output_bytes[op]);
+  __builtin_prefetch(&problem_.group[op]);
+  __builtin_prefetch(&device_[op], 1);
+  __builtin_prefetch(
+      &problem_.durations[static_cast<int64_t>(problem_.device_class[device]) * problem_.ops + op]);
+}
+
+void Timeline::fetch_tensors(int32_t op) const {
+  const int32_t group = problem_.group[op];
+  __builtin_prefetch(&group_device_[group], 1);
+  __builtin_prefetch(&problem_.group_persistent[group]);
+  for (int32_t tensor : Row(problem_.inputs, op)) {
+    __builtin_prefetch(&presences_[tensor], 1);
+    __builtin_prefetch(&problem_.nbytes[tensor]);
+    if (!problem_.sent_ns.empty()) __builtin_prefetch(&problem_.sent_ns[tensor]);
+    __builtin_prefetch(&problem_.kept[tensor]);
+  }
+  for (int32_t tensor : Row(problem_.outputs, op)) __builtin_prefetch(&presences_[tensor], 1);
+}
+
+// Untouched pages cost nothing, and growing costs a copy and fresh pages each time.
+int32_t Timeline::expect(const int32_t* devices, const int32_t* order, int32_t count) {
+  std::vector<size_t> changes(problem_.pools, 0);
+  size_t copies = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    const int32_t op = order[i];
+    if (op < 0 || op >= problem_.ops) return i;
+    const int32_t device = devices[op];
+    if (device < 0 || device >= problem_.devices) return i;
+    const size_t inputs = problem_.inputs.size(op);
+    copies += inputs;
+    changes[problem_.pool[device]] += 2 + 2 * inputs + problem_.outputs.size(op);
+  }
+  presences_.reserve(presences_.size() + copies);
+  transfers_.reserve(transfers_.size() + copies);
+  for (int32_t pool = 0; pool < problem_.pools; ++pool) profiles_[pool].expect(changes[pool]);
+  return -1;
 }
 
 std::vector<int64_t> Timeline::peaks() const {

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import baechi
 from baechi import (
+    Calibration,
     Cluster,
     Constraints,
     InputError,
@@ -19,10 +20,13 @@ from baechi import (
     Schedule,
     Tensor,
 )
-from baechi.__main__ import app, load_model
+from baechi.__main__ import app
+from baechi.named_models import load_model
 from baechi.traced import Traced
 
-COMMANDS = ("trace", "profile", "estimate", "solve", "simulate", "report", "probe", "demo")
+COMMANDS = (
+    *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
+)
 MODEL = """
 import torch
 
@@ -86,8 +90,7 @@ def files(tmp_path, monkeypatch):
 def test_help_teaches(command):
     text = run(command, "--help")
     assert f"baechi {command}" in text
-    if command != "estimate":
-        assert "or example" in text
+    assert "or example" in text
 
 
 def test_help_lists_the_words_of_the_api():
@@ -148,6 +151,53 @@ def test_the_whole_way_from_a_model_to_a_report(files):
     assert json.loads((files / "plan.json").read_text())["traceEvents"]
 
 
+def test_the_way_without_the_device(files):
+    text = run("estimate", "model.py:tiny", "--kind", "H100-SXM-80GB", "-o", "t.profile.json",
+               "--graph", "t.graph.json", "--trace", "t.trace.json")  # fmt: skip
+    assert "computed for H100-SXM-80GB" in text
+    profile = baechi.load("t.profile.json", Profile)
+    assert profile.source == "computed"
+    assert profile.traced_digest == baechi.load("t.trace.json", Traced).digest
+    graph = baechi.load("t.graph.json", OpGraph)
+    assert any(op.name.startswith("backward:") for op in graph.ops)
+    run("solve", "t.graph.json", "2xH100-SXM-80GB", "--latency-us", 5, "-o", "p.json",
+        "--save-cluster", "c.json")  # fmt: skip
+    cluster = baechi.load("c.json", Cluster)
+    assert [device.kind for device in cluster.devices] == ["H100-SXM-80GB"] * 2
+    assert cluster.uniform_link == Link(5000, 12 * 10**9)
+    run("estimate", "model.py:short", "--kind", "T4", "--inference", "--graph", "i.graph.json")
+    graph = baechi.load("i.graph.json", OpGraph)
+    assert not any(op.name.startswith("backward:") for op in graph.ops)
+    assert (files / "i.graph.json").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_calibrating_with_a_profile():
+    run("profile", "model.py:tiny", "--threads", 1, "-o", "t.profile.json")
+    text = run("calibrate", "model.py:tiny=t.profile.json", "-o", "c.json")
+    assert "median before" in text
+    assert "a kernel takes at least" in text
+    fitted = baechi.load("c.json", Calibration)
+    assert fitted.kind == "cpu"
+    text = run("estimate", "model.py:short", "--kind", "cpu", "--calibration", "c.json")
+    assert "cpu calibrated" in text
+    text = run("estimate", "model.py:short", "--kind", "T4", "--calibration", "c.json", code=2)
+    assert "the calibration is for device kind 'cpu', not 'T4'" in text
+
+
+def test_the_kinds_are_listed(files):
+    (files / "more.toml").write_text(
+        '[[kind]]\nname = "box"\nmemory = "4GiB"\ncontext = "1GiB"\nbytes_per_s = 1e9\n'
+        'launch_ns = 100\nflops_per_s = { fp32 = 2e12 }\nsource = "a sheet"\n'
+    )
+    text = run("estimate", "--list", "--kinds", "more.toml")
+    assert "box" in text
+    assert "MI300X" in text
+    h100 = next(line.split() for line in text.splitlines() if line.startswith("H100-SXM-80GB "))
+    assert h100[1:] == ["80", "3350", "66.9", "66.9", "495", "989", "989", "1979", "1979", "2.5"]
+    assert "box: a sheet" in text
+
+
 def test_inference_and_optimizers(files):
     run("profile", "model.py:short", "--inference", "--graph", "i.graph.json")
     graph = baechi.load("i.graph.json", OpGraph)
@@ -162,6 +212,38 @@ def test_inference_and_optimizers(files):
 
 
 @pytest.mark.usefixtures("files")
+def test_what_was_measured_is_kept_listed_and_forgotten(files):
+    assert "nothing has been measured yet" in run("profile", "--list", "--cache", "a.sqlite")
+    assert not (files / "a.sqlite").exists()
+    words = ("profile", "model.py:tiny", "--threads", 1, "--cache", "a.sqlite")
+    run(*words, "-o", "one.profile.json")
+    run(*words, "-o", "two.profile.json")
+    one, two = (baechi.load(f"{name}.profile.json", Profile) for name in ("one", "two"))
+    assert one == two  # two measurements never are
+    text = run("profile", "--list", "--cache", "a.sqlite")
+    count = int(text.split("a.sqlite: ")[1].split(" operators")[0])
+    assert count > 0
+    assert "hardware" in text
+    assert f"forgot {count} operators" in run("profile", "--clear", "--cache", "a.sqlite")
+    assert "a.sqlite: 0 operators" in run("profile", "--list", "--cache", "a.sqlite")
+    run("profile", "model.py:tiny", "--threads", 1, "--no-cache")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("profile",), "name a model"),
+        (("profile", "--list", "--clear"), "alone"),
+        (("profile", "model.py:tiny", "--list"), "alone"),
+        (("profile", "model.py:tiny", "--no-cache", "--cache", "a.sqlite"), "not both"),
+        (("profile", "model.py:tiny", "--cache", "model.py"), "no store of profiles"),
+    ],
+)
+def test_a_store_is_asked_for_in_one_way(files, words, said):
+    assert said in run(*words, code=2)
+    assert (files / "model.py").read_text() == MODEL
+
+
 def test_solve_on_a_uniform_cluster():
     run("solve", "a.graph.json", "--devices", 3, "--memory", "150", "--latency-us", 0.01,
         "--gbytes-per-s", 1, "-o", "p.json", "--save-cluster", "c.json")  # fmt: skip
@@ -219,10 +301,14 @@ def test_what_does_not_fit_leaves_with_code_3(files):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (
-            ["estimate", "model.py:net", "--kind", "H100"],
-            "computed costs come in a later version. `baechi profile MODEL",
-        ),
+        (["estimate"], "give a model and --kind, or --list for the kinds"),
+        (["estimate", "model.py:tiny"], "give a model and --kind"),
+        (["estimate", "model.py:tiny", "--kind", "H100"], "Did you mean H100-PCIe-80GB or H100-SX"),
+        (["estimate", "t.json", "--kind", "T4"], "t.json is a file, and a trace in a file has no"),
+        (["estimate", "--list", "--kinds", "none.toml"], "none.toml: No such file"),
+        (["calibrate", "model.py:tiny"], "'model.py:tiny' names no profile; write MODEL=PROFILE"),
+        (["solve", "a.graph.json", "4xH100"], "device kind 'H100' is unknown"),
+        (["solve", "a.graph.json", "0xT4"], "'0xT4' has no devices"),
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
@@ -266,7 +352,7 @@ def test_bad_input_is_one_message_and_code_2(words, said):
 def test_the_message_goes_to_stderr():
     result = CliRunner().invoke(app, ["estimate"])
     assert result.stdout == ""
-    assert "computed costs" in result.stderr
+    assert "give a model and --kind" in result.stderr
 
 
 @pytest.mark.usefixtures("files")

@@ -11,7 +11,6 @@ from rich.console import Console
 import baechi
 from baechi import ExecutionError, InputError, demo
 from baechi.demo import STEPS, Job, Training, demo_jobs, run, show
-from baechi.reporting import Measured
 
 
 class Branches(torch.nn.Module):
@@ -58,6 +57,8 @@ def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optim
         assert len(row.training.losses) == STEPS
         assert row.training.losses[-1] < row.training.losses[0]
         assert row.training.measured.step_ns > 0
+        assert len(row.training.measured.samples_ns) == STEPS
+        assert row.training.measured.absent_bytes == ()  # the optimizer has made steps
         assert len(row.training.measured.peak_bytes) == 2
         assert len(set(row.placement.devices)) == 2
     assert rows[-1].schedule.makespan_ns <= min(row.schedule.makespan_ns for row in rows)
@@ -67,6 +68,11 @@ def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optim
     assert "One device: " in flat
     assert "does not fit" in flat
     assert "one device refused" in flat
+    errors = [line for line in text.splitlines() if line.split()[:1] == ["error"]]
+    placed = [row for row in rows if not row.twin]
+    assert len(errors) >= 1 + len(placed)  # the unsplit model's too
+    for line in errors[1:]:
+        assert line.count("%") == 4  # the step, two devices, bytes moved
     for loss in rows[0].training.losses:
         assert text.count(f"{loss:.4f}") >= 5  # the unsplit model's and every placer's
     assert "…" not in text
@@ -108,7 +114,7 @@ def test_a_wrong_result_is_an_error(tmp_path, told, monkeypatch):
 
 
 def test_missing_gradients_are_no_equality():
-    one = Training((), (), {"w": torch.ones(1)}, Measured())
+    one = Training((), (), {"w": torch.ones(1)}, 1)
     assert demo._compare(replace(one, gradients={}), one) == (float("inf"), False)
     assert demo._compare(one, one) == (0.0, True)
 

@@ -14,15 +14,18 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs runtime.program",
+    0: "errors units values arrays graph devices constraints placement costs measurement "
+    "optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity",
+    "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering profiling probing "
-    "estimation",
+    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
+    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
+    "workspace kernels workload estimation calibration",
     5: "runtime.*",
-    6: "placing demo demo_models named_models console __main__",
+    6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
+    "__main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -36,6 +39,9 @@ ALLOWED = {
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
+    "optimizers": {"errors", "values"},
+    "measurement": {"errors", "values"},
+    "efficiency": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"_core", "restrictions"},
     "bounds": {"_core", "problem"},
@@ -123,10 +129,29 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "tracing": {"calls", "lowering", "propagation"},
-    "profiling": {"extraction", "lowering", "metering", "partition", "propagation"},
-    "probing": {"profiling"},
+    "operands": {"lowering", "partition", "propagation"},
+    "value_dependence": {"operands"},
+    "isolation": {"extraction", "lowering", "operands", "timing"},
+    "in_place": {"lowering"},
+    "cuda_timing": {"timing"},
+    "workspace": {"isolation", "metering", "saving", "timing"},
+    "profiling": {
+        "cuda_timing",
+        "in_place",
+        "isolation",
+        "lowering",
+        "operands",
+        "timing",
+        "torch_devices",
+        "value_dependence",
+        "workspace",
+    },
+    "workload": {"extraction", "kernels", "lowering", "metering", "partition", "propagation"},
+    "estimation": {"workload"},
+    "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.binding": {"runtime.tapes"},
+    "runtime.gradients": {"runtime.tapes"},
+    "runtime.binding": {"runtime.gradients", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.tapes"},
     "runtime.streams": {"runtime.binding", "runtime.tapes"},
     "runtime.executors": {
@@ -135,11 +160,22 @@ ALLOWED = {
         "runtime.tapes",
         "runtime.workers",
     },
-    "runtime.executables": {"runtime.binding", "runtime.executors", "runtime.tapes"},
-    "runtime.module": {"runtime.executables"},
-    # Layer 6.
+    "runtime.executables": {
+        "runtime.binding",
+        "runtime.executors",
+        "runtime.streams",
+        "runtime.tapes",
+    },
+    "runtime.measuring": {"runtime.executables"},
+    "runtime.handover": {"runtime.module"},
+    "runtime.module": {"runtime.executables", "runtime.measuring"},
+    # Layer 6. What the runtime does is what `probe` measures.
+    "placing": {"probing"},
     "demo": {"demo_models"},
-    "__main__": {"console", "demo", "named_models"},
+    "console": {"named_models"},
+    "profile_commands": {"console"},
+    "estimate_commands": {"console"},
+    "__main__": {"console", "demo", "estimate_commands", "probing", "profile_commands"},
 }
 
 
@@ -230,7 +266,8 @@ def test_importing_baechi_loads_neither_torch_nor_numpy() -> None:
 def test_every_public_name_but_those_on_models_resolves_without_torch() -> None:
     loaded = loaded_after(
         "import baechi\n"
-        "torch = {'apply', 'PlacedModule', 'place', 'probe', 'profile', 'trace'}\n"
+        "torch = {'apply', 'PlacedModule', 'calibrate', 'estimate', 'place', 'probe', 'profile'}\n"
+        "torch |= {'trace'}\n"
         "for name in set(baechi.__all__) - torch: getattr(baechi, name)"
     )
     assert "torch" not in loaded

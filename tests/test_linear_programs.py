@@ -1,5 +1,6 @@
 """The solvers agree, on programs of favorite children; MOSEK's task is right without a licence."""
 
+import subprocess
 import sys
 
 import highspy
@@ -16,7 +17,12 @@ from baechi.linear_programs import (
     Mosek,
     write_mosek_task,
 )
-from baechi.placers.favorite_program import matching_vertex, solver_rows
+from baechi.placers.favorite_program import (
+    greatest_matching,
+    matching_vertex,
+    near_point,
+    solver_rows,
+)
 from strategies import layered
 
 
@@ -128,7 +134,7 @@ def test_a_matching_is_a_vertex_and_the_simplex_reaches_the_optimum_from_it(n, w
         return
     rows = solver_rows(program)
     shares = program.feasible(np.random.default_rng(seed).random(len(program.src)))
-    start = matching_vertex(program, rows, shares)
+    start = matching_vertex(program, rows, greatest_matching(program, shares))
     assert start.low.sum() + start.high.sum() + start.tight.sum() == len(rows.program.cost)
     # The vertex: what is at a bound has its value, and the tight rows say the others'.
     begin, columns, values = rows.program.by_rows()
@@ -148,7 +154,43 @@ def test_a_matching_is_a_vertex_and_the_simplex_reaches_the_optimum_from_it(n, w
     )
 
 
+@settings(max_examples=30, deadline=None)
+@given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
+def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width, seed, cost):
+    program = layered(max(n, width + 1), width, seed, cost)
+    if not program.free.any():
+        return
+    rows = solver_rows(program)
+    shares = program.feasible(np.random.default_rng(seed).random(len(program.src)))
+    start = near_point(program, rows, shares)
+    lp = rows.program
+    sums = np.bincount(lp.row, lp.value * start.values[lp.column], minlength=len(lp.limit))
+    assert (sums <= lp.limit + 1e-9).all()
+    assert (start.values >= 0).all()
+    assert (start.values <= lp.upper).all()
+    found = Highs().solve(lp, start)
+    assert found.values[-1] == pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
+
+
 def test_equal_programs_have_equal_answers():
-    program = solver_rows(layered(300, 10, 1)).program
+    program = layered(300, 10, 1)
+    rows = solver_rows(program)
     for solver in (Highs(), Cvxopt()):
-        assert np.array_equal(solver.solve(program).values, solver.solve(program).values)
+        answers = [solver.solve(rows.program).values for _ in range(2)]
+        assert np.array_equal(*answers)
+    start = near_point(program, rows, np.zeros(len(program.src)))
+    assert np.array_equal(*(Highs().solve(rows.program, start).values for _ in range(2)))
+
+
+def test_a_point_in_a_fresh_process():
+    """HiGHS's crossover falls over where nothing ran before it."""
+    text = (
+        "import numpy as np\n"
+        "from baechi.linear_programs import Highs, LinearProgram, Point\n"
+        "one = np.ones(1)\n"
+        "zero = np.zeros(1, np.int64)\n"
+        "program = LinearProgram(-one, 2 * one, zero, zero, one, one)\n"
+        "print(Highs().solve(program, Point(0.5 * one)).values[0])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == "1.0"

@@ -134,6 +134,18 @@ def test_a_given_profile_is_used_and_a_wrong_one_refused() -> None:
         baechi.place(it, DEVICES, costs="guess")
 
 
+def test_costs_may_be_computed() -> None:
+    x = torch.randn(2, 8)
+    it = model()
+    placed = baechi.place(it, DEVICES, example_args=(x,), costs="estimate", progress=False)
+    costs = baechi.estimate(baechi.trace(it, (x,)), "cpu").costs
+    assert placed.graph.ops[1].time_ns == costs[1].forward_ns
+    unknown = baechi.Cluster.uniform(1, "1GiB", baechi.Link(0, 10**9), kind="abacus")
+    placed = baechi.place(it, unknown, costs="estimate", progress=False)
+    with pytest.raises(baechi.InputError, match="device kind 'abacus' is unknown"):
+        placed(x)
+
+
 def test_a_placed_module_cannot_be_placed_or_pickled_and_says_why() -> None:
     placed = baechi.place(model(), DEVICES)
     with pytest.raises(baechi.InputError, match="placed already"):

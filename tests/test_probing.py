@@ -1,10 +1,18 @@
 """What a machine has: names, capacities, links."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import baechi
+from baechi import Link, probing
+from baechi.copying import SIZES, copy_times_ns, first_broken_size
+from baechi.link_fits import FREE_BYTES_PER_S, fit_link
 from baechi.profiling import torch_device
+from baechi.runtime.handover import handover_ns
+
+CPU = torch.device("cpu")
 
 
 def test_logical_cpu_devices_share_the_free_memory_and_are_linked() -> None:
@@ -14,6 +22,7 @@ def test_logical_cpu_devices_share_the_free_memory_and_are_linked() -> None:
     link = cluster.links[0][1]
     assert link is not None
     assert 0 < link.latency_ns < 10_000_000
+    assert link.bytes_per_s == FREE_BYTES_PER_S  # nothing is copied
 
 
 def test_capacities_names_devices_and_clusters_are_taken() -> None:
@@ -52,3 +61,110 @@ def test_suffixes_tell_logical_devices_of_one_device_apart() -> None:
 def test_bad_devices_are_refused(devices: object, text: str) -> None:
     with pytest.raises(baechi.InputError, match=text):
         baechi.probe(devices)
+
+
+def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(probing, "handover_ns", lambda: calls.append(1) or 33)
+    survey = probing.survey([f"cpu:{index}" for index in range(4)])
+    assert len(calls) == 1
+    assert survey.cluster.uniform_link == Link(33, FREE_BYTES_PER_S)
+    assert survey.fits == {}
+    assert survey.remarks == ()
+    assert probing.survey(survey.cluster).cluster is survey.cluster
+
+
+def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "handover_ns", lambda: pytest.fail("nothing is handed over"))
+    assert baechi.probe("cpu:0").links == ((None,),)
+
+
+def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing() -> None:
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    with torch.no_grad():  # the caller's mode is not the measurement's
+        assert handover_ns() > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_copy_is_timed_at_every_size() -> None:
+    sizes = SIZES[:4]
+    times = copy_times_ns(CPU, CPU, sizes)
+    assert len(times) == len(sizes)
+    assert min(times) > 0
+
+
+def dropped_byte(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    copy[-1] += 1
+    return copy
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.roll(1)
+
+
+def late() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A path on which the first copy of each size arrives, and later ones find it still there."""
+    seen: dict[int, torch.Tensor] = {}
+    return lambda tensor: seen.setdefault(len(tensor), tensor.clone())
+
+
+def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """A path that loses what is beyond the first megabyte."""
+    copy = tensor.clone()
+    copy[1 << 20 :] = 0
+    return copy
+
+
+def test_a_path_that_is_sound_breaks_at_no_size() -> None:
+    assert first_broken_size(torch.clone, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("copy", "size"),
+    [(dropped_byte, 1 << 10), (shifted, 1 << 10), (late(), 1 << 10), (cut_off, 1 << 22)],
+)
+def test_a_path_that_lies_is_found(copy: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    assert first_broken_size(copy, CPU) == size
+
+
+def test_a_path_that_lies_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "first_broken_size", lambda _copy, _src: 1024)
+    with pytest.raises(
+        baechi.InputError, match="1024 bytes from cuda:0 to cuda:1 do not arrive intact"
+    ):
+        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+
+
+def test_a_device_without_room_for_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "copy_times_ns", lambda _src, _dst: (5,))
+    with pytest.raises(baechi.InputError, match="no room on cuda:0 and cuda:1"):
+        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+
+
+def test_links_that_two_numbers_cannot_tell_are_remarked() -> None:
+    good = fit_link((1_000, 2_000, 3_000), (20, 30, 40))
+    bad = fit_link((1_000, 2_000, 3_000), (20, 90, 40))
+    cluster = baechi.Cluster.uniform(2, "1GiB", good.link)
+    survey = probing.Survey(cluster, {("a", "b"): good, ("b", "a"): bad})
+    (remark,) = survey.remarks
+    assert "The link from b to a tells" in remark
+    assert f"wrong by {bad.worst_error:.0%}, where 20% is good" in remark
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_probed_with_its_links() -> None:
+    survey = probing.survey(["cpu:0", "cuda:0/a", "cuda:0/b"])
+    cluster = survey.cluster
+    free = torch.cuda.mem_get_info(0)[0]
+    assert 0 < cluster.devices[1].memory_bytes <= free // 2 + 2**28
+    assert set(survey.fits) == {
+        ("cpu:0", "cuda:0/a"), ("cpu:0", "cuda:0/b"), ("cuda:0/a", "cpu:0"), ("cuda:0/b", "cpu:0")
+    }  # fmt: skip
+    for fit in survey.fits.values():
+        assert fit.sizes[-1] == 2**28
+        assert fit.link.bytes_per_s > 10**8
+    lane = cluster.links[1][2]
+    assert lane is not None
+    assert lane.bytes_per_s == FREE_BYTES_PER_S

@@ -1,12 +1,20 @@
 """Measured costs: once per distinct operator, honest about time and about what is not there."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import baechi
 import zoo
 from baechi.metering import Meter
+from baechi.operands import Operands, operator_name
+from baechi.profile_store import Measured
+from baechi.profiling import _additions, _Bench
+from baechi.timing import CpuTimer, rounds, summary
 
 
 def test_a_deep_model_is_measured_as_its_distinct_layers() -> None:
@@ -89,3 +97,241 @@ def test_a_meter_counts_a_loan_once_and_as_long_as_any_borrower_lives() -> None:
     assert meter.live_bytes == (0, 1024)
     del second
     assert meter.live_bytes == (0, 0)
+
+
+def key_of(module: nn.Module, x: torch.Tensor) -> str:
+    return baechi.trace(module, (x,)).ops[1].key
+
+
+def test_a_key_says_what_the_cost_depends_on() -> None:
+    x = torch.randn(4, 8)
+    keys = [
+        key_of(nn.ReLU(), x),
+        key_of(nn.GELU(), x),
+        key_of(nn.ReLU(), torch.randn(8, 4)),
+        key_of(nn.ReLU(), torch.randn(8, 4).T),
+        key_of(nn.ReLU(), x.double()),
+        key_of(nn.ReLU(), torch.randn(4, 8, requires_grad=True)),
+        key_of(nn.LeakyReLU(0.1), x),
+        key_of(nn.LeakyReLU(0.2), x),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert keys[0] == key_of(nn.ReLU(), torch.randn(4, 8))
+    assert not any(" at 0x" in key for key in keys)
+
+
+@pytest.mark.parametrize("name", list(zoo.MODELS))
+def test_keys_have_no_addresses(name: str) -> None:
+    model, args, kwargs = zoo.MODELS[name]()
+    assert not any("0x" in op.key for op in baechi.trace(model, args, kwargs).ops)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is measured from now on."""
+    measured: list[str] = []
+    operator, addition = _Bench.operator, _Bench.addition
+
+    def count_operator(bench: _Bench, index: int) -> Measured:
+        measured.append(bench.traced.ops[index].name)
+        return operator(bench, index)
+
+    def count_addition(bench: _Bench, nbytes: int) -> Measured:
+        measured.append(f"{nbytes} bytes")
+        return addition(bench, nbytes)
+
+    monkeypatch.setattr(_Bench, "operator", count_operator)
+    monkeypatch.setattr(_Bench, "addition", count_addition)
+    return measured
+
+
+def residual() -> tuple[nn.Module, torch.Tensor]:
+    class Residual(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(16, 16)
+            self.second = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            return x + self.second(x).relu()
+
+    return Residual(), torch.randn(4, 16)
+
+
+def test_a_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured = counted(monkeypatch)
+    model, x = residual()
+    first = baechi.profile(baechi.trace(model, (x,)), threads=1, cache=tmp_path / "a")
+    assert len(measured) == 5  # two unlike linears, a relu, an add, and the sum of two gradients
+    second = baechi.profile(baechi.trace(model, (x,)), threads=1, cache=tmp_path / "a")
+    assert len(measured) == 5
+    assert first == second
+    baechi.profile(baechi.trace(model, (x,)), threads=2, cache=tmp_path / "a")
+    assert len(measured) == 10
+    baechi.profile(baechi.trace(model, (x,)), threads=1, cache=False)
+    assert len(measured) == 15
+    baechi.profile(baechi.trace(model, (torch.randn(5, 16),)), threads=1, cache=tmp_path / "a")
+    assert len(measured) == 20
+
+
+def test_adding_up_gradients_is_in_the_backward_of_who_made_the_tensor() -> None:
+    model, x = residual()
+    traced = baechi.trace(model, (x,))
+    names = [op.name for op in traced.ops]
+    additions = _additions(traced)
+    assert {names[i]: dict(row) for i, row in enumerate(additions) if row} == {
+        next(n for n in names if n.startswith("first")): {4 * 16 * 4: 1}
+    }
+
+
+def test_ctrl_c_keeps_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, x = residual()
+    traced = baechi.trace(model, (x,))
+    operator = _Bench.operator
+    done: list[int] = []
+
+    def interrupted(bench: _Bench, index: int) -> Measured:
+        if len(done) == 2:
+            raise KeyboardInterrupt
+        done.append(index)
+        return operator(bench, index)
+
+    monkeypatch.setattr(_Bench, "operator", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        baechi.profile(traced, threads=1, cache=tmp_path / "a")
+    assert "2 of 5 were measured" in capsys.readouterr().err
+    monkeypatch.setattr(_Bench, "operator", operator)
+    measured = counted(monkeypatch)
+    baechi.profile(traced, threads=1, cache=tmp_path / "a")
+    assert len(measured) == 3
+
+
+def test_where_nothing_can_be_kept_the_costs_come_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    traced = baechi.trace(nn.Linear(4, 4), (torch.randn(2, 4),))
+    with pytest.warns(RuntimeWarning, match="not kept"):
+        profile = baechi.profile(traced, threads=1, cache=tmp_path / "file" / "a")
+    assert sum(cost.forward_ns for cost in profile.costs) > 0
+
+
+@torch.library.custom_op("baechi_tests::picky", mutates_args=())
+def picky(x: torch.Tensor) -> torch.Tensor:
+    if float(x.sum().abs()) > 1e-3:
+        raise ValueError("the values do not sum to nothing")
+    return x * 2
+
+
+@picky.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+class Centered(nn.Module):
+    def __init__(self, *, center: bool = True) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.center = center
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.linear(x)).detach()
+        return picky(x - x.mean() if self.center else x + 1)
+
+
+def test_an_operator_that_fails_alone_is_measured_in_place() -> None:
+    model = Centered()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    traced = baechi.trace(model, (torch.randn(4, 8),))
+    costs = baechi.profile(traced, threads=1, cache=False).costs
+    (index,) = [i for i, op in enumerate(traced.ops) if "picky" in op.key]
+    assert costs[index].forward_ns > 0
+    assert "fails alone (ValueError: the values do not sum to nothing)" in costs[index].remark
+    assert costs[index].remark.endswith("measured in place")
+    assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
+
+
+def test_an_operator_that_fails_in_the_model_too_is_named() -> None:
+    traced = baechi.trace(Centered(center=False), (torch.randn(4, 8),))
+    with pytest.raises(baechi.InputError, match=r"picky.*test_profiling.py.*sum to nothing"):
+        baechi.profile(traced, threads=1, cache=False)
+
+
+class Routed(nn.Module):
+    """Positions, a mask and a choice that follows from activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 8)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        best = x.sum(-1).argmax(-1)
+        mask = torch.ones(6, 6).tril().log()[None]
+        picked = x[torch.arange(ids.shape[0]), best]
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) + picked[:, None]
+
+
+def test_what_depends_on_values_is_said_and_values_are_in_range() -> None:
+    traced = baechi.trace(Routed(), (torch.randint(50, (3, 6)),))
+    costs = baechi.profile(traced, threads=1, cache=False).costs
+    remarks = {c.remark for c in costs if c.remark}
+    assert all(remark.startswith("time depends on values: ") for remark in remarks)
+    words = " ".join(remarks)
+    for reason in ("which rows", "which places", "extreme values", "attention mask hides"):
+        assert reason in words
+    operands = Operands(traced.module, torch.device("cpu"))
+    graph = traced.module.graph_module.graph
+    index = next(n for n in graph.nodes if operator_name(n) == "index")
+    best = next(n for n in index.all_input_nodes if "argmax" in n.name)
+    values = operands.make(best, [index])
+    assert values.dtype == torch.int64
+    assert 0 <= int(values.min()) <= int(values.max()) < 6
+    attention = next(n for n in graph.nodes if "attention" in operator_name(n))
+    mask = operands.make(attention.args[3], [attention])
+    assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
+
+
+def test_a_reading_is_a_median_without_what_is_empty() -> None:
+    reading = summary([100, 1000, 120, 110, 130], 10, 2.0)
+    assert (reading.ns, reading.spread_ns) == (10, 1)
+    assert summary([5], 1, 10.0).ns == 0
+    assert len(list(rounds((3, 7), budget_ns=0))) == 3
+    assert len(list(rounds((3, 7), budget_ns=10**12))) == 7
+
+
+def test_the_readings_of_several_preparations_take_turns() -> None:
+    order: list[str] = []
+
+    def prepare(name: str) -> Any:
+        return lambda n: [lambda: order.append(name)] * n
+
+    CpuTimer().time([prepare("a"), prepare("b")], single=True)
+    assert "".join(order) == "ab" * (len(order) // 2)
+
+
+def test_several_kinds_of_device_share_one_graph() -> None:
+    traced = baechi.trace(nn.Linear(4, 4), (torch.randn(2, 4),))
+    n = len(traced.ops)
+
+    def made(kind: str, ns: int, scratch: int) -> baechi.Profile:
+        costs = [baechi.OpCost(ns, 2 * ns, workspace_bytes=scratch) for _ in range(n)]
+        return baechi.Profile(traced.digest, kind, tuple(costs))
+
+    slow, fast = made("cpu", 100, 5), made("GPU", 10, 7)
+    graph = traced.graph([slow, fast])
+    assert set(graph.times) == {"cpu", "GPU"}
+    assert graph.times["cpu"] == tuple(op.time_ns for op in graph.ops)
+    assert [10 * t for t in graph.times["GPU"]] == list(graph.times["cpu"])
+    assert max(op.workspace_bytes for op in graph.ops) == 7
+    assert set(traced.graph([slow, fast], training=False).times["GPU"]) == {10}
+    assert traced.graph([slow]) == traced.graph(slow)
+    for wrong, said in (
+        ([slow, slow], "two profiles are of kind 'cpu'"),
+        ([slow, made("", 1, 1)], "names no kind"),
+        ([], "no profile"),
+        ([slow, baechi.Profile("x", "GPU", fast.costs)], "another model"),
+    ):
+        with pytest.raises(baechi.InputError, match=said):
+            traced.graph(wrong)

@@ -15,6 +15,7 @@ from baechi import (
     Device,
     InputError,
     Link,
+    Measurement,
     Op,
     OpGraph,
     Placement,
@@ -26,7 +27,6 @@ from baechi import (
     solve,
 )
 from baechi.reporting import (
-    Measured,
     device_facts,
     memory_profile,
     text_report,
@@ -72,7 +72,7 @@ TRACED = Traced(
     (Attempt("torch.export (strict)", "ValueError: [bold] toy.py:9"), Attempt("torch.fx")),
     True,
 )
-MEASURED = Measured(step_ns=66, peak_bytes=(130, 300), moved_bytes=30)
+MEASURED = Measurement(66, (130, 300), (65, 66, 67), moved_bytes=30)
 
 
 @st.composite
@@ -207,9 +207,9 @@ def test_the_text_says_what_matters():
     assert re.search(r"cpu:1 +1 +33% +241 B +2.0 MiB +0% +30 B +0 B", text)
     assert re.search(r"single/cpu:0 +35 ns *\n", text)
     assert re.search(r"m-etf/fine +60 ns +chosen", text)
-    assert re.search(r"step +60 ns +66 ns +1.10", text)
-    assert re.search(r"peak memory of cpu:1 +241 B +300 B +1.24", text)
-    assert re.search(r"bytes moved +30 B +30 B +1.00", text)
+    assert re.search(r"step +60 ns +66 ns +-9.1 %", text)
+    assert re.search(r"peak memory of cpu:1 +241 B +300 B +-19.7 %", text)
+    assert re.search(r"bytes moved +30 B +30 B +\+0.0 %", text)
     assert "torch.export (strict) ValueError: [bold] toy.py:9" in flat
     assert "torch.fx taken" in flat
     drawn = io.StringIO()
@@ -245,7 +245,17 @@ def test_values_that_do_not_belong_together_are_refused(function, changes, said)
 
 def test_a_measurement_of_other_devices_is_refused():
     with pytest.raises(InputError, match="peaks of 1 devices were measured; there are 2"):
-        text_report(*PARTS, measured=Measured(peak_bytes=(1,)))
+        text_report(*PARTS, measured=Measurement(1, (1,), (1,)))
+
+
+def test_a_state_that_was_not_there_is_taken_off_the_prediction():
+    measured = Measurement(60, (100, 241), (60,), 0, absent_bytes=(30, 0))
+    text = str(text_report(*PARTS, measured=measured))
+    assert re.search(
+        r"peak memory of cpu:0 without 30 B of optimizer state +100 B +100 B +\+0.0 %", text
+    )
+    assert re.search(r"peak memory of cpu:1 +241 B +241 B +\+0.0 %", text)
+    assert re.search(r"bytes moved +30 B +0 B +- *\n", text)
 
 
 class _Page(HTMLParser):
@@ -287,7 +297,7 @@ def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
     assert "copies received 30 B" in text
     assert "ValueError: [bold] toy.py:9" in text
     assert "m-etf/fine" in text
-    assert "1.10" in text
+    assert "-9.1 %" in text
     assert "h.1/<b>" in text
     assert "cpu:0 → cpu:1" in text
     ids = [attributes.get("id") for tag, attributes in page.tags if tag == "div"]

@@ -1,5 +1,6 @@
 """The executors: parallel, orderly in failure, and gone when their module is."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -165,12 +166,14 @@ def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_
     placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(5))
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
     executable = placed._current.executable
-    executor = CudaExecutor(executable.program, executable._bound, [torch.device("cpu")] * 3)
+    places = [torch.device("cpu")] * 3
+    executor = CudaExecutor(executable.program, executable._way.bound, places)
+    inline = dataclasses.replace(executable._way, executor=executor)
     loss = model(*args, **kwargs).loss
     loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with unittest.mock.patch.object(executable, "_executor", executor):
+    with unittest.mock.patch.object(executable, "_way", inline):
         other = placed(*args, **kwargs).loss
         other.backward()
     torch.testing.assert_close(other, loss)

@@ -16,6 +16,7 @@ from baechi.costs import OpCost, Profile
 from baechi.devices import PORTS, Cluster, Device, Link
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.serialization import TYPES, dump, dumps, load, loads, write_whole
 from baechi.traced import Attempt, Traced, TracedOp, TracedTensor
@@ -106,6 +107,16 @@ VALUES = st.one_of(
         st.text(max_size=5),
         st.lists(COSTS, max_size=3).map(tuple),
         st.sampled_from(("measured", "computed")),
+    ),
+    st.integers(0, 3).flatmap(
+        lambda n: st.builds(
+            Measurement,
+            COUNTS,
+            st.tuples(*[COUNTS] * n),
+            st.lists(COUNTS, max_size=3).map(tuple),
+            COUNTS,
+            st.tuples(*[COUNTS] * n),
+        )
     ),
     st.builds(
         Traced,
@@ -348,6 +359,8 @@ def test_every_type_of_every_field_has_acodec():
         *("Op", "Tensor", "OpGraph", "Device", "Link", "Cluster", "Placement", "Span"),
         *("Transfer", "Schedule", "OpCost", "Profile", "Traced", "Constraints"),
         "Program",
+        "Measurement",
+        "Calibration",
     }
     for kind in TYPES.values():
         assert is_dataclass(kind)

@@ -1,6 +1,7 @@
 """Baechi splits PyTorch models over devices by itself.
 
-`place` is the one call; `trace`, `profile`, `probe`, `solve`, `simulate` and `apply` are its steps.
+`place` is the one call; `trace`, `profile` or `estimate`, `probe`, `solve`, `simulate` and `apply`
+are its steps.
 Importing this package loads neither torch nor numpy: every name resolves on first use.
 """
 
@@ -8,21 +9,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baechi.calibration import calibrate as calibrate
     from baechi.constraints import Constraints as Constraints
     from baechi.costs import OpCost as OpCost
     from baechi.costs import Profile as Profile
     from baechi.devices import Cluster as Cluster
     from baechi.devices import Device as Device
     from baechi.devices import Link as Link
+    from baechi.efficiency import Calibration as Calibration
     from baechi.errors import BaechiError as BaechiError
     from baechi.errors import ExecutionError as ExecutionError
     from baechi.errors import FormatError as FormatError
     from baechi.errors import InfeasibleError as InfeasibleError
     from baechi.errors import InputError as InputError
     from baechi.errors import TraceError as TraceError
+    from baechi.estimation import estimate as estimate
     from baechi.graph import Op as Op
     from baechi.graph import OpGraph as OpGraph
     from baechi.graph import Tensor as Tensor
+    from baechi.measurement import Measurement as Measurement
     from baechi.placement import Placement as Placement
     from baechi.placement import Schedule as Schedule
     from baechi.placement import Span as Span
@@ -56,9 +61,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "baechi.calibration": ("calibrate",),
     "baechi.constraints": ("Constraints",),
     "baechi.costs": ("OpCost", "Profile"),
     "baechi.devices": ("Cluster", "Device", "Link"),
+    "baechi.efficiency": ("Calibration",),
     "baechi.errors": (
         "BaechiError",
         "ExecutionError",
@@ -67,7 +74,9 @@ _HOMES = {
         "InputError",
         "TraceError",
     ),
+    "baechi.estimation": ("estimate",),
     "baechi.graph": ("Op", "OpGraph", "Tensor"),
+    "baechi.measurement": ("Measurement",),
     "baechi.placement": ("Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),

@@ -5,11 +5,11 @@ Everything that needs torch, plotly or the core is imported by the command that 
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from baechi import __version__
+from baechi import __version__, estimate_commands, profile_commands
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -22,24 +22,22 @@ from baechi.console import (
     PinOption,
     PlacementArgument,
     PlacerOption,
+    cluster_of,
+    describe,
     limits_of,
     say,
     show,
+    trace_model,
     writable,
     write,
 )
 from baechi.devices import Cluster, Link
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.named_models import load_model
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
 from baechi.traced import Traced
 from baechi.units import format_bytes, format_ns
-
-if TYPE_CHECKING:
-    from baechi.costs import Profile
-
 
 app = typer.Typer(
     cls=Group,
@@ -98,77 +96,22 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
 
         baechi trace model.py:gpt2 -o gpt2.trace.json
     """
-    _describe(_trace(model), out)
+    describe(trace_model(model), out)
 
 
-@app.command()
-def profile(
-    model: ModelArgument,
-    *,
-    device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per operator; torch's own if absent.")
-    ] = None,
-    out: OutOption = None,
-    graph: Annotated[
-        Path | None, typer.Option(help="Write the operator graph here.", callback=writable)
-    ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write the traced model here.", callback=writable),
-    ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
-    ] = False,
-    optimizer: Annotated[
-        str,
-        typer.Option(help="Whose state a training step holds: none, sgd, momentum, adam, adamw."),
-    ] = "adamw",
-) -> None:
-    """Measure what every operator of a model costs, alone, on one device.
-
-    With `--graph` also writes the operator graph of one step, which is all that `solve` needs.
-    The model need not fit the device: operators are measured one by one.
-
-    For example:
-
-        baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json \
-          --graph gpt2.graph.json
-    """
-    import baechi
-
-    traced = _trace(model)
-    _describe(traced, trace_file)
-    measured: Profile = baechi.profile(traced, device=device, threads=threads)
-    forward_ns = sum(cost.forward_ns for cost in measured.costs)
-    backward_ns = sum(cost.backward_ns for cost in measured.costs)
-    say(
-        f"measured on {device} ({measured.environment}): forward {format_ns(forward_ns)}, "
-        f"backward {format_ns(backward_ns)}, one op after the other"
-    )
-    write(measured, out)
-    if graph is not None:
-        training_optimizer = None if inference else optimizer
-        write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def estimate() -> None:
-    """Compute what every operator costs, without the device (comes in a later version).
-
-    Until then `baechi profile` measures it.
-    """
-    raise InputError(
-        "computed costs come in a later version. `baechi profile MODEL --device cuda:0` measures "
-        "them on a device that is here."
-    )
+app.command()(profile_commands.profile)
+app.command()(estimate_commands.estimate)
+app.command()(estimate_commands.calibrate)
 
 
 @app.command()
 def solve(
     graph: GraphArgument,
     cluster: Annotated[
-        Path | None, typer.Argument(metavar="CLUSTER", help="A cluster file.")
+        Path | None,
+        typer.Argument(
+            metavar="CLUSTER", help="A cluster file, or a count and a kind: 8xH100-SXM-80GB."
+        ),
     ] = None,
     *,
     placer: PlacerOption = "auto",
@@ -197,16 +140,17 @@ def solve(
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
         baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
+        baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
     import baechi
     from baechi.reporting import text_report
 
     if (cluster is None) == (devices is None):
         raise InputError("give a cluster file or --devices, and not both.")
+    link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
     if cluster is not None:
-        target = load(cluster, Cluster)
+        target = cluster_of(cluster, link)
     else:
-        link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
         target = Cluster.uniform(devices or 1, memory, link)
     operators = load(graph, OpGraph)
     limits = limits_of(constraints, max_devices, pin)
@@ -318,9 +262,10 @@ def probe(
 
         baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
     """
-    import baechi
+    from baechi.probing import survey
 
-    cluster: Cluster = baechi.probe(_targets(devices or []))
+    found = survey(_targets(devices or []))
+    cluster = found.cluster
     for device in cluster.devices:
         say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
     for src, row in enumerate(cluster.links):
@@ -329,6 +274,8 @@ def probe(
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
                 rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
                 say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+    for remark in found.remarks:
+        say(remark)
     write(cluster, out)
 
 
@@ -349,23 +296,6 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
-
-
-def _trace(model: str) -> Traced:
-    import baechi
-
-    module, args, kwargs = load_model(model)
-    traced: Traced = baechi.trace(module, args, kwargs)
-    return traced
-
-
-def _describe(traced: Traced, out: Path | None) -> None:
-    say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
-    for attempt in traced.attempts[:-1]:
-        say(f"  {attempt.rung} did not work: {attempt.reason}")
-    nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
-    say(f"  parameters and buffers: {format_bytes(nbytes)}")
-    write(traced, out)
 
 
 def _targets(devices: list[str]) -> Any:

@@ -7,9 +7,14 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from baechi import device_kinds
 from baechi.constraints import Constraints
+from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.named_models import load_model
 from baechi.serialization import dump, load
+from baechi.traced import Traced
+from baechi.units import format_bytes
 
 
 class Group(TyperGroup):
@@ -30,14 +35,11 @@ class Group(TyperGroup):
             raise typer.Exit(130) from error
 
 
-ModelArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
-        help="`file.py:function` or `package.module:function`; the function returns "
-        "`(model, args)` or `(model, args, kwargs)`.",
-    ),
-]
+MODEL_HELP = (
+    "`file.py:function` or `package.module:function`; the function returns `(model, args)` or "
+    "`(model, args, kwargs)`."
+)
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
@@ -93,6 +95,31 @@ def limits_of(
             raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
     limits = replace(limits, pins=pinned)
     return None if limits == Constraints() else limits
+
+
+def cluster_of(text: Path, link: Link) -> Cluster:
+    """The cluster in a file, or a count and a kind such as `8xH100-SXM-80GB`, joined by `link`."""
+    counted = str(text).partition("x")[0].isdigit() and not text.exists()
+    return device_kinds.cluster(str(text), link) if counted else load(text, Cluster)
+
+
+def trace_model(model: str) -> Traced:
+    """The traced model behind a name on the command line."""
+    import baechi
+
+    module, args, kwargs = load_model(model)
+    traced: Traced = baechi.trace(module, args, kwargs)
+    return traced
+
+
+def describe(traced: Traced, out: Path | None) -> None:
+    """Says what was traced, and how; writes it if somebody wants it."""
+    say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
+    for attempt in traced.attempts[:-1]:
+        say(f"  {attempt.rung} did not work: {attempt.reason}")
+    nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
+    say(f"  parameters and buffers: {format_bytes(nbytes)}")
+    write(traced, out)
 
 
 def write(value: object, out: Path | None) -> None:

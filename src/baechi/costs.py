@@ -1,14 +1,10 @@
 """What operators cost: the values between measuring and placing."""
 
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 from baechi.errors import InputError
 from baechi.values import check_count, check_name
-
-# Bytes of optimizer state per byte of a trained parameter. Sources: the state that each
-# torch.optim class keeps per parameter (exp_avg and exp_avg_sq for the Adams, momentum_buffer).
-OPTIMIZER_STATES: Final = {"none": 0, "sgd": 0, "momentum": 1, "adam": 2, "adamw": 2}
 
 
 @final
@@ -42,12 +38,14 @@ class OpCost:
     forward_spread_ns: int = 0
     backward_spread_ns: int = 0
     remark: str = ""
+    inference_workspace_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:
             object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
         for attribute in self.__slots__:
-            if attribute != "remark":
+            known = getattr(self, attribute) is not None
+            if attribute != "remark" and known:
                 count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
                 object.__setattr__(self, attribute, count)
 
@@ -76,16 +74,3 @@ class Profile:
         object.__setattr__(self, "costs", tuple(self.costs))
         if self.source not in ("measured", "computed"):
             raise InputError(f"source of a profile is {self.source!r}, not measured or computed.")
-
-
-def optimizer_state_factor(optimizer: str | None) -> int:
-    """Bytes of optimizer state per byte of trained parameter.
-
-    Raises:
-        InputError: The optimizer is unknown.
-    """
-    name = (optimizer or "none").lower()
-    if name not in OPTIMIZER_STATES:
-        known = ", ".join(sorted(OPTIMIZER_STATES))
-        raise InputError(f"optimizer {optimizer!r} is unknown; it must be one of {known}.")
-    return OPTIMIZER_STATES[name]

@@ -3,7 +3,8 @@
 Each model is traced and profiled once. Then every placer places the same graph on logical CPU
 devices whose memory is too small for the whole, the model runs and trains on them, and what was
 predicted stands beside what was measured. The unsplit model, from the same weights on the same
-data and with as many threads as one device has, is what every result is compared with.
+data and with as many threads as one device has, is what every result is compared with. Each
+placement's step and peaks are measured (`PlacedModule.measure`) and the prediction's error told.
 """
 
 import statistics
@@ -19,8 +20,9 @@ from baechi.demo_models import Job, demo_jobs
 from baechi.devices import Cluster, Link
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.graph import OpGraph
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule
-from baechi.reporting import Measured, write_html, write_trace
+from baechi.reporting import error_text, write_html, write_trace
 from baechi.reporting.figures import require_plotly
 from baechi.serialization import dump
 from baechi.units import format_bytes, format_ns
@@ -46,14 +48,15 @@ class Training:
         losses: Of every step.
         outputs: Tensors that the model returned.
         gradients: Parameter name to gradient.
-        measured: The median time of a forward and a backward; peaks and bytes moved of one more
-            step, where the model can be metered.
+        step_ns: The median time of a forward and a backward.
+        measured: What `PlacedModule.measure` says, if this is of a placed model.
     """
 
     losses: tuple[float, ...]
     outputs: tuple["torch.Tensor", ...]
     gradients: dict[str, "torch.Tensor"]
-    measured: Measured
+    step_ns: int
+    measured: Measurement | None = None
 
 
 @final
@@ -154,7 +157,7 @@ def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
             else:
                 progress.advance(task, STEPS + 1)
             rows.append(row)
-    unsplit_ns = (alone.makespan_ns, reference.measured.step_ns or 0)
+    unsplit_ns = (alone.makespan_ns, reference.step_ns)
     console.print(_costs(graph, rows, names, unsplit_ns))
     console.print(_results(rows, reference))
     for row in rows:
@@ -208,7 +211,7 @@ def _train(
     kwargs: dict[str, Any],
     advance: Callable[[], None],
 ) -> Training:
-    """Five steps from the model's present weights, and where it can, one more that is metered."""
+    """Five steps from the model's present weights; a placed model's steps are then measured."""
     import torch
 
     if job.optimizer == "momentum":
@@ -237,14 +240,10 @@ def _train(
         optimizer.step()
         advance()
     optimizer.zero_grad()
-    measured = Measured(step_ns=int(statistics.median(times)))
-    if hasattr(model, "metered"):
-        with model.metered(optimizer) as meter:
-            job.loss(model(*args, **kwargs)).backward()
-        measured = Measured(measured.step_ns, tuple(meter.peak_bytes), meter.moved_bytes)
-        optimizer.zero_grad()
+    measured = model.measure(STEPS, optimizer=optimizer) if hasattr(model, "measure") else None
     advance()
-    return Training(tuple(losses), outputs, gradients, measured)
+    step_ns = int(statistics.median(times))
+    return Training(tuple(losses), outputs, gradients, step_ns, measured)
 
 
 def _tensors(output: Any) -> list["torch.Tensor"]:
@@ -275,7 +274,7 @@ def _compare(placed: Training, reference: Training) -> tuple[float, bool]:
 def _costs(
     graph: OpGraph, rows: Sequence[Row], names: Sequence[str], unsplit_ns: tuple[int, int]
 ) -> "Table":
-    """For each placer a row of what was predicted, and below it what was measured."""
+    """For each placer what was predicted, below it what was measured, and the error in percent."""
     title = "Step, peak memory of each device, and bytes moved"
     table = _empty_table(title, ("placer", ""))
     for header in ("step", *names, "moved"):
@@ -283,16 +282,22 @@ def _costs(
     predicted_ns, measured_ns = unsplit_ns
     table.add_row("unsplit", "predicted", format_ns(predicted_ns))
     table.add_row("", "measured", format_ns(measured_ns))
+    table.add_row("", "error", error_text(predicted_ns, measured_ns))
     table.add_row("one device", "refused")
     for row in rows:
         schedule, measured = row.schedule, row.training.measured
         sent = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
-        for title, what, step_ns, peaks, moved in (
-            (row.placer, "predicted", schedule.makespan_ns, schedule.peak_bytes, sent),
-            ("", "measured", measured.step_ns, measured.peak_bytes, measured.moved_bytes),
+        if measured is None:
+            continue
+        plan = (schedule.makespan_ns, *schedule.peak_bytes, sent)
+        real = (measured.step_ns, *measured.peak_bytes, measured.moved_bytes)
+        for title, what, (step_ns, *sizes) in (
+            (row.placer, "predicted", plan),
+            ("", "measured", real),
         ):
-            sizes = map(format_bytes, (*(peaks or ()), moved or 0))
-            table.add_row(title, what, format_ns(step_ns or 0), *sizes)
+            table.add_row(title, what, format_ns(step_ns), *map(format_bytes, sizes))
+        errors = (error_text(one, other) for one, other in zip(plan, real, strict=True))
+        table.add_row("", "error", *errors)
     return table
 
 

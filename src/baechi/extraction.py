@@ -15,6 +15,8 @@ class Extract:
 
     Attributes:
         function: Takes the values of `inputs`, in order, and returns those of `outputs`, a tuple.
+            A boxed one takes them in one list, which it empties, so that the function alone
+            decides how long they live.
         inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node that is
             read apart stands once for each of its readers.
         readers: For each input the node that reads it, or `None` where all of them share it.
@@ -38,6 +40,7 @@ def extract(
     exits: Sequence[tuple[fx.Node, int, fx.Node | None]] = (),
     device: torch.device | None = None,
     leaves: Mapping[str, torch.nn.Module] | None = None,
+    boxed: bool = False,
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
 
@@ -52,6 +55,7 @@ def extract(
             made before `next` runs, or at the end. Sorted by position.
         device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
+        boxed: Whether the function takes its inputs in a list.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
@@ -61,9 +65,14 @@ def extract(
             inputs.update(((a, node if a in apart else None), None) for a in outside)
     graph = fx.Graph()
     copy_of: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
+    box = graph.placeholder("arguments") if boxed else None
     for node, reader in inputs:
         name = node.name if reader is None else f"{node.name}_for_{reader.name}"
-        copy_of[node, reader] = graph.placeholder(name)
+        copy_of[node, reader] = (
+            graph.placeholder(name)
+            if box is None
+            else graph.create_node("call_method", "pop", (box, 0), name=name)
+        )
     left: list[fx.Node] = []
 
     def leave(before: fx.Node | None) -> None:

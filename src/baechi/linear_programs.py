@@ -78,6 +78,18 @@ class Vertex:
 
 @final
 @dataclass(frozen=True, eq=False)
+class Point:
+    """A feasible point near the optimum, from which a solver finds a vertex near it.
+
+    Attributes:
+        values: Per column.
+    """
+
+    values: NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class LinearSolution:
     """What a solver answers.
 
@@ -97,7 +109,7 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
         """The optimum, or why there is none.
 
         Args:
@@ -114,6 +126,8 @@ class LinearSolver(ABC):
 class Highs(LinearSolver):
     """HiGHS's simplex: a vertex. Primal from a start, which is feasible; dual without one.
 
+    A point is first pushed to a vertex, by the crossover of HiGHS's interior point.
+
     Attributes:
         iterations_per_row: It stops after so many times the number of rows. The default is far
             above what any program has been seen to take (2.6).
@@ -122,7 +136,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
-    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
         """As the class says."""
         make: Any = highspy.Highs  # some releases have types, others none
         solver = make()
@@ -134,10 +148,17 @@ class Highs(LinearSolver):
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
+        if isinstance(start, Point):
+            # HiGHS 1.15 falls over in `crossover` before its thread has run anything.
+            solver.addVar(0.0, 1.0)
+            solver.run()
         solver.passModel(_highs_model(program))
         if start is not None:
             solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
+        if isinstance(start, Vertex):
             solver.setBasis(_highs_basis(start))
+        elif isinstance(start, Point):
+            solver.crossover(_highs_solution(program, start))
         solver.run()
         status = solver.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
@@ -174,6 +195,15 @@ def _highs_basis(start: Vertex) -> "highspy.HighsBasis":
     return basis
 
 
+def _highs_solution(program: LinearProgram, start: Point) -> "highspy.HighsSolution":
+    terms = program.value * start.values[program.column]
+    solution = highspy.HighsSolution()
+    solution.col_value = start.values.tolist()
+    solution.row_value = np.bincount(program.row, terms, minlength=len(program.limit)).tolist()
+    solution.value_valid = True
+    return solution
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Cvxopt(LinearSolver):
@@ -181,7 +211,7 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         try:
             from cvxopt import matrix, solvers, spmatrix
@@ -218,7 +248,7 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram, start: Vertex | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         mosek = _mosek()
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:

@@ -17,6 +17,7 @@ from torch import fx, nn
 
 from baechi.calls import Call, Structure
 from baechi.naming import op_key, op_name, source_line, unique
+from baechi.optimizers import TrainedParameter
 from baechi.partition import Partition, UnionFind, attribute
 from baechi.propagation import Facts
 from baechi.traced import TracedOp, TracedTensor
@@ -68,6 +69,7 @@ class _Owned:
     frozen: int = 0
     names: list[str] = field(default_factory=list)
     shared: dict[int | str, int] = field(default_factory=dict)
+    parameters: list[TrainedParameter] = field(default_factory=list)
 
 
 @final
@@ -213,6 +215,7 @@ class _Lowering:
                     random=any(fact.random for fact in facts),
                     group=groups.get(op),
                     source=source_line(anchor),
+                    trained=tuple(own.parameters),
                 )
             )
         return tuple(ops)
@@ -226,6 +229,7 @@ class _Lowering:
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
+        seen: set[str] = set()
         union = UnionFind(n)
         for node in self._parts.program:
             for label, tensor, storage in self._state_of(node):
@@ -244,6 +248,11 @@ class _Lowering:
                 if tensor.requires_grad and not runs:
                     for op in sorted(users[key])[:-1]:
                         owned[op].shared.setdefault(key, nbytes)
+                if tensor.requires_grad and label not in seen:
+                    # An optimizer keeps state for every parameter, if two share a storage too.
+                    seen.add(label)
+                    trained = TrainedParameter(tuple(tensor.shape), tensor.element_size())
+                    owned[min(users[key])].parameters.append(trained)
                 if new:
                     owner = owned[min(readers)]
                     owner.names.append(label)

@@ -7,7 +7,7 @@ leaves its account when its last owner lets go of it, autograd included.
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -27,9 +27,8 @@ class Meter:
     def __init__(self, base_bytes: Sequence[int]) -> None:
         self._live = list(base_bytes)
         self._peak = list(base_bytes)
-        self._known: set[int] = set()
-        self._loans: dict[tuple[int, Hashable], int] = {}
-        self._sent: set[tuple[int, Hashable]] = set()
+        self._known: dict[int, tuple[int, int]] = {}  # storage -> account and bytes charged
+        self._thread = threading.local()  # which account this thread counts for
         self._lock = threading.RLock()  # a finalizer may run inside a locked section
         self.moved_bytes = 0
 
@@ -43,73 +42,84 @@ class Meter:
         """What every account holds now."""
         return tuple(self._live)
 
+    @property
+    def account(self) -> int:
+        """For which account this thread counts; only inside `counting`."""
+        account: int = self._thread.account
+        return account
+
     @contextmanager
     def counting(self, account: int) -> Iterator[None]:
         """Count what this thread makes, inside the block, for `account`."""
-        with _Counting(self, account):
-            yield
+        self._thread.account = account
+        try:
+            with _Counting(self):
+                yield
+        finally:
+            del self._thread.account
 
     def hold(self, account: int, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage once, until it is freed."""
+        """Count the tensor's storage once, until it is freed; what it grew by since, too."""
         storage = tensor.untyped_storage()
         key = storage._cdata
+        nbytes = storage.nbytes()
         with self._lock:
-            if key in self._known:
+            owner, counted = self._known.get(key, (account, 0))
+            new = key not in self._known
+            if not new and nbytes == counted:
                 return
-            self._known.add(key)
-            self._charge(account, storage.nbytes())
-        weakref.finalize(storage, self._release, account, storage.nbytes(), key)
+            self._known[key] = (owner, nbytes)
+            self._charge(owner, nbytes - counted)
+        if new:
+            weakref.finalize(storage, self._release, key)
 
-    def borrow(self, account: int, key: Hashable, tensor: torch.Tensor) -> None:
-        """Count a copy that `account` got of another's tensor, as long as any borrower lives.
+    def copy(self, account: int, tensor: torch.Tensor, moved: bool = True) -> torch.Tensor:
+        """A copy of another device's tensor, counted for `account` until it is freed.
 
-        Logical devices on one CPU hand tensors over without copying; the copy that separate
-        devices would hold is counted all the same.
+        Logical devices on one CPU hand tensors over without copying; separate devices would hold
+        a copy, dense and without the base of a view, and so does a metered step.
 
         Args:
-            account: Who got it.
-            key: What it is: a second borrower of the same thing counts nothing more.
-            tensor: The borrower.
+            account: Who gets it.
+            tensor: What is copied.
+            moved: Whether it comes from another logical device, and not from the caller.
         """
-        nbytes = tensor.numel() * tensor.element_size()  # a view is sent without its base
         with self._lock:
-            count = self._loans.get((account, key), 0)
-            self._loans[account, key] = count + 1
-            if count == 0:
-                self.moved_bytes += 0 if (account, key) in self._sent else nbytes
-                self._sent.add((account, key))
-                self._charge(account, nbytes)
-        weakref.finalize(tensor, self._return, account, key, nbytes)
+            self.moved_bytes += tensor.numel() * tensor.element_size() if moved else 0
+        with torch.no_grad(), self.charged_to(account):
+            return tensor.clone()
 
-    def move(self, nbytes: int) -> None:
-        """Count bytes that were copied from one account to another."""
-        with self._lock:
-            self.moved_bytes += nbytes
-
-    def _return(self, account: int, key: Hashable, nbytes: int) -> None:
-        with self._lock:
-            self._loans[account, key] -= 1
-            if self._loans[account, key] == 0:
-                self._live[account] -= nbytes
+    @contextmanager
+    def charged_to(self, account: int) -> Iterator[None]:
+        """Count what this thread makes, inside the block, for `account` instead of its own."""
+        before = getattr(self._thread, "account", None)
+        if before is None:
+            with self.counting(account):
+                yield
+            return
+        self._thread.account = account
+        try:
+            yield
+        finally:
+            self._thread.account = before
 
     def _charge(self, account: int, nbytes: int) -> None:
         self._live[account] += nbytes
         self._peak[account] = max(self._peak[account], self._live[account])
 
-    def _release(self, account: int, nbytes: int, key: int) -> None:
+    def _release(self, key: int) -> None:
         with self._lock:
+            account, nbytes = self._known.pop(key)
             self._live[account] -= nbytes
-            self._known.discard(key)
 
 
 @final
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds, for one account, every tensor that an operator returns."""
+    """Holds, for its thread's account, every tensor that an operator returns."""
 
-    def __init__(self, meter: Meter, account: int) -> None:
+    def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._meter = meter
-        self._account = account
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -117,5 +127,5 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._meter.hold(self._account, leaf)
+                self._meter.hold(self._meter.account, leaf)
         return result

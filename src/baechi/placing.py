@@ -10,13 +10,17 @@ from torch import nn
 
 from baechi.calls import Call, canonical_call, flatten
 from baechi.constraints import Constraints
-from baechi.costs import Profile, optimizer_state_factor
+from baechi.costs import Profile
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
+from baechi.estimation import estimate
+from baechi.optimizers import check_optimizer
 from baechi.probing import probe
-from baechi.profiling import profile, torch_device
+from baechi.profiling import profile
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.solving import solve
+from baechi.torch_devices import device_kind, torch_device
+from baechi.traced import Traced
 from baechi.tracing import trace
 
 MAX_SHAPES: Final = 8
@@ -52,8 +56,9 @@ def place(
         example_kwargs: Keyword arguments of that call.
         placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
         training: Plan for forward and backward; else for inference, and run without gradients.
-        optimizer: Whose state must fit too: a key of `costs.OPTIMIZER_STATES`.
-        costs: `"measure"`, or a `Profile` of this model at this shape.
+        optimizer: Whose state must fit too: a name of `optimizers.OPTIMIZERS`, with options.
+        costs: `"measure"`; `"estimate"`, computed for every kind of device in the cluster; or a
+            `Profile` of this model at this shape.
         verify: Compare the first call of each shape with the unsplit model's, outputs and
             gradients; needs memory for a copy of the model on its present device.
         progress: Say what is going on.
@@ -71,9 +76,11 @@ def place(
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
         raise InputError("the model is placed already; call model.unplace() first.")
-    if costs != "measure" and not isinstance(costs, Profile):
-        raise InputError(f'costs is {costs!r}; it must be "measure" or a baechi.Profile.')
-    optimizer_state_factor(optimizer)
+    if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
+        raise InputError(
+            f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
+        )
+    check_optimizer(optimizer)
     cluster = probe(devices)
     maker = _Maker(
         cluster,
@@ -118,11 +125,9 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
-        costs = self.costs
-        if not isinstance(costs, Profile):
-            place = torch_device(self.cluster.devices[0].name)
-            costs = profile(traced, place, threads=self._threads(), progress=self.progress)
-        graph = traced.graph(costs, training=self.training, optimizer=self.optimizer)
+        graph = traced.graph(
+            self._profiles(traced), training=self.training, optimizer=self.optimizer
+        )
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
         placement = solve(
             graph,
@@ -143,6 +148,21 @@ class _Maker:
         if reference is not None:
             _verify(reference, model, special, call)
         return special
+
+    def _profiles(self, traced: Traced) -> list[Profile]:
+        """The costs, or a profile for each kind of device of the cluster, the first one's first."""
+        if isinstance(self.costs, Profile):
+            return [self.costs]
+        places: dict[str, torch.device] = {}
+        for device in self.cluster.devices:
+            place = torch_device(device.name)
+            places.setdefault(device_kind(place), place)
+        if self.costs == "estimate":
+            return [estimate(traced, kind) for kind in places]
+        return [
+            profile(traced, place, threads=self._threads(), progress=self.progress)
+            for place in places.values()
+        ]
 
     def _threads(self) -> int | None:
         """The threads that an operator will have: its device's share."""

@@ -1,26 +1,48 @@
 """What this machine has: devices with their free memory, and measured links between them."""
 
 import os
-import queue
-import statistics
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, final
 
 import torch
+from torch import nn
 
+from baechi.copying import SIZES, copy_times_ns, first_broken_size, lane_ns
 from baechi.devices import Cluster, Device, Link
 from baechi.errors import InputError
+from baechi.link_fits import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
 from baechi.profiling import device_kind, torch_device
-from baechi.units import parse_bytes
-
-# A hand-over between workers moves no bytes; this rate makes its bytes free and keeps it finite.
-_HANDOVER_BYTES_PER_S = 10**15
-_SIZES = (1 << 16, 1 << 26)
-_ROUNDS = 50
+from baechi.runtime.handover import handover_ns
+from baechi.units import format_bytes, parse_bytes
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
+
+
+@final
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` found.
+
+    Attributes:
+        cluster: Devices and links.
+        fits: What each measured link was made from, by the names of its source and destination.
+            Hand-overs on one torch device are not among them: no bytes are copied there.
+    """
+
+    cluster: Cluster
+    fits: Mapping[tuple[str, str], LinkFit]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence for every link that tells some message wrong by more than 20 %."""
+        return tuple(
+            f"The link from {src} to {dst} tells {format_bytes(fit.worst_bytes)} wrong by "
+            f"{fit.worst_error:.0%}, where {GOOD_ERROR:.0%} is good: one latency and one rate do "
+            "not fit all sizes there. Predictions that send such messages are as wrong."
+            for (src, dst), fit in self.fits.items()
+            if not fit.is_good
+        )
 
 
 def probe(devices: Devices = None) -> Cluster:
@@ -36,11 +58,21 @@ def probe(devices: Devices = None) -> Cluster:
         Devices with the memory that is free now, or with the capacity given; links as measured.
 
     Raises:
-        InputError: No devices, two of one name, an unknown one, one that is not there, or a
-            capacity that cannot be read.
+        InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
+            that cannot be read, or copies between two of them do not arrive intact.
+    """
+    return survey(devices).cluster
+
+
+def survey(devices: Devices = None) -> Survey:
+    """The cluster of the named devices, as `probe` says, with how well its links fit.
+
+    Every ordered pair of torch devices is measured once, whatever the number of logical devices.
+    Between logical CPU devices a link is what a hand-over between the runtime's workers adds to a
+    step. Between streams of one GPU it is the wait for the other stream.
     """
     if isinstance(devices, Cluster):
-        return devices
+        return Survey(devices, {})
     wanted = _wanted(devices)
     if not wanted:
         raise InputError("no devices: name at least one, such as ['cuda:0'] or ['cpu:0', 'cpu:1'].")
@@ -62,16 +94,59 @@ def probe(devices: Devices = None) -> Cluster:
         free = _free_bytes(place) // sharing
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         rows.append(Device(device, memory, kind=device_kind(place)))
+    links, fits = _links(names, places)
+    return Survey(Cluster(tuple(rows), links), fits)
+
+
+def _links(
+    names: Sequence[str], places: Sequence[torch.device]
+) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
+    """The table of links, and the fits of those that copy."""
     measured: dict[tuple[torch.device, torch.device], Link] = {}
-    links: list[tuple[Link | None, ...]] = []
+    fits: dict[tuple[str, str], LinkFit] = {}
+    by_pair: dict[tuple[torch.device, torch.device], LinkFit] = {}
+    table: list[tuple[Link | None, ...]] = []
     for i, src in enumerate(places):
         row: list[Link | None] = []
         for j, dst in enumerate(places):
-            if i != j and (src, dst) not in measured:
-                measured[src, dst] = _link(src, dst)
-            row.append(None if i == j else measured[src, dst])
-        links.append(tuple(row))
-    return Cluster(tuple(rows), tuple(links))
+            pair = (src, dst)
+            if i == j:
+                row.append(None)
+                continue
+            if pair not in measured:
+                if src == dst:
+                    wait_ns = handover_ns() if src.type == "cpu" else lane_ns(src)
+                    measured[pair] = Link(wait_ns, FREE_BYTES_PER_S)
+                else:
+                    by_pair[pair] = _fit(names[i], names[j], src, dst)
+                    measured[pair] = by_pair[pair].link
+            if pair in by_pair:
+                fits[names[i], names[j]] = by_pair[pair]
+            row.append(measured[pair])
+        table.append(tuple(row))
+    return tuple(table), fits
+
+
+def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:
+    """The fitted link between two torch devices.
+
+    Raises:
+        InputError: What is sent is not what arrives, or not even the smallest copies fit.
+    """
+    broken = first_broken_size(lambda tensor: tensor.to(dst), src)
+    if broken is not None:
+        raise InputError(
+            f"copies of {broken} bytes from {src_name} to {dst_name} do not arrive intact; peer "
+            "access between them is broken. Leave one of the two out, or switch peer access off "
+            "in the driver."
+        )
+    times = copy_times_ns(src, dst)
+    if len(times) < 2:
+        raise InputError(
+            f"there is no room on {src_name} and {dst_name} for a copy of "
+            f"{format_bytes(SIZES[1])}, so their link cannot be measured. Free memory there."
+        )
+    return fit_link(SIZES[: len(times)], times)
 
 
 def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
@@ -95,9 +170,9 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
 
 
 def _free_bytes(place: torch.device) -> int:
-    """Memory that is free now."""
+    """Memory that this process could get now."""
     if place.type == "cuda":
-        return int(torch.cuda.mem_get_info(place)[0])
+        return _free_gpu_bytes(place)
     pages = os.sysconf("SC_AVPHYS_PAGES")
     total = pages * os.sysconf("SC_PAGE_SIZE")
     try:
@@ -110,56 +185,19 @@ def _free_bytes(place: torch.device) -> int:
     return total
 
 
-def _link(src: torch.device, dst: torch.device) -> Link:
-    """The measured link: latency of a small copy, rate of a large one."""
-    if src == dst:
-        return Link(_handover_ns() if src.type == "cpu" else 10_000, _HANDOVER_BYTES_PER_S)
-    times = [_copy_ns(src, dst, nbytes) for nbytes in _SIZES]
-    rate = (_SIZES[1] - _SIZES[0]) * 10**9 // max(times[1] - times[0], 1)
-    return Link(max(times[0] - _SIZES[0] * 10**9 // max(rate, 1), 0), max(rate, 1))
+def _free_gpu_bytes(gpu: torch.device) -> int:
+    """What is free on a GPU once CUDA's context and libraries have taken theirs.
 
-
-def _copy_ns(src: torch.device, dst: torch.device, nbytes: int) -> int:
-    source = torch.ones(nbytes, dtype=torch.uint8, device=src)
-    target = torch.empty(nbytes, dtype=torch.uint8, device=dst)
-    readings = []
-    for _ in range(_ROUNDS):
-        _synchronize(src, dst)
-        start = time.perf_counter_ns()
-        target.copy_(source)
-        _synchronize(src, dst)
-        readings.append(time.perf_counter_ns() - start)
-    if not bool((target == 1).all()):
-        raise InputError(
-            f"copies from {src} to {dst} do not arrive intact; peer access between them is broken. "
-            "Leave one of them out, or switch peer access off in the driver."
-        )
-    return int(statistics.median(readings))
-
-
-def _synchronize(*places: torch.device) -> None:
-    for place in places:
-        if place.type == "cuda":
-            torch.cuda.synchronize(place)
-
-
-def _handover_ns() -> int:
-    """The time from one worker's result to another worker's start: half of a round trip."""
-    there: queue.SimpleQueue[int | None] = queue.SimpleQueue()
-    back: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def echo() -> None:
-        while (item := there.get()) is not None:
-            back.put(item)
-
-    thread = threading.Thread(target=echo, daemon=True)
-    thread.start()
-    readings = []
-    for i in range(_ROUNDS * 4):
-        start = time.perf_counter_ns()
-        there.put(i)
-        back.get()
-        readings.append((time.perf_counter_ns() - start) // 2)
-    there.put(None)
-    thread.join()
-    return int(statistics.median(readings))
+    They take some hundred megabytes when they are first used, and keep them: so they are used
+    first, by a matrix product and a convolution. What torch's allocator holds without using it is
+    free for this process.
+    """
+    matrix = torch.zeros(64, 64, device=gpu)
+    image = torch.zeros(1, 8, 16, 16, device=gpu)
+    with torch.no_grad():
+        torch.mm(matrix, matrix)
+        nn.functional.conv2d(image, image.new_zeros(8, 8, 3, 3), padding=1)
+    del matrix, image
+    torch.cuda.synchronize(gpu)
+    unused = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
+    return int(torch.cuda.mem_get_info(gpu)[0]) + unused

@@ -267,6 +267,8 @@ class Problem:
         return tuple(self._sum_per_group(self.graph.arrays.persistent).tolist())
 
     def _sum_per_group(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        if self.graph.arrays.groups == len(values):
+            return values  # every op is alone
         sums = np.zeros(self.graph.arrays.groups, np.int64)
         np.add.at(sums, self.graph.arrays.op_group, values)
         return sums

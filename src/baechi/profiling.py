@@ -1,41 +1,48 @@
 """What every operator costs, measured: each distinct operator alone, once.
 
-An operator runs on tensors made for it (its own shapes and strides; integer tensors keep the
-values they have in the example where these do not depend on activations), so the whole model need
-never fit one device, and twelve equal layers are measured as one. Forward and backward are timed
-apart. Short operators are repeated; the cost of an empty call is measured and subtracted; the
-median of the rounds is kept.
+An operator runs on tensors made for it, so the whole model need never fit one device, and twelve
+equal layers are measured as one. Forward and backward are timed apart, each as it is in a step:
+the forward builds autograd's graph, and memory is as a whole step leaves it (`isolation`). Where a
+tensor has several readers, adding up their gradients is a part of its producer's backward, as it
+is in autograd. An operator that fails on made-up inputs is measured on the model's own.
 
-Complexity: O(distinct operators), about 0.1 s each.
+What was measured is kept in a store (`profile_store`), so a second run measures nothing.
+
+Complexity: O(distinct operators), about 0.2 s each; with a full store O(operators).
 """
 
 import contextlib
-import copy
-import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final, final
 
 import torch
-from torch import fx
-from torch.utils import _pytree as pytree
 
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
-from baechi.extraction import extract, opaque_leaves
+from baechi.in_place import real_operands
+from baechi.isolation import Alone, Setting, evictor
 from baechi.lowering import TracedModule
-from baechi.metering import Meter
-from baechi.partition import attribute
-from baechi.propagation import Value
+from baechi.operands import Operands
+from baechi.profile_store import Conditions, Measured, ProfileStore
+from baechi.timing import CpuTimer, Reading, Timer, no_collections
+from baechi.torch_devices import cache_bytes, device_kind, hardware, torch_device
 from baechi.traced import Traced
+from baechi.training import backward_ops
+from baechi.value_dependence import value_remark
+from baechi.workspace import sizes
 
-# Enough rounds for a median, and no more than this long for one operator.
-_ROUNDS: Final = (3, 30)
-_BUDGET_NS: Final = 60_000_000
-# Below this an operator is repeated inside one reading of the clock.
-_SHORT_NS: Final = 100_000
-_REPEATS: Final = 10
+__all__ = ["device_kind", "profile", "torch_device"]
+
+# Results of another method are not comparable: raise this when a time's meaning changes.
+METHOD: Final = 1
+# What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
+# (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
+_ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
 
 
 def profile(
@@ -44,6 +51,7 @@ def profile(
     *,
     threads: int | None = None,
     progress: bool = True,
+    cache: bool | str | Path = True,
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
 
@@ -52,9 +60,13 @@ def profile(
         device: A torch device; a logical name such as `"cpu:1"` is read as its torch device.
         threads: CPU threads per operator; `None` takes torch's own number.
         progress: Show a bar with what is being measured.
+        cache: Where measured costs are kept for the next time: `True` is a file in the user's
+            cache directory, a path is a file of your own, and `False` keeps nothing.
 
     Raises:
-        InputError: The traced model was loaded from a file, or the device is not there.
+        InputError: The traced model was loaded from a file, the device is not there, or an
+            operator can be measured neither alone nor in the model.
+        FormatError: `cache` names a file that is no store.
     """
     if traced.module is None:
         raise InputError(
@@ -62,61 +74,18 @@ def profile(
             "trace the model again in this process."
         )
     place = torch_device(device)
-    module: TracedModule = traced.module
-    with _threads(threads) as count, torch.random.fork_rng([place] if place.type == "cuda" else []):
-        clock = _Clock(place)
-        overhead = _Overhead(clock)
-        example = _ExampleValues(module, place)
-        costs: dict[str, tuple[int, int, int]] = {}
-        first = {op.key: index for index, op in reversed(list(enumerate(traced.ops)))}
-        for key, op in _tracked(first, traced, progress):
-            nodes = module.nodes[op]
-            if any(node.op not in ("get_attr", "placeholder") for node in nodes):
-                costs[key] = _measure(_Alone(module, nodes, example, place), clock, overhead)
-            else:
-                costs[key] = (0, 0, 0)
+    with contextlib.ExitStack() as stack:
+        count = stack.enter_context(_threads(threads))
+        stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
+        torch.manual_seed(0)  # made-up values are the same each time
+        store = None
+        if cache is not False:
+            store = stack.enter_context(ProfileStore(None if cache is True else cache))
+        bench = _Bench(traced, place, count)
+        measured = _measured(traced, bench, store, progress)
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
-    made = _made_bytes(traced)
-    rows = []
-    for row, output_bytes in zip(traced.ops, made, strict=True):
-        forward_ns, backward_ns, workspace = costs[row.key]
-        parameters = row.trained_bytes + row.frozen_bytes
-        sizes = (parameters, output_bytes, row.saved_bytes, workspace)
-        rows.append(OpCost(forward_ns, backward_ns if row.differentiable else 0, *sizes))
-    return Profile(traced.digest, device_kind(place), tuple(rows), "measured", environment)
-
-
-def torch_device(name: str | torch.device) -> torch.device:
-    """The torch device behind a logical device's name: `"cuda:0/a"` is on `cuda:0`.
-
-    Raises:
-        InputError: torch does not know it, or it is not in this machine.
-    """
-    text = str(name).split("/")[0]
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise InputError(
-            f"device {str(name)!r} is unknown; write a torch device such as 'cuda:0' or 'cpu:0', "
-            "with a suffix ('cuda:0/a') for several logical devices on one."
-        ) from None
-    if device.type == "cuda":
-        n = torch.cuda.device_count()
-        if (device.index is not None and device.index >= n) or n == 0:
-            have = f"only {n} CUDA device(s)" if n else "no CUDA device"
-            raise InputError(
-                f"device {str(name)!r} is not there: torch sees {have}. "
-                "Check CUDA_VISIBLE_DEVICES and the installed torch build, or use 'cpu:0'."
-            )
-        return torch.device("cuda", device.index or 0)
-    if device.type not in ("cpu", "cuda"):
-        raise InputError(f"device {str(name)!r} is neither a CPU nor CUDA; only these are run on.")
-    return torch.device("cpu")
-
-
-def device_kind(device: torch.device) -> str:
-    """The hardware kind, for `Device.kind` and `OpGraph.times`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    rows = _rows(traced, measured)
+    return Profile(traced.digest, device_kind(place), rows, "measured", environment)
 
 
 @contextlib.contextmanager
@@ -132,8 +101,46 @@ def _threads(threads: int | None) -> Iterator[int]:
         torch.set_num_threads(before)
 
 
-def _tracked(first: dict[str, int], traced: Traced, progress: bool) -> Iterator[tuple[str, int]]:
-    """The distinct operators, with a progress bar that names each."""
+def _measured(
+    traced: Traced, bench: "_Bench", store: ProfileStore | None, progress: bool
+) -> dict[str, Measured]:
+    """The cost of every distinct job by its key: from the store, else measured and stored."""
+    jobs = _jobs(traced)
+    costs: dict[str, Measured] = {}
+    try:
+        for key, (_, measure) in _tracked(jobs, progress):
+            found = store.find(key, bench.conditions) if store is not None else None
+            if found is None:
+                found = measure(bench)
+                if store is not None:
+                    store.keep(key, bench.conditions, found)
+            costs[key] = found
+    except KeyboardInterrupt:
+        kept = "nothing is kept" if store is None else f"they are kept in {store.path}"
+        sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")
+        raise
+    return costs
+
+
+Job = tuple[str, Callable[["_Bench"], Measured]]
+
+
+def _jobs(traced: Traced) -> dict[str, Job]:
+    """What to measure, by key, with a name for people: distinct operators, then additions."""
+    jobs: dict[str, Job] = {}
+    module: TracedModule = traced.module
+    for index, op in enumerate(traced.ops):
+        if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
+            jobs.setdefault(op.key, (op.name, partial(_Bench.operator, index=index)))
+    for sizes in _additions(traced):
+        for nbytes in sizes:
+            name = f"adding up gradients of {nbytes} bytes"
+            jobs.setdefault(_addition_key(nbytes), (name, partial(_Bench.addition, nbytes=nbytes)))
+    return jobs
+
+
+def _tracked(jobs: dict[str, Job], progress: bool) -> Iterator[tuple[str, Job]]:
+    """The jobs, with a progress bar that names each and says how many are left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
@@ -141,243 +148,208 @@ def _tracked(first: dict[str, int], traced: Traced, progress: bool) -> Iterator[
         TextColumn("profile"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[op]}"),
+        TextColumn("{task.fields[left]} left: {task.fields[op]}"),
     )
     console = Console(stderr=True)
     hidden = not progress or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task("profile", total=len(first), op="")
-        for key, op in sorted(first.items(), key=lambda item: item[1]):
-            bar.update(task, op=traced.ops[op].name)
-            yield key, op
+        task = bar.add_task("profile", total=len(jobs), op="", left=len(jobs))
+        for done, (key, job) in enumerate(jobs.items()):
+            bar.update(task, op=job[0], left=len(jobs) - done)
+            yield key, job
             bar.advance(task)
 
 
-def _made_bytes(traced: Traced) -> list[int]:
-    made = [0] * len(traced.ops)
+def _additions(traced: Traced) -> list[Counter[int]]:
+    """For every op the additions in its backward, by their bytes.
+
+    Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
+    those of a parameter that later operators read, too.
+    """
+    rows: list[Counter[int]] = [Counter() for _ in traced.ops]
+    differentiated = set(backward_ops(traced.ops, traced.tensors))
     for tensor in traced.tensors:
-        made[tensor.producer] += tensor.nbytes
-    return made
+        if tensor.differentiable and tensor.producer in differentiated:
+            readers = sum(consumer in differentiated for consumer in tensor.consumers)
+            readers += tensor.kept
+            if readers > 1 and tensor.nbytes:
+                rows[tensor.producer][tensor.nbytes] += readers - 1
+    for op in differentiated:
+        if traced.ops[op].shared_bytes:
+            rows[op][traced.ops[op].shared_bytes] += 1
+    return rows
 
 
-@final
-class _Clock:
-    """Reads the device's time: all work before a reading is done."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def now_ns(self) -> int:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter_ns()
+def _addition_key(nbytes: int) -> str:
+    return f"accumulate float32[{nbytes // 4}]"
 
 
-@final
-class _ExampleValues:
-    """Values of integer and boolean nodes that follow from the example alone, such as positions."""
-
-    def __init__(self, module: TracedModule, device: torch.device) -> None:
-        self._module = module
-        self._device = device
-        self._known: dict[fx.Node, Any] = {}
-        placeholders = iter(module.call.tensors)
-        for node in module.graph_module.graph.nodes:
-            facts = module.facts.nodes.get(node)
-            if node.op == "placeholder":
-                tensor = next(placeholders)
-                if not tensor.is_floating_point() and not tensor.is_meta:
-                    self._known[node] = tensor
-            elif facts is not None and facts.values and _is_discrete(facts.values):
-                self._evaluate(node, facts.writes)
-
-    def _evaluate(self, node: fx.Node, writes: frozenset[int]) -> None:
-        graph_module = self._module.graph_module
-        if node.op == "get_attr":
-            value = attribute(graph_module, str(node.target))
-            if not value.is_meta:
-                self._known[node] = value.detach()
-            return
-        known = all(argument in self._known for argument in node.all_input_nodes)
-        if node.op == "call_function" and known and not writes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-            value = node.target(*args, **kwargs)  # type: ignore[operator]
-            if not any(leaf.is_meta for leaf in _leaves(value)):
-                self._known[node] = value
-
-    def make(self, node: fx.Node) -> Any:
-        """A value for a node that an operator reads."""
-        facts = self._module.facts.nodes[node]
-        if not facts.values:
-            return attribute(self._module.graph_module, str(node.target))
-        if node in self._known:
-            known = self._known[node]
-            return pytree.tree_map_only(  # a copy: an operator may count in it
-                torch.Tensor, lambda t: t.to(self._device, copy=True), known
+def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
+    """The cost of every op of the model."""
+    made = traced.made_bytes
+    rows = []
+    for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
+        cost = measured.get(op.key, Measured(0))
+        backward_ns = cost.backward_ns if op.differentiable else 0
+        for nbytes, count in additions.items():
+            backward_ns += count * measured[_addition_key(nbytes)].forward_ns
+        remarks = [cost.remark, value_remark(traced.module.nodes[index])]
+        rows.append(
+            OpCost(
+                forward_ns=cost.forward_ns,
+                backward_ns=backward_ns,
+                parameter_bytes=op.trained_bytes + op.frozen_bytes,
+                output_bytes=made[index],
+                saved_bytes=cost.saved_bytes,
+                workspace_bytes=cost.workspace_bytes,
+                backward_workspace_bytes=cost.backward_workspace_bytes,
+                inference_workspace_bytes=cost.inference_workspace_bytes,
+                forward_spread_ns=cost.forward_spread_ns,
+                backward_spread_ns=cost.backward_spread_ns if op.differentiable else 0,
+                remark="; ".join(filter(None, remarks)),
             )
-        assert facts.structure is not None
-        return facts.structure.fill([self._synthetic(value) for value in facts.values])
-
-    def _synthetic(self, value: Value) -> torch.Tensor:
-        extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True) if n)
-        if 0 in value.shape:
-            extent = 0
-        if value.dtype.is_floating_point or value.dtype.is_complex:
-            # Positive and away from zero, so that logarithms, roots and variances are numbers.
-            flat = torch.rand(extent, device=self._device).mul_(0.9).add_(0.1).to(value.dtype)
-        elif value.dtype is torch.bool:
-            flat = torch.ones(extent, dtype=torch.bool, device=self._device)
-        else:
-            flat = torch.zeros(extent, dtype=value.dtype, device=self._device)
-        tensor = flat.as_strided(value.shape, value.stride)
-        return tensor.requires_grad_(value.requires_grad)
-
-
-def _is_discrete(values: Sequence[Value]) -> bool:
-    return not any(value.dtype.is_floating_point or value.dtype.is_complex for value in values)
-
-
-def _leaves(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+        )
+    return tuple(rows)
 
 
 @final
-@dataclass(frozen=True)
-class _Run:
-    """One forward of an operator: what its backward starts and ends with."""
+@dataclass
+class _Bench:
+    """Measures operators of one traced model on one device."""
 
-    outputs: list[torch.Tensor]
-    gradients: list[torch.Tensor]
+    traced: Traced
+    place: torch.device
+    threads: int
 
-
-@final
-class _Alone:
-    """One operator with inputs of its own."""
-
-    def __init__(
-        self,
-        module: TracedModule,
-        nodes: Sequence[fx.Node],
-        example: _ExampleValues,
-        device: torch.device,
-    ) -> None:
-        inside = set(nodes)
-        outputs = [n for n in nodes if any(user not in inside for user in n.users)]
-        outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
-        # Copies, because an opaque leaf may update its buffers, or have no memory at all.
-        leaves = {
-            target: copy.deepcopy(leaf).to_empty(device=device)
-            if any(tensor.is_meta for tensor in leaf.parameters())
-            else copy.deepcopy(leaf).to(device)
-            for target, leaf in opaque_leaves(module.graph_module, nodes).items()
-        }
-        self._extract = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
-        self._inputs = [example.make(node) for node in self._extract.inputs]
-        tensors = [tensor for value in self._inputs for tensor in _leaves(value)]
-        tensors += [p for leaf in leaves.values() for p in leaf.parameters()]
-        self._differentiable = [t for t in tensors if t.requires_grad and t.is_leaf]
-
-        # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
-        written = {s for node in nodes for s in module.facts.nodes[node].writes}
-        self._overwritten = [
-            any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
-            for node in self._extract.inputs
-        ]
-
-    def forward(self) -> _Run:
-        produced = _leaves(self.call())
-        outputs = [tensor for tensor in produced if tensor.requires_grad]
-        return _Run(outputs, [torch.ones_like(tensor) for tensor in outputs])
-
-    def call(self) -> tuple[Any, ...]:
-        if not any(self._overwritten):
-            return self._extract.function(*self._inputs)
-        pairs = zip(self._inputs, self._overwritten, strict=True)
-        return self._extract.function(*(v.clone() if over else v for v, over in pairs))
+    def __post_init__(self) -> None:
+        self._module: TracedModule = self.traced.module
+        step_bytes = sum(op.trained_bytes + op.frozen_bytes for op in self.traced.ops)
+        gradient_bytes = sum(op.trained_bytes for op in self.traced.ops)
+        step_bytes += sum(tensor.nbytes for tensor in self.traced.tensors)
+        cache = cache_bytes(self.place)
+        kept_bytes = _ALLOCATOR_KEEPS_BYTES if self.place.type == "cpu" else gradient_bytes
+        self._setting = Setting(
+            evictor(self.place, cache) if step_bytes > cache else None,
+            max(1 - kept_bytes / max(gradient_bytes, 1), 0.0),
+        )
+        self.conditions = Conditions(
+            kind=device_kind(self.place),
+            hardware=hardware(self.place),
+            threads=self.threads,
+            torch=torch.__version__,
+            settings=f"{_library_settings()}, {self._setting.words}",
+            method=METHOD,
+        )
+        self._operands: Operands | None = None
+        self._timer: Timer | None = None
+        self._engine_ns: int | None = None
 
     @property
-    def differentiable(self) -> list[torch.Tensor]:
-        return self._differentiable
+    def timer(self) -> Timer:
+        """The clock; made when something is measured, because it measures itself first."""
+        if self._timer is None:
+            if self.place.type == "cuda":
+                from baechi.cuda_timing import CudaTimer
 
+                self._timer = CudaTimer(self.place)
+            else:
+                self._timer = CpuTimer()
+        return self._timer
 
-@final
-class _Overhead:
-    """What an empty call and an empty backward cost, to be subtracted."""
+    @property
+    def engine_ns(self) -> int:
+        """What starting autograd's engine costs, which a segment does once for all its ops."""
+        if self._engine_ns is None:
+            leaf = torch.zeros((), device=self.place, requires_grad=True)
+            seed = torch.ones((), device=self.place)
+            # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
+            run = lambda: torch.autograd.grad([leaf], [leaf], [seed])  # noqa: E731
+            self._engine_ns = self.timer.time([lambda n: [run] * n])[0].ns
+        return self._engine_ns
 
-    def __init__(self, clock: _Clock) -> None:
-        leaf = torch.zeros((), requires_grad=True)
-        seed = torch.ones(())
-        self.call_ns = _median_ns(clock, lambda: None, 200, 10)
-        runs = iter([leaf.view(()) for _ in range(2000)])
+    def operator(self, index: int) -> Measured:
+        """The cost of an operator, alone or else in place.
 
-        def backward() -> None:
-            torch.autograd.grad([next(runs)], [leaf], [seed])
+        Raises:
+            InputError: It runs neither alone nor in the model.
+        """
+        nodes = self._module.nodes[index]
+        if self._operands is None:
+            self._operands = Operands(self._module, self.place)
+        try:
+            return self._measure(self._operands.make, nodes)
+        except Exception as error:  # whatever a made-up value makes an operator raise
+            alone = error
+        try:
+            values = real_operands(self._module, nodes, self.place)
+            operands = self._operands
 
-        self.backward_ns = _median_ns(clock, backward, 100, 10)
+            def make(node: Any, readers: Any) -> Any:
+                return values[node] if node in values else operands.make(node, readers)
 
+            measured = self._measure(make, nodes)
+        except Exception as error:
+            raise self._unmeasurable(index, alone, error) from error
+        return replace(measured, remark=f"fails alone ({_brief(alone)}); measured in place")
 
-def _median_ns(clock: _Clock, run: Callable[[], Any], rounds: int, repeats: int) -> int:
-    readings = []
-    for _ in range(rounds):
-        start = clock.now_ns()
-        for _ in range(repeats):
-            run()
-        readings.append((clock.now_ns() - start) // repeats)
-    return int(statistics.median(readings))
-
-
-def _measure(alone: _Alone, clock: _Clock, overhead: _Overhead) -> tuple[int, int, int]:
-    """(forward ns, backward ns, workspace bytes) of one operator."""
-    with torch.enable_grad():
-        workspace = _workspace(alone)
-        begin = clock.now_ns()
-        alone.call()
-        _backward_ns(alone, clock, 1)
-        repeats = _REPEATS if clock.now_ns() - begin < _SHORT_NS else 1
-        forward: list[int] = []
-        backward: list[int] = []
-        begin = clock.now_ns()
-        while len(forward) < _ROUNDS[0] or (
-            len(forward) < _ROUNDS[1] and clock.now_ns() - begin < _BUDGET_NS
-        ):
-            start = clock.now_ns()
-            for _ in range(repeats):
-                alone.call()
-            forward.append((clock.now_ns() - start) // repeats)
-            backward.append(_backward_ns(alone, clock, repeats))
-    forward_ns = int(statistics.median(forward)) - overhead.call_ns
-    backward_ns = int(statistics.median(backward)) - overhead.backward_ns
-    return max(forward_ns, 0), max(backward_ns, 0), workspace
-
-
-def _backward_ns(alone: _Alone, clock: _Clock, repeats: int) -> int:
-    if not alone.differentiable:
-        return 0
-    runs = [alone.forward() for _ in range(repeats)]
-    if not runs[0].outputs:
-        return 0
-    start = clock.now_ns()
-    for run in runs:
-        torch.autograd.grad(run.outputs, alone.differentiable, run.gradients, allow_unused=True)
-    return (clock.now_ns() - start) // repeats
-
-
-def _workspace(alone: _Alone) -> int:
-    """Bytes that were live inside the forward or the backward and are free at its end.
-
-    These first runs warm up, too.
-    """
-    meter = Meter([0])
-    with meter.counting(0):
-        kept = alone.forward()
-    forward = meter.peak_bytes[0] - meter.live_bytes[0]
-    if not alone.differentiable or not kept.outputs:
-        return max(forward, 0)
-    meter = Meter([0])
-    with meter.counting(0):
-        gradients = torch.autograd.grad(
-            kept.outputs, alone.differentiable, kept.gradients, allow_unused=True
+    def _unmeasurable(self, index: int, alone: Exception, inside: Exception) -> InputError:
+        op = self.traced.ops[index]
+        where = f" ({op.source})" if op.source else ""
+        return InputError(
+            f"cannot measure op {op.name!r}{where} on {self.place}: alone it fails with "
+            f"{_brief(alone)}, and in the model, run on its example, with {_brief(inside)}. "
+            "Give an example that the model runs on with real weights and enough memory."
         )
-    backward = meter.peak_bytes[0] - meter.live_bytes[0]
-    del kept, gradients
-    return max(forward, backward, 0)
+
+    def _measure(self, make: Any, nodes: Any) -> Measured:
+        with torch.enable_grad(), no_collections():
+            alone = Alone(self._module, nodes, make, self.place, self._setting)
+            size = sizes(alone, self.place)
+            preparations = [alone.forward_runs]
+            if alone.backward_runs(1):
+                preparations.append(alone.backward_runs)
+                if alone.fresh:
+                    preparations.append(alone.fresh_backward_runs)
+            readings = self.timer.time(preparations, single=alone.single)
+            forward, backward = (*readings, Reading(0))[:2]
+            if len(readings) > 2:
+                more_ns = round(alone.fresh * (readings[2].ns - backward.ns))
+                backward = Reading(backward.ns + more_ns, readings[2].spread_ns)
+        return Measured(
+            forward.ns,
+            max(backward.ns - self.engine_ns, 0),
+            size.saved,
+            size.forward,
+            size.backward,
+            size.inference,
+            forward.spread_ns,
+            backward.spread_ns,
+        )
+
+    def addition(self, nbytes: int) -> Measured:
+        """What adding a gradient of that size to another one costs, in place as autograd does."""
+        with torch.no_grad(), no_collections():
+            total, other = (torch.zeros(max(nbytes // 4, 1), device=self.place) for _ in range(2))
+            (reading,) = self.timer.time([lambda n: [lambda: total.add_(other)] * n])
+        return Measured(reading.ns, forward_spread_ns=reading.spread_ns)
+
+
+def _brief(error: Exception) -> str:
+    """An error as one line."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+def _library_settings() -> str:
+    """What of torch's settings changes how fast an operator is."""
+    settings = {
+        "dtype": torch.get_default_dtype(),
+        "matmul": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "denormals": torch.tensor(1e-40).mul(1).item() == 0,
+    }
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -26,8 +26,10 @@ from baechi.codec import Refusal, codec
 from baechi.constraints import Constraints
 from baechi.costs import OpCost, Profile
 from baechi.devices import Cluster, Device, Link
+from baechi.efficiency import Calibration
 from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.runtime.program import Program
 from baechi.traced import Traced
@@ -36,7 +38,8 @@ from baechi.values import FrozenDict
 VERSION: Final = 1
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
-    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Traced, Program),
+    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
+    Program,
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
 _ENVELOPE: Final = ("format", "type", "version", "digest", "value")

@@ -192,12 +192,14 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
     Raises:
         InputError: As `simulate`.
     """
-    where = np.fromiter(devices, np.int64, len(devices))
-    rank = np.fromiter(order, np.int64, len(order))
-    _check_placement(problem, where, rank)
+    where, launches = _core.indices(tuple(devices)), _core.indices(tuple(order))
+    whole = len(where) == len(launches) == len(problem.graph.ops)
+    if problem.constraints is not None or not whole:
+        _check_placement(problem, where, launches)
     timeline = problem.timeline()
-    stuck = timeline.fold(where.astype(np.int32), rank.astype(np.int32))
+    stuck = timeline.fold(where, launches)
     if stuck >= 0:
+        _check_placement(problem, where, launches)
         raise InputError(_no_path(problem, stuck, devices[stuck]))
     return timeline
 
@@ -219,8 +221,9 @@ def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:
 
 
 def _check_placement(
-    problem: Problem, devices: NDArray[np.int64], order: NDArray[np.int64]
+    problem: Problem, devices: NDArray[np.int32], order: NDArray[np.int32]
 ) -> None:
+    """Names what is wrong with a placement, where it is more than a path that is missing."""
     graph, cluster = problem.graph, problem.cluster
     if len(devices) != len(graph.ops):
         raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")
@@ -256,7 +259,9 @@ def _check_placement(
             f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
         )
     if problem.constraints is not None:
-        check_devices(graph, cluster, problem.constraints, problem.allowed, devices)
+        check_devices(
+            graph, cluster, problem.constraints, problem.allowed, devices.astype(np.int64)
+        )
 
 
 def _no_path(problem: Problem, op: int, device: int) -> str:

@@ -6,12 +6,14 @@ takes. Nothing here needs torch, so a trace is saved on one machine and planned 
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, final
 
 from baechi.costs import Profile
 from baechi.graph import OpGraph
+from baechi.optimizers import TrainedParameter
 
 
 @final
@@ -25,6 +27,7 @@ class TracedOp:
         key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those that have gradients.
+        trained: Shape and type of those that have gradients.
         frozen_bytes: Bytes of the others.
         shared_bytes: Bytes of the parameters with gradients that a later op reads, too: their
             gradients exist once for each until they are added up.
@@ -49,6 +52,7 @@ class TracedOp:
     random: bool = False
     group: str | None = None
     source: str = ""
+    trained: tuple[TrainedParameter, ...] = ()
 
 
 @final
@@ -114,18 +118,32 @@ class Traced:
         text = json.dumps(rows, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
+    @cached_property
+    def made_bytes(self) -> tuple[int, ...]:
+        """Bytes of new storage that each op gives out to others or to the caller."""
+        made = [0] * len(self.ops)
+        for tensor in self.tensors:
+            made[tensor.producer] += tensor.nbytes
+        return tuple(made)
+
     def graph(
-        self, profile: Profile, *, training: bool = True, optimizer: str | None = None
+        self,
+        profile: Profile | Sequence[Profile],
+        *,
+        training: bool = True,
+        optimizer: str | None = None,
     ) -> OpGraph:
         """The operator graph of one step of this model.
 
         Args:
-            profile: Costs of this traced model.
+            profile: Costs of this traced model, or several of different kinds of device, such as a
+                measured one and an estimated one; the first one's are the ops' own.
             training: The mirrored graph of forward, loss and backward; else the forward alone.
-            optimizer: Whose state is persistent: a key of `costs.OPTIMIZER_STATES`.
+            optimizer: Whose state is persistent: a name of `optimizers.OPTIMIZERS`, with options.
 
         Raises:
-            InputError: The profile is of another model, or the optimizer is unknown.
+            InputError: A profile is of another model, two are of one kind, or the optimizer is
+                unknown.
         """
         from baechi.training import operator_graph
 

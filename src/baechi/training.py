@@ -3,6 +3,7 @@
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
+    gradients of parameters  ->  tensors that i' makes and that stay to the end of the step
     the caller's loss  ->  one op of no time between the outputs and their gradients
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
@@ -12,10 +13,12 @@ Complexity: O(ops + tensors).
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from baechi.costs import Profile, optimizer_state_factor
+from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.optimizers import TrainedParameter, check_optimizer, optimizer_state_bytes
 from baechi.traced import Traced, TracedOp, TracedTensor
 from baechi.values import FrozenDict
 
@@ -24,44 +27,121 @@ LOSS = "loss"
 
 
 def operator_graph(
-    traced: Traced, profile: Profile, *, training: bool, optimizer: str | None
+    traced: Traced,
+    profile: Profile | Sequence[Profile],
+    *,
+    training: bool,
+    optimizer: str | None,
 ) -> OpGraph:
     """The operator graph of one step of a traced model.
 
     Args:
         traced: The model.
-        profile: Its costs; the times are kept per kind too, where the profile names one.
+        profile: Its costs, or those on several kinds of device. The first one's are the ops' own;
+            every one's times are kept per kind, where it names one, and the workspace of an op is
+            the largest of all.
         training: Forward, loss and backward; else the forward alone.
         optimizer: Whose state is persistent when training.
 
     Raises:
-        InputError: The profile is of another model, or the optimizer is unknown.
+        InputError: A profile is of another model, two are of one kind, there is none, or the
+            optimizer is unknown.
     """
-    if profile.traced_digest != traced.digest or len(profile.costs) != len(traced.ops):
-        raise InputError(
-            f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
-            f"{len(profile.costs)} ops) than this {traced.name} (digest {traced.digest[:12]}..., "
-            f"{len(traced.ops)} ops). Profile this traced model."
-        )
-    factor = optimizer_state_factor(optimizer) if training else 0
+    profiles = _checked(traced, [profile] if isinstance(profile, Profile) else list(profile))
+    costs = _merged(profiles)
+    check_optimizer(optimizer)
     forward = [
         Op(
             name=op.name,
             time_ns=cost.forward_ns,
-            persistent_bytes=op.trained_bytes * (2 + factor if training else 1) + op.frozen_bytes,
-            workspace_bytes=cost.workspace_bytes,
+            persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
+            workspace_bytes=cost.workspace_bytes if training else _inference_workspace(cost),
             group=op.group,
         )
-        for op, cost in zip(traced.ops, profile.costs, strict=True)
+        for op, cost in zip(traced.ops, costs, strict=True)
     ]
     if training:
-        backward_ns = [cost.backward_ns for cost in profile.costs]
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, backward_ns)
+        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs)
     else:
         ops = forward
         tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    times = {profile.kind: tuple(op.time_ns for op in ops)} if profile.kind else {}
+    times = {p.kind: _times(traced, p, training) for p in profiles if p.kind}
     return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
+
+
+def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
+    """Bytes that an operator's device holds for it during the whole step.
+
+    Parameters, buffers and the optimizer's state. The gradient of a parameter comes with the
+    operator's backward and is a tensor of the graph; but that of a parameter which later operators
+    read too comes with theirs, of which the first may be the first backward of all.
+    """
+    if not training:
+        return op.trained_bytes + op.frozen_bytes
+    # A file of an older trace does not tell the shapes: then one vector, which has most state.
+    trained = op.trained or (TrainedParameter((op.trained_bytes,), 1),)
+    state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
+    return op.trained_bytes + op.frozen_bytes + _early_gradient_bytes(op) + state
+
+
+def _inference_workspace(cost: OpCost) -> int:
+    """Scratch of a forward without gradients.
+
+    Where it is not known: what autograd would keep may be made all the same, and soon freed.
+    """
+    measured = cost.inference_workspace_bytes
+    return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
+
+
+def _early_gradient_bytes(op: TracedOp) -> int:
+    """Bytes of gradients that come before the operator's own backward."""
+    return min(op.trained_bytes, op.shared_bytes)
+
+
+def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
+    """The profiles, if all are of this model and each of a kind of its own."""
+    if not profiles:
+        raise InputError("there is no profile; give one, or one for each kind of device.")
+    for profile in profiles:
+        if profile.traced_digest != traced.digest or len(profile.costs) != len(traced.ops):
+            raise InputError(
+                f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
+                f"{len(profile.costs)} ops) than this {traced.name} "
+                f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). "
+                "Profile this traced model."
+            )
+    kinds = [profile.kind for profile in profiles]
+    for kind in kinds:
+        if kinds.count(kind) > 1:
+            raise InputError(
+                f"two profiles are of kind {kind!r}; give one for each kind of device."
+            )
+        if not kind and len(kinds) > 1:
+            raise InputError("one of several profiles names no kind; each needs its own.")
+    return profiles
+
+
+def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
+    """The first profile's costs, with the largest sizes of all: any device may be chosen."""
+    return [
+        replace(
+            costs[0],
+            workspace_bytes=max(cost.workspace_bytes for cost in costs),
+            backward_workspace_bytes=max(cost.backward_workspace_bytes or 0 for cost in costs),
+            inference_workspace_bytes=max(map(_inference_workspace, costs)),
+            saved_bytes=max(cost.saved_bytes for cost in costs),
+        )
+        for costs in zip(*(profile.costs for profile in profiles), strict=True)
+    ]
+
+
+def _times(traced: Traced, profile: Profile, training: bool) -> tuple[int, ...]:
+    """The time of every op of the graph by one profile."""
+    forward = [cost.forward_ns for cost in profile.costs]
+    if not training:
+        return tuple(forward)
+    order = backward_ops(traced.ops, traced.tensors)
+    return (*forward, 0, *(profile.costs[op].backward_ns for op in order))
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -100,7 +180,7 @@ def _mirror(
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
     forward: list[Op],
-    backward_ns: Sequence[int],
+    costs: Sequence[OpCost],
 ) -> tuple[list[Op], list[Tensor]]:
     """Forward ops, the loss and backward ops; and the tensors between them all."""
     order = backward_ops(ops, tensors)
@@ -113,9 +193,9 @@ def _mirror(
     mirrored = [
         Op(
             BACKWARD + forward[op].name,
-            backward_ns[op],
-            # A shared parameter's gradient so far, this op's, and their sum.
-            workspace_bytes=forward[op].workspace_bytes + 2 * ops[op].shared_bytes,
+            costs[op].backward_ns,
+            # A shared parameter's gradient of this op, and its sum with that so far.
+            workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
             group=grouped[op].group,
         )
         for op in order
@@ -129,7 +209,12 @@ def _mirror(
         to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
         consumers = (*tensor.consumers, *to_loss, *savers[index])
         edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
-    edges += [Tensor(op, (twin[op],), ops[op].saved_bytes) for op in order if ops[op].saved_bytes]
+    # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
+    edges += [Tensor(op, (twin[op],), costs[op].saved_bytes) for op in order]
+    for op in order:
+        gradient_bytes = ops[op].trained_bytes - _early_gradient_bytes(ops[op])
+        if gradient_bytes:
+            edges.append(Tensor(twin[op], (), gradient_bytes, kept=True))
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue

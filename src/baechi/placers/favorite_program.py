@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.linear_programs import LinearProgram, Vertex
+from baechi.linear_programs import LinearProgram, Point, Vertex
 from baechi.problem import Problem
 
 
@@ -186,17 +186,14 @@ def solver_rows(program: FavoriteProgram) -> SolverRows:
     )
 
 
-def matching_vertex(
-    program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]
-) -> Vertex:
-    """The vertex of `rows`, which are the program's, at a matching of the largest shares.
+def matching_vertex(program: FavoriteProgram, rows: SolverRows, taken: NDArray[np.bool_]) -> Vertex:
+    """The vertex of `rows`, which are the program's, at a matching.
 
     Its x are 0 or 1. Every op starts when the last of its inputs arrives, and that edge's row is
     tight (the first of equals); w is where the last op ends, and that op's end row is tight. So
     there is a tight row for each s and w that is not 0: the tight edges are a critical forest.
     """
     n, free = len(program.times), program.free
-    taken = greedy_matching(program, np.lexsort((program.dst, program.src, -shares)), shares > 0)
     heads, _, _ = program.spans(taken.astype(np.float64))
     slack = heads[program.dst] - heads[program.src] - program.times[program.src]
     slack -= program.free_cost * ~taken
@@ -214,6 +211,21 @@ def matching_vertex(
         high=np.concatenate([~taken[free], none]),
         tight=tight,
     )
+
+
+def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
+    """The point of `rows`, which are the program's, at these shares; every op starts early."""
+    heads, _, total = program.spans(shares)
+    without, _, _ = program.spans(np.ones(len(shares)))
+    starts = np.maximum(0.0, heads - without) / rows.unit_ns
+    w = (total - rows.offset_ns) / rows.unit_ns
+    return Point(np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]]))
+
+
+def greatest_matching(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """A matching of the largest shares, one after the other."""
+    order = np.lexsort((program.dst, program.src, -shares))
+    return greedy_matching(program, order, shares > 0)
 
 
 def greedy_matching(

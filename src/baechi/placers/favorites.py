@@ -4,7 +4,9 @@ The linear program is in `placers/favorite_program.py`. Solvers: `"highs"`, `"cv
 (`linear_programs.py`) find its optimum; `"first-order"` finds a choice and a lower bound that
 proves how far it is from the optimum, on graphs where those take too long (`csrc/favorites.cc`);
 `"auto"` is HiGHS, within few iterations, up to a size, and first-order above. HiGHS starts from
-what first-order found (`matching_vertex`), and where a solver stops, that is the answer.
+what first-order found: from a matching of its largest shares where that is close
+(`matching_vertex`), else from the shares themselves (`near_point`). Where a solver stops, they are
+the answer.
 
 Optima are many, and a simplex returns one that chooses wherever it may. A favorite child without
 need is harmful: its device waits for it. So shares 1 - x that w does not need are taken back first
@@ -31,12 +33,15 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.linear_programs import SOLVERS, Highs, LinearSolver
+from baechi.linear_programs import SOLVERS, Highs, LinearSolver, Point, Vertex
 from baechi.placers.favorite_program import (
     FavoriteProgram,
+    SolverRows,
     favorite_program,
+    greatest_matching,
     greedy_matching,
     matching_vertex,
+    near_point,
     solver_rows,
 )
 from baechi.problem import Problem
@@ -47,6 +52,8 @@ NAMES: Final = ("auto", *SOLVERS, "first-order")
 _BRIEF: Final = Highs(iterations_per_row=1)
 # Some solvers are right to about this; closer values of x are one and the same.
 _DIGITS: Final = 6
+# A matching that close to the shares that it was made of is the better start: no push to a vertex.
+_CLOSE: Final = 0.1
 # Twice what the hardest graph seen so far took to 0.25 %.
 _FIRST_ORDER_STEPS: Final = 1000
 
@@ -150,8 +157,7 @@ def relax(
         near: Feasible shares near the optimum, where a simplex may start.
     """
     rows = solver_rows(program)
-    start = None if near is None else matching_vertex(program, rows, near)
-    solution = solver.solve(rows.program, start)
+    solution = solver.solve(rows.program, None if near is None else _start(program, rows, near))
     if solution.values is None:
         return solution.status
     shares = np.zeros(len(program.src))
@@ -159,6 +165,15 @@ def relax(
     return Relaxed(
         program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution.values[-1])
     )
+
+
+def _start(program: FavoriteProgram, rows: SolverRows, near: NDArray[np.float64]) -> Vertex | Point:
+    """Where a simplex starts best, given feasible shares near the optimum."""
+    matching = greatest_matching(program, near)
+    w_ns = program.spans(matching.astype(np.float64))[2]
+    if w_ns <= (1 + _CLOSE) * program.spans(near)[2]:
+        return matching_vertex(program, rows, matching)
+    return near_point(program, rows, near)
 
 
 def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:

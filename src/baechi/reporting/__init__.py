@@ -5,8 +5,8 @@ that has neither torch nor the model.
 """
 
 from baechi.reporting.facts import DeviceFacts as DeviceFacts
-from baechi.reporting.facts import Measured as Measured
 from baechi.reporting.facts import device_facts as device_facts
+from baechi.reporting.facts import error_text as error_text
 from baechi.reporting.occupancy import memory_profile as memory_profile
 from baechi.reporting.page import write_html as write_html
 from baechi.reporting.perfetto import trace_events as trace_events

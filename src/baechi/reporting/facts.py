@@ -8,26 +8,11 @@ from typing import final
 from baechi.devices import Cluster
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.measurement import Measurement, error_of
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.traced import Traced
 from baechi.training import BACKWARD
 from baechi.units import format_bytes, format_ns
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a placed model really did, to set beside the prediction; `None` is not measured.
-
-    Attributes:
-        step_ns: Time of one step.
-        peak_bytes: Peak memory of every logical device.
-        moved_bytes: Bytes sent between devices in one step.
-    """
-
-    step_ns: int | None = None
-    peak_bytes: tuple[int, ...] | None = None
-    moved_bytes: int | None = None
 
 
 @final
@@ -78,7 +63,7 @@ class Plan:
     placement: Placement
     schedule: Schedule
     traced: Traced | None = None
-    measured: Measured | None = None
+    measured: Measurement | None = None
 
     def __post_init__(self) -> None:
         ops, devices = len(self.graph.ops), len(self.cluster.devices)
@@ -102,9 +87,9 @@ class Plan:
                 f"the schedule is not of this placement of {ops} ops on {devices} devices; "
                 "simulate the placement again."
             )
-        peaks = None if self.measured is None else self.measured.peak_bytes
-        if peaks is not None and len(peaks) != devices:
-            raise InputError(f"peaks of {len(peaks)} devices were measured; there are {devices}.")
+        measured = devices if self.measured is None else len(self.measured.peak_bytes)
+        if measured != devices:
+            raise InputError(f"peaks of {measured} devices were measured; there are {devices}.")
 
     def _is_real(self, transfer: Transfer) -> bool:
         devices = range(len(self.cluster.devices))
@@ -209,24 +194,34 @@ def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
-    """Rows of what, predicted, measured and measured / predicted; empty if nothing was measured."""
-    measured = plan.measured or Measured()
-    rows: list[tuple[str, str, str, str]] = []
-    if measured.step_ns is not None:
-        predicted = plan.schedule.makespan_ns
-        texts = (format_ns(predicted), format_ns(measured.step_ns))
-        rows.append(("step", *texts, _ratio(measured.step_ns, predicted)))
-    sizes = list(zip(plan.devices, measured.peak_bytes or (), strict=False))
-    pairs = [(f"peak memory of {facts.name}", facts.peak_bytes, peak) for facts, peak in sizes]
-    if measured.moved_bytes is not None:
-        pairs.append(("bytes moved", plan.moved_bytes, measured.moved_bytes))
+    """Rows of what, predicted, measured and the prediction's error; empty if nothing was measured.
+
+    What the plan keeps and the measured steps did not have, an optimizer's state, is taken off the
+    predicted peak, and the row says so.
+    """
+    measured = plan.measured
+    if measured is None:
+        return ()
+    predicted = plan.schedule.makespan_ns
+    texts = (format_ns(predicted), format_ns(measured.step_ns))
+    rows = [("step", *texts, error_text(predicted, measured.step_ns))]
+    pairs = []
+    for device, (facts, peak) in enumerate(zip(plan.devices, measured.peak_bytes, strict=True)):
+        absent = measured.absent(device)
+        without = f" without {format_bytes(absent)} of optimizer state" if absent else ""
+        title = f"peak memory of {facts.name}{without}"
+        pairs.append((title, max(facts.peak_bytes - absent, 0), peak))
+    pairs.append(("bytes moved", plan.moved_bytes, measured.moved_bytes))
     for what, predicted, real in pairs:
-        rows.append((what, format_bytes(predicted), format_bytes(real), _ratio(real, predicted)))
+        sizes = (format_bytes(predicted), format_bytes(real))
+        rows.append((what, *sizes, error_text(predicted, real)))
     return tuple(rows)
 
 
-def _ratio(measured: int, predicted: int) -> str:
-    return f"{measured / predicted:.2f}" if predicted else "-"
+def error_text(predicted: int, measured: int) -> str:
+    """The prediction's error in percent of what was measured: `+10.0 %` was predicted too high."""
+    error = error_of(predicted, measured)
+    return "-" if error is None else f"{error * 100:+.1f} %"
 
 
 def _stat(name: str, value: float | str) -> str:

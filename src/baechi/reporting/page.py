@@ -8,8 +8,9 @@ from typing import Any, Final
 
 from baechi.devices import Cluster
 from baechi.graph import OpGraph
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Measured, Plan, candidates, comparison, stats, summary
+from baechi.reporting.facts import Plan, candidates, comparison, stats, summary
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.reporting.occupancy import peak_holdings
 from baechi.serialization import write_whole
@@ -73,7 +74,7 @@ def write_html(
     schedule: Schedule,
     *,
     traced: Traced | None = None,
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
     title: str = "",
 ) -> None:
     """Writes the report as one HTML file, whole or not at all; the same input, the same bytes.
@@ -106,7 +107,7 @@ def _body(plan: Plan) -> str:
     parts = [f"<p>{escape(line)}</p>" for line in summary(plan)]
     parts += ["<h2>Devices</h2>", _devices(plan)]
     if comparison(plan):
-        header = ["", ">predicted", ">measured", ">measured / predicted"]
+        header = ["", ">predicted", ">measured", ">error"]
         parts += ["<h2>Predicted beside measured</h2>", _table(header, comparison(plan))]
     parts += [
         "<h2>The graph by device</h2>",

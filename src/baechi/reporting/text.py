@@ -10,8 +10,9 @@ from rich.text import Text
 
 from baechi.devices import Cluster
 from baechi.graph import OpGraph
+from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Measured, Plan, candidates, comparison, stats, summary
+from baechi.reporting.facts import Plan, candidates, comparison, stats, summary
 from baechi.traced import Traced
 from baechi.units import format_bytes
 
@@ -33,7 +34,7 @@ def text_report(
     schedule: Schedule,
     *,
     traced: Traced | None = None,
-    measured: Measured | None = None,
+    measured: Measurement | None = None,
 ) -> Report:
     """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`.
 
@@ -60,7 +61,7 @@ def text_report(
         rows = [list(row) for row in stats(plan)]
         parts.append(_table(f"What placer {placement.placer} says", ["", ">"], rows))
     if comparison(plan):
-        header = ["", ">predicted", ">measured", ">ratio"]
+        header = ["", ">predicted", ">measured", ">error"]
         rows = [list(row) for row in comparison(plan)]
         parts.append(_table("Predicted beside measured", header, rows))
     if traced is not None:

@@ -39,6 +39,7 @@ def compile_program(
     placement: Placement,
     *,
     copy_lanes: bool = False,
+    one_thread: bool = False,
     in_turn: Sequence[int] = (),
 ) -> Program:
     """The program of a placement of this graph.
@@ -49,6 +50,8 @@ def compile_program(
         copy_lanes: Whether each device copies what arrives on a lane of its own, beside what it
             computes. A tensor is then freed by the device that holds it, which is what allocators
             that are bound to a stream need; else by the lane that knows first.
+        one_thread: Whether one thread is to do everything in launch order. Then what leaves is
+            copied as soon as it is made, and any lane frees: so a device holds what the clock says.
         in_turn: Forward operators whose segments run one after another, on whichever devices, in
             launch order, as those that draw from one random generator do.
 
@@ -60,7 +63,7 @@ def compile_program(
             f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
             f"this one (digest {graph.digest[:12]}...); solve this graph."
         )
-    return _Compiler(graph, placement, copy_lanes, frozenset(in_turn)).program()
+    return _Compiler(graph, placement, copy_lanes, one_thread, frozenset(in_turn)).program()
 
 
 @final
@@ -68,9 +71,15 @@ class _Compiler:
     """What `compile_program` knows on its way."""
 
     def __init__(
-        self, graph: OpGraph, placement: Placement, copy_lanes: bool, in_turn: frozenset[int]
+        self,
+        graph: OpGraph,
+        placement: Placement,
+        copy_lanes: bool,
+        one_thread: bool,
+        in_turn: frozenset[int],
     ) -> None:
         self._graph = graph
+        self._one_thread = one_thread
         self._devices = placement.devices
         self._copy_lanes = copy_lanes
         self._in_turn = in_turn
@@ -101,6 +110,8 @@ class _Compiler:
         events = [
             cut(self._graph, self._devices, order, self._copy_lanes) for order in self._orders
         ]
+        if self._one_thread:
+            events = [self._at_once(row) for row in events]
         pieces = [[event for event in row if isinstance(event, Piece)] for row in events]
         backward_piece: dict[int, int] = {}
         if len(pieces) > 1:
@@ -130,6 +141,21 @@ class _Compiler:
             tuple(phases),
         )
 
+    def _at_once(self, events: Sequence[Event]) -> list[Event]:
+        """The same events, each arrival right after the piece that makes what arrives."""
+        arrivals: dict[int, list[Arrival]] = {}
+        for event in events:
+            if isinstance(event, Arrival):
+                producer = self._graph.tensors[event.tensor].producer
+                arrivals.setdefault(producer, []).append(event)
+        rows: list[Event] = []
+        for event in events:
+            if isinstance(event, Piece):
+                rows.append(event)
+                for op in event.ops:
+                    rows += arrivals.get(op, [])
+        return rows
+
     def _phase(
         self, number: int, events: Sequence[Event], runs: Sequence[Sequence[int]], tapes: list[Tape]
     ) -> Phase:
@@ -140,7 +166,7 @@ class _Compiler:
         given, values = self._values(members, tape_of)
         kept = {t for t in values if self._graph.tensors[t].kept}
         segments = self._segments(number, events, runs, values)
-        writer = _Writer(len(self._lanes), self._copy_lanes)
+        writer = _Writer(len(self._lanes), self._copy_lanes, self._one_thread)
         for place in given:
             writer.give(place)
         index = 0
@@ -213,8 +239,9 @@ _STATE: Final = -1  # the "device" of state that is updated in place: it is wher
 class _Writer:
     """Writes a phase's instructions in launch order."""
 
-    def __init__(self, n_lanes: int, copy_lanes: bool) -> None:
+    def __init__(self, n_lanes: int, copy_lanes: bool, one_thread: bool) -> None:
         self._copy_lanes = copy_lanes
+        self._holder_frees = copy_lanes and not one_thread
         self._lanes: list[list[Instruction]] = [[] for _ in range(n_lanes)]
         # After each of them: [lane][other] is how much of the other had ended by then, ascending.
         self._known: list[list[list[int]]] = [[[] for _ in range(n_lanes)] for _ in range(n_lanes)]
@@ -307,7 +334,7 @@ class _Writer:
     def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
         """The instruction after which a lane knows that all this has ended, launched first."""
         best: tuple[int, int] | None = None
-        lanes = [holder] if self._copy_lanes else range(len(self._lanes))
+        lanes = [holder] if self._holder_frees else range(len(self._lanes))
         for lane in lanes:
             known = zip(self._known[lane], need, strict=True)
             position = max(bisect_left(ended, n) for ended, n in known if n)

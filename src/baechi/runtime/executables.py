@@ -5,7 +5,8 @@ so `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -22,12 +23,23 @@ from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement
-from baechi.runtime.binding import Binder
+from baechi.runtime.binding import Bound, bind
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
-from baechi.runtime.executors import make_executor
-from baechi.runtime.tapes import Step, add_up
+from baechi.runtime.executors import Executor, make_executor
+from baechi.runtime.program import Program
+from baechi.runtime.streams import CudaExecutor
+from baechi.runtime.tapes import Step
 from baechi.traced import Traced
+
+
+@final
+@dataclass(frozen=True)
+class _Way:
+    """A program bound to the model, and who runs it."""
+
+    bound: Bound
+    executor: Executor
 
 
 @final
@@ -36,6 +48,7 @@ class Executable:
 
     Attributes:
         program: What runs; proved.
+        places: The torch device of every logical device.
 
     Args:
         traced: The model, with its module.
@@ -54,29 +67,41 @@ class Executable:
         threads: int | None,
     ) -> None:
         self._module: TracedModule = traced.module
-        self._places = places
+        self.places = tuple(places)
         self.training = training
-        graph = structure_of(traced, training)
-        streams = any(place.type == "cuda" for place in places)
+        self._graph = structure_of(traced, training)
+        self._placement = replace(placement, graph_digest=self._graph.digest)
+        self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
-        drawing = [i for i, op in enumerate(traced.ops) if op.random and not streams]
-        self.program = compile_program(
-            graph,
-            replace(placement, graph_digest=graph.digest),
-            copy_lanes=streams,
-            in_turn=drawing,
-        )
-        check_program(self.program)
+        drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
+        self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
         self._homes = self._state_homes()
         self.settle()
-        self._bound = Binder(self._module, graph, self.program, places).bind()
-        self._executor = make_executor(self.program, self._bound, places, threads)
+        bound = bind(self._module, self._graph, self.program, places)
+        self._way = _Way(bound, make_executor(self.program, bound, places, threads))
         nodes = self._module.graph_module.graph.nodes
-        self._placeholders = [node for node in nodes if node.op == "placeholder"]
-        output = next(node for node in nodes if node.op == "output")
-        (self._returned,) = output.args
-        self._given = {node: i for i, node in enumerate(self._placeholders)}
-        self._frozen = [p for p in self._bound.parameters if not p.requires_grad]
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self._given = {node: i for i, node in enumerate(placeholders)}
+        (self._returned,) = next(node for node in nodes if node.op == "output").args
+        self._numbers = {node: i for i, node in enumerate(bound.results)}
+        self._frozen = [p for p in bound.parameters if not p.requires_grad]
+
+    def _compiled(self, **options: Any) -> Program:
+        program = compile_program(self._graph, self._placement, **options)
+        check_program(program)
+        return program
+
+    @cached_property
+    def _counted(self) -> _Way:
+        """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
+        if self._streams:
+            return self._way
+        program = self._compiled(copy_lanes=True, one_thread=True)
+        bound = bind(self._module, self._graph, program, self.places)
+        return _Way(bound, CudaExecutor(program, bound, self.places))
+
+    def _way_of(self, meter: Meter | None) -> _Way:
+        return self._way if meter is None else self._counted
 
     def _state_homes(self) -> list[tuple[torch.Tensor, torch.device]]:
         """Every parameter and buffer with the device of the operators that own it."""
@@ -84,7 +109,7 @@ class Executable:
         for tape in self.program.tapes:
             nodes = [node for op in tape.ops for node in self._module.nodes[op]]
             for tensor in self._state_tensors(nodes):
-                homes.setdefault(id(tensor), (tensor, self._places[tape.device]))
+                homes.setdefault(id(tensor), (tensor, self.places[tape.device]))
         return list(homes.values())
 
     def settle(self) -> None:
@@ -120,29 +145,31 @@ class Executable:
 
     def close(self) -> None:
         """Stop the workers."""
-        self._executor.close()
+        self._way.executor.close()
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
+        way = self._way_of(meter)
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():
-                step = self._step(call, False, meter)
-                self._executor.run(step, 0)
-            return self._finish(call, [self._executor.give(value) for value in step.results])
-        step = self._step(call, True, meter)
-        trained = [p for p in self._bound.parameters if p.requires_grad]
+                step = Step(False, meter, call.tensors, way.bound.sizes)
+                way.executor.run(step, 0)
+            return self._finish(call, [way.executor.give(value) for value in step.results])
+        step = Step(True, meter, call.tensors, way.bound.sizes)
+        for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
+            step.flags[value] = tensor.requires_grad
+        trained = [p for p in way.bound.parameters if p.requires_grad]
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = _Plan(self, step, call, trained)
+        plan = _Plan(way, step, call, trained)
         seed = torch.empty(0, requires_grad=True)
-        outputs = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        tokens = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        values, plan.outputs = plan.outputs, []
+        outputs = [
+            _Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
+            for slot, token, value in zip(plan.slots, tokens, values, strict=True)
+        ]
+        del values
         return self._finish(call, plan.merge(outputs))
-
-    def _step(self, call: Call, differentiate: bool, meter: Meter | None) -> Step:
-        step = Step(differentiate, meter, call.tensors, self._bound.sizes)
-        if differentiate:
-            for value, tensor in zip(self._bound.input_values, call.tensors, strict=True):
-                step.flags[value] = tensor.requires_grad
-        return step
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""
@@ -155,37 +182,8 @@ class Executable:
             elif node.op == "get_attr":
                 values.append(self._attribute(node))
             else:
-                values.append(results[self._bound.results[node]])
+                values.append(results[self._numbers[node]])
         return self._module.returned.fill(values)
-
-    def run_backward(
-        self, plan: "_Plan", gradients: Sequence[torch.Tensor | None], keep: bool
-    ) -> list[torch.Tensor | None]:
-        """Gradients of the plan's inputs and parameters, given those of its outputs.
-
-        Raises:
-            ExecutionError: The graph was freed by an earlier backward.
-        """
-        if plan.spent:
-            raise ExecutionError(
-                "this step's graph was freed by its first backward; to go backward twice, give "
-                "retain_graph=True the first time."
-            )
-        plan.spent = not keep
-        step, bound = plan.step, self._bound
-        for slot, gradient in zip(plan.slots, gradients, strict=True):
-            step.grads[slot] = gradient
-        step.keep = keep
-        self._executor.run(step, 1)
-        result: list[torch.Tensor | None] = []
-        for tensor, slots in zip(plan.call.tensors, bound.input_grads, strict=True):
-            if tensor.requires_grad:
-                total = add_up(_present(step, slots))
-                result.append(None if total is None else total.to(tensor.device))
-        shares = (bound.parameters[parameter] for parameter in plan.trained)
-        result += [add_up(_present(step, slots)) for slots in shares]
-        step.grads = [None] * len(step.grads)
-        return [self._executor.give(gradient) for gradient in result]
 
 
 def structure_of(traced: Traced, training: bool) -> OpGraph:
@@ -205,64 +203,101 @@ def move(tensor: torch.Tensor, place: torch.device) -> None:
             tensor.grad.data = tensor.grad.data.to(place)
 
 
-def _present(step: Step, slots: Sequence[int]) -> list[torch.Tensor]:
-    return [gradient for slot in slots if (gradient := step.grads[slot]) is not None]
-
-
 @final
 class _Plan:
     """One differentiable call, between its forward and its backward."""
 
     def __init__(
-        self, executable: Executable, step: Step, call: Call, trained: list[torch.nn.Parameter]
+        self, way: _Way, step: Step, call: Call, trained: list[torch.nn.Parameter]
     ) -> None:
-        self.executable = executable
+        self.way = way
         self.step = step
         self.call = call
         self.trained = trained
         self.spent = False
-        self.slots: list[int] = []  # of the gradients of the outputs
+        self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
+        self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
 
-    def take_apart(self) -> list[torch.Tensor]:
-        """The tensors among the results that have gradients."""
-        executable, step = self.executable, self.step
-        bound = executable._bound
-        outputs: list[torch.Tensor] = []
-        rows = zip(step.results, bound.result_values, bound.result_grads, strict=True)
-        for result, value, grads in rows:
-            flag = step.flags[value]
-            leaves, spec = pytree.tree_flatten(result)
+    def forward(self) -> None:
+        """Run the forward, and take its results apart."""
+        step, way = self.step, self.way
+        with torch.enable_grad():
+            way.executor.run(step, 0)
+        for value, row in zip(step.results, way.bound.results.values(), strict=True):
+            flag = step.flags[row.value]
+            leaves, spec = pytree.tree_flatten(value)
             places = [-1] * len(leaves)
             tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
             for leaf, i in enumerate(tensors):
                 if flag is True or (flag is not False and flag[leaf]):
-                    places[i] = len(outputs)
-                    outputs.append(leaves[i])
-                    self.slots.append(grads[leaf])
+                    places[i] = len(self.outputs)
+                    self.outputs.append(way.executor.give(leaves[i]))
+                    self.slots.append((row.grads[leaf], row.device))
+                    leaves[i] = None
             self._parts.append((leaves, spec, places))
         step.slots, step.results, step.inputs = [], [], ()
-        return outputs
 
     def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
         """The results, with autograd's own tensors where there are gradients."""
-        merged = [
-            pytree.tree_unflatten(
-                [
-                    leaf if place < 0 else outputs[place]
-                    for leaf, place in zip(leaves, places, strict=True)
-                ],
-                spec,
-            )
-            for leaves, spec, places in self._parts
-        ]
+        merged = []
+        for leaves, spec, places in self._parts:
+            for i, place in enumerate(places):
+                if place >= 0:
+                    leaves[i] = outputs[place]
+            merged.append(pytree.tree_unflatten(leaves, spec))
         self._parts = []  # the caller alone decides how long results live
         return merged
 
+    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        if self.step.meter is not None:
+            self.step.meter.hold(device, gradient)
+        self.step.grads[slot] = gradient
+
+    def backward(self, keep: bool) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and the parameters, given those of the outputs.
+
+        Raises:
+            ExecutionError: The graph was freed by an earlier backward.
+        """
+        if self.spent:
+            raise ExecutionError(
+                "this step's graph was freed by its first backward; to go backward twice, give "
+                "retain_graph=True the first time."
+            )
+        self.spent = not keep
+        step, bound = self.step, self.way.bound
+        step.keep = keep
+        self.way.executor.run(step, 1)
+        result: list[torch.Tensor | None] = []
+        for tensor, slots in zip(self.call.tensors, bound.input_grads, strict=True):
+            if tensor.requires_grad:
+                total = self._taken(slots)
+                result.append(None if total is None else total.to(tensor.device))
+        for parameter in self.trained:
+            device, slots = bound.parameters[parameter]
+            if step.meter is None:
+                result.append(self._taken(slots))
+            else:
+                with step.meter.charged_to(device):
+                    result.append(self._taken(slots))
+        step.grads = [None] * len(step.grads)
+        return [self.way.executor.give(gradient) for gradient in result]
+
+    def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
+        """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
+        total: torch.Tensor | None = None
+        for slot in slots:
+            gradient, self.step.grads[slot] = self.step.grads[slot], None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient.to(total.device)
+        return total
+
 
 class _StepFunction(torch.autograd.Function):
-    """A whole step as one autograd node."""
+    """A whole step as one autograd node; its outputs are tokens, one for each `_Result`."""
 
     @staticmethod
     def forward(
@@ -272,18 +307,45 @@ class _StepFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan = plan
-        executor = plan.executable._executor
-        with torch.enable_grad():
-            executor.run(plan.step, 0)
-        outputs = plan.take_apart()
-        return tuple(executor.give(tensor.detach()) for tensor in outputs)
+        plan.forward()
+        return tuple(tensor.new_empty(0) for tensor in plan.outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        keep = _graph_is_kept()
-        result = ctx.plan.executable.run_backward(ctx.plan, gradients, keep)
-        return (None, None, *result)
+    def backward(
+        ctx: Any,
+        *tokens: torch.Tensor | None,  # noqa: ARG004 (the gradients are in the step)
+    ) -> tuple[Any, ...]:
+        return (None, None, *ctx.plan.backward(_graph_is_kept()))
+
+
+class _Result(torch.autograd.Function):
+    """One output of a step.
+
+    Autograd holds what a node's backward is given until it ends. So the step's node is given
+    tokens, and the gradients are put where it takes them as it needs them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: _Plan,
+        slot: tuple[int, int],
+        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.plan, ctx.slot = plan, slot
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        if gradient is None:
+            return (None, None, None, None)
+        ctx.plan.seed(*ctx.slot, gradient.detach())
+        if gradient.requires_grad:  # a second derivative: the step refuses what hangs on a graph
+            return (None, None, gradient.reshape(-1)[:0], None)
+        return (None, None, gradient.new_empty(0), None)
 
 
 def _graph_is_kept() -> bool:

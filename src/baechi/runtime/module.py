@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, final
 
 import torch
@@ -12,17 +12,20 @@ from baechi.calls import Call, canonical_call
 from baechi.devices import Cluster
 from baechi.errors import ExecutionError, InputError
 from baechi.graph import OpGraph
+from baechi.measurement import Measurement
 from baechi.metering import Meter
+from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
 from baechi.runtime.executables import Executable, check_places, move
+from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import backward_ops
 
 
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Specialization:
     """A placed model for one shape of call.
 
@@ -158,6 +161,7 @@ class PlacedModule(nn.Module):
         self._limit = limit
         self._latest: Specialization | None = None
         self._meter: Meter | None = None
+        self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
 
@@ -177,12 +181,15 @@ class PlacedModule(nn.Module):
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or the module was unplaced.
         """
-        if self._closed:
-            raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
+        self._check_open()
         model: nn.Module = self.__dict__["_model"]
         call = canonical_call(model, args, kwargs)
         special = self._special(model, call)
         return special.executable(call, self._meter)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         key = _key(model, call)
@@ -273,11 +280,50 @@ class PlacedModule(nn.Module):
         from baechi.reporting import text_report, write_html, write_trace
 
         parts = (self.graph, self.cluster, self.placement, self.schedule)
+        measured = self._measured.get(self._current)
         if path is not None:
-            write_html(path, *parts, traced=self.traced)
+            write_html(path, *parts, traced=self.traced, measured=measured)
         if trace is not None:
             write_trace(trace, *parts)
-        return str(text_report(*parts, traced=self.traced))
+        return str(text_report(*parts, traced=self.traced, measured=measured))
+
+    def measure(
+        self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
+    ) -> Measurement:
+        """What a step really takes, for the latest shape of call; `report` sets it beside the plan.
+
+        The example inputs run forward, and backward where this was placed for training: from the
+        model's own loss where it returns a scalar that has a gradient, else from the sum of all
+        outputs that have one. The optimizer makes no step, and gradients, buffers and the random
+        state are put back.
+
+        Args:
+            steps: How many steps are timed, after some to warm up; the peaks are of others.
+            optimizer: Whose state counts as memory. Without one, or before its first step, there
+                is no state to be measured, and `absent_bytes` says what the plan keeps for it.
+
+        Raises:
+            InputError: `steps` is no positive integer.
+            ExecutionError: Nothing was placed yet, an operator failed, or this was unplaced.
+        """
+        self._check_open()
+        special = self._current
+        call: Call = special.traced.module.call
+        loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
+        measured = measure_steps(
+            special.executable,
+            self.__dict__["_model"],
+            call,
+            special.placement.devices[loss] if special.executable.training else 0,
+            lambda: self.metered(optimizer),
+            steps,
+        )
+        if special.graph is not None and not (optimizer is not None and optimizer.state):
+            n = len(measured.peak_bytes)
+            absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
+            measured = replace(measured, absent_bytes=absent if any(absent) else ())
+        self._measured[special] = measured
+        return measured
 
     @contextmanager
     def metered(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Meter]:
@@ -304,8 +350,10 @@ class PlacedModule(nn.Module):
         """Count parameters, buffers, gradients and optimizer state on their logical devices."""
         special = self._current
         named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        constants = special.traced.module.graph_module
         for op, device in zip(special.traced.ops, special.placement.devices, strict=False):
-            for tensor in (named[name] for name in op.parameters if name in named):
+            for name in op.parameters:
+                tensor = named[name] if name in named else attribute(constants, name)
                 meter.hold(device, tensor)
                 if tensor.grad is not None:
                     meter.hold(device, tensor.grad)

@@ -17,8 +17,9 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
+from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
-from baechi.runtime.program import Copy, Free, Instruction, Program, Run, Wait
+from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.tapes import Step
 
 Event = tuple[int, int, int]  # phase, lane, position
@@ -30,7 +31,8 @@ class CudaExecutor:
 
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. Every device copies what arrives there on another stream, so that copies block no
-    computing. CPUs among the devices run inline.
+    computing. CPUs among the devices run inline; metered steps on CPUs alone run so, too, because
+    their peaks must not depend on how threads meet.
 
     Args:
         program: What to run.
@@ -81,12 +83,10 @@ class CudaExecutor:
         streams = [self._lane(lane) for lane in range(len(rows.lanes))]
         with self._fenced():
             for lane in rows.launch:
-                stream = streams[lane]
-                with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-                    self._launch(step, phase, rows.lanes[lane][position[lane]], streams, stream)
+                self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
                 event = self._events.get((phase, lane, position[lane]))
                 if event is not None:
-                    event.record(stream)
+                    event.record(streams[lane])
                 position[lane] += 1
 
     def _launch(
@@ -94,38 +94,43 @@ class CudaExecutor:
         step: Step,
         phase: int,
         row: Instruction,
+        lane: int,
         streams: Sequence[torch.cuda.Stream | None],
-        stream: torch.cuda.Stream | None,
     ) -> None:
-        if isinstance(row, Run):
-            for tape in self._program.phases[phase].segments[row.segment].tapes:
-                code = self._bound.tapes[tape]
-                (code.backward if phase else code.forward)(step)
-        elif isinstance(row, Copy):
-            moves = self._bound.copies[phase, row.tensor, row.dst]
-
-            def bring(tensor: torch.Tensor) -> torch.Tensor:
-                return self._bring(tensor, row, streams)
-
-            _move(step, moves, bring)
-        elif isinstance(row, Free):
-            freed = self._bound.frees[phase, row.tensor, row.device]
-            for slot in freed.slots:
-                step.slots[slot] = None
-            for slot in freed.grads:
-                step.grads[slot] = None
-        else:
+        stream = streams[lane]
+        if isinstance(row, Wait):
             event = self._events.get((phase, row.lane, row.position))
             if event is not None and stream is None:
                 event.synchronize()
             elif event is not None and stream is not None:
                 stream.wait_event(event)
+        elif isinstance(row, Free):
+            freed = self._bound.frees[phase][Place(row.tensor, row.device)]
+            for slot in freed.slots:
+                step.slots[slot] = None
+            for slot in freed.grads:
+                step.grads[slot] = None
+        else:
+            with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
+                if isinstance(row, Run):
+                    for tape in self._program.phases[phase].segments[row.segment].tapes:
+                        code = self._bound.tapes[tape]
+                        (code.backward if phase else code.forward)(step)
+                else:
+                    moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
+                    _move(step, moves, lambda t: self._bring(step.meter, t, row, streams))
 
     def _bring(
-        self, tensor: torch.Tensor, row: Copy, streams: Sequence[torch.cuda.Stream | None]
+        self,
+        meter: Meter | None,
+        tensor: torch.Tensor,
+        row: Copy,
+        streams: Sequence[torch.cuda.Stream | None],
     ) -> torch.Tensor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
+        if tensor.device == place and meter is not None:
+            tensor = meter.copy(row.dst, tensor)
         if tensor.device == place:
             if reader is not None:
                 tensor.record_stream(reader)
@@ -167,6 +172,15 @@ class CudaExecutor:
         finally:
             for lane in lanes:
                 torch.cuda.current_stream(lane.device).wait_stream(lane)
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
+    """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
+    return contextlib.nullcontext() if meter is None else meter.counting(device)
 
 
 def _move(step: Step, moves: Moves, bring: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -1,6 +1,6 @@
 """A tape that can run: its generated forward, and the backward of the graph that it recorded.
 
-    forward     slots -> enter -> generated code -> publish -> slots
+    forward     slots -> cut off -> generated code -> publish -> slots
     backward    gradients of what it published -> autograd -> gradients of what entered
 
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
@@ -12,12 +12,13 @@ A step belongs to one call; nothing in it is shared between calls.
 
 import linecache
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import fx
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
@@ -40,13 +41,13 @@ class Step:
         flags: For every value whether it needs a gradient; a tuple if it has several tensors.
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
-        edges: For every tape what entered and what was published; None if nothing was recorded.
+        records: For every tape what its backward needs; None if it has none.
         keep: Whether the running backward leaves the graph for another.
     """
 
     __slots__ = (
-        *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads", "edges"),
-        "keep",
+        *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
+        *("records", "keep"),
     )
 
     def __init__(
@@ -63,8 +64,26 @@ class Step:
         self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
-        self.edges: list[tuple[Edges, Edges] | None] = [None] * sizes.tapes
+        self.records: list[_Record | None] = [None] * sizes.tapes
         self.keep = False
+
+
+@final
+@dataclass(slots=True)
+class _Record:
+    """What a tape's backward needs.
+
+    Attributes:
+        entered: The edge of every entry that has a gradient, or None.
+        published: The edge of every tensor that left with one, or None.
+        end: The edge behind all of them, and an empty tensor to begin with, if `seeds` is used.
+        seeds: Where the end takes their gradients from.
+    """
+
+    entered: Edges
+    published: Edges
+    end: tuple[GradientEdge, torch.Tensor] | None = None
+    seeds: list[torch.Tensor | None] = field(default_factory=list)
 
 
 @final
@@ -129,9 +148,11 @@ class TapeCode:
         device: Logical device.
         place: Its torch device.
         nodes: What it runs.
-        function: The generated function.
+        function: The generated function, of a list of arguments that it empties.
         template: Its arguments, with parameters, buffers and submodules in place.
         fills: (argument, slot) of values of other tapes.
+        inputs: The caller's tensors that begin here.
+        written: Those that some operator writes.
         given: (argument, index) of the caller's tensors.
         entries: What may enter with a gradient.
         outputs: What leaves.
@@ -139,6 +160,7 @@ class TapeCode:
             of one reader comes in its turn.
         seeds: For each exit, and then for each tensor of each output that the function makes, the
             slots of the gradients that come back, in the order in which they are added up.
+        large: Whether these are many bytes, so that each should go as soon as it is used.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
     """
 
@@ -146,54 +168,74 @@ class TapeCode:
     device: int
     place: torch.device
     nodes: tuple[fx.Node, ...]
-    function: Callable[..., tuple[Any, ...]]
+    function: Callable[[list[Any]], tuple[Any, ...]]
     template: tuple[Any, ...]
     fills: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+    written: frozenset[int]
     given: tuple[tuple[int, int], ...]
     entries: tuple[Entry, ...]
     outputs: tuple[Output, ...]
     exits: int
     seeds: tuple[tuple[int, ...], ...]
+    large: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
 
-    def forward(self, step: Step) -> None:
+    def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
 
+        Args:
+            step: The call.
+            last: Slots that nobody reads after this; their values live until the code is done with
+                them.
+
         Raises:
-            ExecutionError: One failed; names it and the model's own line.
+            ExecutionError: An operator failed; names it and the model's own line.
         """
         arguments = list(self.template)
         slots = step.slots
         for argument, slot in self.fills:
             arguments[argument] = slots[slot]
+        for slot in last:
+            slots[slot] = None
+        mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
         for argument, index in self.given:
-            arguments[argument] = step.inputs[index].to(self.place)
-        entered: Edges = []
-        if step.differentiate and self.entries:
-            entered = self._enter(step, arguments)
+            arguments[argument] = mine[index]
+        entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         try:
-            results = self.function(*arguments)
+            results = self.function(arguments)
         except Exception as error:
             raise self._located(error) from error
-        del arguments
-        if not step.differentiate:
-            for output in self.outputs:
-                value = self._value(step, output, results)
-                for slot in output.slots:
-                    slots[slot] = value
-                for result in output.results:
-                    step.results[result] = value
+        if step.differentiate:
+            self._publish(step, results, mine, entered)
             return
-        published = self._publish(step, results)
-        if published:
-            step.edges[self.index] = (entered, published)
+        for output in self.outputs:
+            value = self._value(output, results, mine)
+            for slot in output.slots:
+                slots[slot] = value
+            for result in output.results:
+                step.results[result] = value
 
-    def _value(self, step: Step, output: Output, results: tuple[Any, ...]) -> Any:
+    def _bring(self, step: Step, index: int) -> torch.Tensor:
+        """A tensor that the caller gave, where this tape is.
+
+        A metered step counts a copy of it; but the caller must see what is written into his own.
+        """
+        tensor = step.inputs[index]
+        if step.meter is None:
+            return tensor.to(self.place)
+        if index in self.written or tensor.device != self.place:
+            moved = tensor.to(self.place)
+            step.meter.hold(self.device, moved)
+            return moved
+        return step.meter.copy(self.device, tensor, moved=False)
+
+    def _value(
+        self, output: Output, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
+    ) -> Any:
         if output.result >= 0:
             return results[output.result]
-        if isinstance(output.given, int):
-            return step.inputs[output.given].to(self.place)
-        return output.given
+        return mine[output.given] if isinstance(output.given, int) else output.given
 
     def _enter(self, step: Step, arguments: list[Any]) -> Edges:
         """Cut off what enters from the graph that made it; the edges of its gradients."""
@@ -226,36 +268,42 @@ class TapeCode:
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
         return edges
 
-    def _publish(self, step: Step, results: tuple[Any, ...]) -> Edges:
-        """Give others what they read, cut off from this graph; the edges of its gradients."""
-        edges: Edges = []
-        some = False
-        for way in results[len(results) - self.exits :]:
-            some |= way.requires_grad
-            edges.append(get_gradient_edge(way) if way.requires_grad else None)
-        slots = step.slots
+    def _publish(
+        self,
+        step: Step,
+        results: tuple[Any, ...],
+        mine: Mapping[int, torch.Tensor],
+        entered: Edges,
+    ) -> None:
+        """Give others what they read, cut off from this graph, and remember its edges."""
+        leaving = list(results[len(results) - self.exits :]) if self.exits else []
+        slots, flags = step.slots, step.flags
         for output in self.outputs:
-            value = self._value(step, output, results)
-            flag: bool | tuple[bool, ...]
+            value = self._value(output, results, mine)
             if output.result < 0:
-                flag = isinstance(output.given, int) and value.requires_grad
-                value = value.detach() if flag else value
-            elif output.bare:
-                flag = value.requires_grad
-                edges.append(get_gradient_edge(value) if flag else None)
-                if flag:
+                if flags[output.value] is True:
                     value = value.detach()
-                    some = True
+            elif output.bare:
+                leaving.append(value)
+                flags[output.value] = value.requires_grad
+                if value.requires_grad:
+                    value = value.detach()
             else:
-                value, flag, rows = _apart(value)
-                edges += rows
-                some |= any(flag)
-            step.flags[output.value] = flag
+                value, tensors = _detached(value)
+                leaving += tensors
+                flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
-        return edges if some else []
+        if not any(tensor.requires_grad for tensor in leaving):
+            return
+        published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
+        record = step.records[self.index] = _Record(entered, published)
+        if self.large:
+            graded = [tensor for tensor in leaving if tensor.requires_grad]
+            end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
         """Go backward over the recorded graph; the gradients of what was published are there.
@@ -263,25 +311,15 @@ class TapeCode:
         Raises:
             ExecutionError: An operator's backward failed.
         """
-        recorded = step.edges[self.index]
-        if recorded is None:
+        record = step.records[self.index]
+        if record is None:
             return
-        entered, published = recorded
-        grads = step.grads
-        outputs: list[Any] = []
-        seeds: list[torch.Tensor] = []
-        for edge, slots in zip(published, self.seeds, strict=True):
-            if edge is None:
-                continue
-            total = add_up([g for slot in slots if (g := grads[slot]) is not None])
-            if total is not None:
-                outputs.append(edge)
-                seeds.append(total)
         if not step.keep:
-            step.edges[self.index] = None
+            step.records[self.index] = None
+        outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
         targets: list[int] = []
-        for edge, entry in zip(entered, self.entries, strict=False):
+        for edge, entry in zip(record.entered, self.entries, strict=False):
             if edge is not None:
                 inputs.append(edge)
                 targets.append(entry.grad)
@@ -289,15 +327,15 @@ class TapeCode:
             if parameter.requires_grad:
                 inputs.append(parameter)
                 targets.append(slot)
+        del record
         if not outputs or not inputs:
             return
-        del recorded, entered, published
         try:
             # torch.autograd.grad, without its checks of what is right by construction: they take
             # as long as the engine itself.
             found = _engine_run_backward(
-                tuple(outputs),
-                tuple(seeds),
+                outputs,
+                seeds,
                 step.keep,
                 False,
                 tuple(inputs),
@@ -306,8 +344,36 @@ class TapeCode:
             )
         except Exception as error:
             raise self._located(error) from error
+        grads = step.grads
         for slot, gradient in zip(targets, found, strict=True):
             grads[slot] = gradient
+
+    def _collect(
+        self, step: Step, record: _Record
+    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+        """Where backward begins, and with which gradients; nobody else holds these any more."""
+        outputs: list[Any] = []
+        seeds: list[torch.Tensor] = []
+        grads = step.grads
+        for edge, slots in zip(record.published, self.seeds, strict=True):
+            total = None
+            for slot in slots:
+                gradient, grads[slot] = grads[slot], None
+                if gradient is not None:
+                    total = gradient if total is None else total + gradient
+            if edge is None:
+                continue
+            if record.end is not None:
+                record.seeds.append(total)
+            elif total is not None:
+                outputs.append(edge)
+                seeds.append(total)
+        if record.end is None:
+            return tuple(outputs), tuple(seeds)
+        if all(seed is None for seed in record.seeds):
+            record.seeds.clear()
+            return (), ()
+        return (record.end[0],), (record.end[1],)
 
     def _located(self, error: Exception) -> ExecutionError:
         """The error with the operator that was running and the model's own line."""
@@ -344,28 +410,35 @@ def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     return found[1:]
 
 
-def add_up(gradients: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Their sum, in the given order, on the first one's device; None if there are none."""
-    if not gradients:
-        return None
-    total = gradients[0]
-    for gradient in gradients[1:]:
-        total = total + gradient.to(total.device)
-    return total
-
-
 def _slots_of(leaves: Sequence[Any]) -> list[int]:
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
-def _apart(value: Any) -> tuple[Any, tuple[bool, ...], Edges]:
-    """A structure without its graph, which of its tensors had one, and their edges."""
+def _detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A structure without its graph, and its tensors with theirs."""
     leaves, spec = pytree.tree_flatten(value)
-    flags: list[bool] = []
-    edges: Edges = []
+    tensors = []
     for slot in _slots_of(leaves):
-        tensor = leaves[slot]
-        flags.append(tensor.requires_grad)
-        edges.append(get_gradient_edge(tensor) if tensor.requires_grad else None)
-        leaves[slot] = tensor.detach()
-    return pytree.tree_unflatten(leaves, spec), tuple(flags), edges
+        tensors.append(leaves[slot])
+        leaves[slot] = leaves[slot].detach()
+    return pytree.tree_unflatten(leaves, spec), tensors
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a tape's graph: what leaves it, and where its backward begins.
+
+    What the engine is given stays alive as long as it runs. So it is given nothing, and this takes
+    the gradients out of a list: then each lives until it is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.seeds = seeds
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        seeds = tuple(ctx.seeds)
+        ctx.seeds.clear()
+        return (None, *seeds)

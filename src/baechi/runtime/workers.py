@@ -13,15 +13,15 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 
-from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
-from baechi.runtime.program import Copy, Free, Program, Run, Wait
-from baechi.runtime.tapes import Step
+from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from baechi.runtime.tapes import Step, TapeCode
 
 Action = Callable[[Step], None]
 
@@ -113,32 +113,24 @@ class CpuExecutor:
         if number >= len(program.phases):
             return []
         phase = program.phases[number]
-        waiters: dict[tuple[int, int], list[int]] = {}
-        lanes: list[list[Action]] = []
-        for rows in phase.lanes:
-            for row in rows:
+        gates: dict[tuple[int, int], list[int]] = {}  # of every event, one for each who waits
+        mine: dict[tuple[int, int], int] = {}
+        for lane, rows in enumerate(phase.lanes):
+            for position, row in enumerate(rows):
                 if isinstance(row, Wait):
-                    waiters.setdefault((row.lane, row.position), []).append(len(self._gates))
+                    gates.setdefault((row.lane, row.position), []).append(len(self._gates))
+                    mine[lane, position] = len(self._gates)
                     self._gates.append(threading.Lock())
-        taken: dict[tuple[int, int], int] = {}
+        lanes: list[list[Action]] = []
         for lane, rows in enumerate(phase.lanes):
             actions: list[Action] = []
             for position, row in enumerate(rows):
-                if isinstance(row, Run):
-                    for tape in phase.segments[row.segment].tapes:
-                        code = bound.tapes[tape]
-                        actions.append(code.backward if number else code.forward)
-                elif isinstance(row, Copy):
-                    actions.append(_copy(bound.copies[number, row.tensor, row.dst]))
-                elif isinstance(row, Free):
-                    actions.append(_free(bound.frees[number, row.tensor, row.device]))
+                if isinstance(row, Wait):
+                    actions.append(self._wait(mine[lane, position]))
                 else:
-                    event = row.lane, row.position
-                    gate = waiters[event][taken.setdefault(event, 0)]
-                    taken[event] += 1
-                    actions.append(self._wait(gate))
-                if (lane, position) in waiters:
-                    actions.append(self._open(waiters[lane, position]))
+                    actions += _actions_of(program, bound, number, rows, position)
+                if (lane, position) in gates:
+                    actions.append(self._open(gates[lane, position]))
             lanes.append(actions)
         return lanes
 
@@ -182,23 +174,20 @@ class CpuExecutor:
 
     def run(self, step: Step, phase: int) -> None:
         """Do every lane's instructions, lanes side by side."""
-        state = _ThreadState()
         lanes = self._lanes[phase]
         if not self._workers:
-            for device, actions in enumerate(lanes):
-                with state.applied(device, step.meter):
-                    for action in actions:
-                        action(step)
+            for action in chain.from_iterable(lanes):  # of the one device, in the caller's thread
+                action(step)
             return
         with self._busy:  # calls from two threads take turns
-            self._run_side_by_side(step, lanes, state)
+            self._run_side_by_side(step, lanes, _ThreadState())
 
     def _run_side_by_side(
         self, step: Step, lanes: Sequence[Sequence[Action]], state: "_ThreadState"
     ) -> None:
         active = [device for device, actions in enumerate(lanes) if actions]
         for device in active:
-            self._workers[device].submit(self._task(step, lanes[device], state, device))
+            self._workers[device].submit(self._task(step, lanes[device], state))
         for device in active:
             while True:
                 try:
@@ -212,11 +201,11 @@ class CpuExecutor:
             raise failure
 
     def _task(
-        self, step: Step, actions: Sequence[Action], state: "_ThreadState", device: int
+        self, step: Step, actions: Sequence[Action], state: "_ThreadState"
     ) -> Callable[[], None]:
         def task() -> None:
             try:
-                with state.applied(device, step.meter):
+                with state.applied():
                     for action in actions:
                         action(step)
             except _Stopped:
@@ -235,26 +224,56 @@ class CpuExecutor:
                 gate.release()
 
 
+def _actions_of(
+    program: Program, bound: Bound, number: int, rows: Sequence[Instruction], position: int
+) -> list[Action]:
+    """What one instruction does that is no wait."""
+    row = rows[position]
+    if isinstance(row, Copy):
+        return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
+    if isinstance(row, Free):
+        return [_free(bound.frees[number][Place(row.tensor, row.device)])]
+    assert isinstance(row, Run)
+    segment = program.phases[number].segments[row.segment]
+    tapes = [bound.tapes[tape] for tape in segment.tapes]
+    if number:
+        return [tape.backward for tape in tapes]
+    freed = _freed_after(rows, position, bound)
+    return [forward_of(tapes, index, freed) for index in range(len(tapes))]
+
+
+def _freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
+    """The slots that the lane frees right after a segment: nobody reads them meanwhile."""
+    slots: set[int] = set()
+    for row in rows[position + 1 :]:
+        if not isinstance(row, Free):
+            break
+        slots.update(bound.frees[0][Place(row.tensor, row.device)].slots)
+    return frozenset(slots)
+
+
+def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
+    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
+    later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
+    own = {slot for _, slot in tapes[index].fills}
+    last = tuple(sorted((own & freed) - later))
+    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
+
+
 def _close_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.close()
 
 
 def _copy(moves: Moves) -> Action:
-    """Hand values over: logical CPU devices share the machine's memory.
-
-    A metered step really copies them, so that what each device would hold can be counted.
-    """
+    """Hand values over: logical CPU devices share the machine's memory."""
     slots, grads = moves.slots, moves.grads
 
     def copy(step: Step) -> None:
-        meter = step.meter
         for src, dst in slots:
-            value = step.slots[src]
-            step.slots[dst] = value if meter is None else _cloned(value, meter)
+            step.slots[dst] = step.slots[src]
         for src, dst in grads:
-            gradient = step.grads[src]
-            step.grads[dst] = gradient if meter is None else _cloned(gradient, meter)
+            step.grads[dst] = step.grads[src]
 
     return copy
 
@@ -271,14 +290,6 @@ def _free(moves: Moves) -> Action:
     return free
 
 
-def _cloned(value: Any, meter: Meter) -> Any:
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        meter.move(tensor.numel() * tensor.element_size())
-        return tensor.clone()
-
-    return pytree.tree_map_only(torch.Tensor, clone, value)
-
-
 @final
 class _ThreadState:
     """The caller's settings that torch keeps per thread, to be applied in workers."""
@@ -290,13 +301,11 @@ class _ThreadState:
         self._autocast_dtype = torch.get_autocast_dtype("cpu")
 
     @contextlib.contextmanager
-    def applied(self, device: int, meter: Meter | None) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
                 stack.enter_context(torch.autocast("cpu", self._autocast_dtype))
-            if meter is not None:
-                stack.enter_context(meter.counting(device))
             yield

@@ -1,0 +1,78 @@
+"""What one more segment costs in CPU time, which other processes do not disturb as they do a clock.
+
+`python3 -m benchmarks.prediction.segments`: a model on two logical devices of one thread each, with
+few cuts and with as many as there are groups; the least CPU time of a few steps, and the difference
+per segment that runs. It has nothing of what workers wait for each other.
+"""
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+from benchmarks.prediction.models import MODELS, build
+from benchmarks.prediction.rows import MODES, placements
+from rich.console import Console
+from rich.table import Table
+
+import baechi
+
+_WARM_UP = 2
+_STEPS = 7
+
+
+def cpu_ns(placed: baechi.PlacedModule, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
+    """The least CPU time of a step; its loss is the model's own, or the sum of its tensors."""
+    readings = []
+    for _ in range(_WARM_UP + _STEPS):
+        placed.zero_grad(set_to_none=True)
+        start = time.process_time_ns()
+        output = placed(*args, **kwargs)
+        if placed.training:
+            leaves = torch.utils._pytree.tree_leaves(output)
+            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            roots = [tensor for tensor in tensors if tensor.requires_grad]
+            roots = next(([root] for root in roots if root.dim() == 0), roots)
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        readings.append(time.process_time_ns() - start)
+    return min(readings[_WARM_UP:])
+
+
+def main(
+    models: Annotated[str, typer.Option(help="With commas.")] = "llama,vit",
+) -> None:
+    """Prints a line per model and mode."""
+    torch.set_num_threads(1)
+    table = Table(title="CPU time of a step on two devices, and of one more segment")
+    for column in ("model", "mode", "segments, few", "CPU", "many", "CPU", "per segment"):
+        table.add_column(column, justify="right")
+    link = baechi.Link(0, 10**15)
+    cluster = baechi.Cluster.connected(
+        [baechi.Device(f"cpu:{index}", "16GiB") for index in range(2)], link
+    )
+    for name in models.split(","):
+        for mode in MODES:
+            training = mode == "training"
+            model, args, kwargs = build(name, MODELS[name].batches[0], training=training)
+            traced = baechi.trace(model, args, kwargs)
+            costs = tuple(baechi.OpCost(100_000, 200_000) for _ in traced.ops)
+            graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
+            found = {}
+            for title, placement in placements(graph, cluster):
+                if title == "auto":
+                    continue
+                placed = baechi.apply(
+                    traced, placement, graph=graph, cluster=cluster, threads_per_device=1
+                )
+                segments = len(placed._current.executable.segments) * (1 + training)
+                found[title] = (segments, cpu_ns(placed, args, kwargs))
+                placed.unplace()
+            (few, few_ns), (many, many_ns) = found["few"], found["many"]
+            each = (many_ns - few_ns) / max(many - few, 1) / 1e3
+            cells = [str(few), f"{few_ns / 1e6:.1f} ms", str(many), f"{many_ns / 1e6:.1f} ms"]
+            table.add_row(name, mode, *cells, f"{each:.0f} us")
+    Console(width=100).print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

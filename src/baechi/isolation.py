@@ -1,0 +1,212 @@
+"""One operator by itself, made ready to be timed: its runs forward, and backward apart.
+
+In a training step of a large model some things are so that a tight loop would hide:
+
+- What an operator reads besides what was just made (parameters; in the backward what autograd
+  kept) was last touched a whole step ago and is in no cache. So where the step's bytes outgrow the
+  caches (`Setting.evict`) they are evicted before every reading, and the activations, or the
+  gradients that have just arrived, are read once to bring them back.
+- Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
+  them after that (`Setting.fresh` is that share) lands in pages that the process has to ask the
+  system for in the next step. So those backwards are measured a second time, with the gradients
+  of parameters of earlier runs held, while those of activations are freed and used again.
+"""
+
+import copy
+import ctypes
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final, final
+
+import torch
+from torch import fx
+
+from baechi.extraction import extract, opaque_leaves
+from baechi.lowering import TracedModule
+from baechi.operands import tensors_in
+from baechi.timing import Run
+
+# An operator that reads less is not slower from memory by more than the clock's grain.
+_MIN_COLD_BYTES: Final = 1 << 18
+# Gradients held at most, to keep them fresh.
+_HELD_BYTES: Final = 1 << 28
+
+
+@final
+@dataclass(frozen=True)
+class Setting:
+    """How a whole step treats memory.
+
+    Attributes:
+        evict: Empties the caches but for what it is given, or `None` where a step's bytes fit.
+        fresh: The share of the gradients that the allocator does not keep between steps.
+    """
+
+    evict: Callable[[Sequence[torch.Tensor]], None] | None
+    fresh: float
+
+    @property
+    def words(self) -> str:
+        """For the key of a stored result."""
+        caches = "warm" if self.evict is None else "cold"
+        # A tenth is finer than the difference that it makes.
+        return f"caches {caches}, gradients {round(10 * self.fresh)}/10 fresh"
+
+
+@final
+class Alone:
+    """One operator with inputs of its own.
+
+    Args:
+        module: The traced model.
+        nodes: The operator's.
+        make: A value for an input node, given the nodes that read it.
+        device: Where to run.
+        setting: How the whole step treats memory.
+    """
+
+    def __init__(
+        self,
+        module: TracedModule,
+        nodes: Sequence[fx.Node],
+        make: Callable[[fx.Node, Sequence[fx.Node]], Any],
+        device: torch.device,
+        setting: Setting,
+    ) -> None:
+        inside = set(nodes)
+        outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+        outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
+        leaves = _leaves(module, nodes, device)
+        part = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
+        self._function = part.function
+        self._inputs = [make(node, nodes) for node in part.inputs]
+        tensors = [t for value in self._inputs for t in tensors_in(value)]
+        parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
+        wanted = [
+            (t, node.op == "get_attr")
+            for node, value in zip(part.inputs, self._inputs, strict=True)
+            for t in tensors_in(value)
+        ] + [(p, True) for p in parameters]
+        wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
+        self.known = [
+            *tensors,
+            *parameters,
+            *(b for leaf in leaves.values() for b in leaf.buffers()),
+        ]
+        self._differentiable = [t for t, _ in wanted]
+        self._is_state = [is_state for _, is_state in wanted]
+        self._activations = [
+            t
+            for node, value in zip(part.inputs, self._inputs, strict=True)
+            for t in tensors_in(value)
+            if node.op != "get_attr"
+        ]
+        # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
+        written = {s for node in nodes for s in module.facts.nodes[node].writes}
+        self._overwritten = [
+            any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
+            for node in part.inputs
+        ]
+        read_bytes = sum(t.numel() * t.element_size() for t in [*tensors, *parameters])
+        self._evict = setting.evict if read_bytes >= _MIN_COLD_BYTES else None
+        self.fresh = setting.fresh if any(self._is_state) else 0.0
+        self._held: list[torch.Tensor] = []
+        self._held_bytes = 0
+
+    def forward_runs(self, n: int) -> list[Run]:
+        """As many forwards, building autograd's graph as a training step does."""
+        runs: list[Run] = [partial(self._function, *self._fresh_inputs()) for _ in range(n)]
+        if self._evict is not None:
+            self._evict(self._activations)
+        return runs
+
+    def fresh_backward_runs(self, n: int) -> list[Run]:
+        """As many backwards whose gradients of parameters are in new pages."""
+        if self._held_bytes > _HELD_BYTES:
+            self._held.clear()
+            self._held_bytes = 0
+            _give_memory_back()
+        return self.backward_runs(n, hold=True)
+
+    def backward_runs(self, n: int, *, hold: bool = False) -> list[Run]:
+        """As many backwards; empty where there is nothing to differentiate."""
+        if not self._differentiable:
+            return []
+        runs: list[Run] = []
+        arriving: list[torch.Tensor] = []
+        for _ in range(n):
+            outputs = [t for t in tensors_in(self.forward()) if t.requires_grad]
+            if not outputs:
+                return []
+            gradients = [torch.ones_like(tensor) for tensor in outputs]
+            arriving += gradients
+            runs.append(partial(self._backward, outputs, gradients, hold))
+        if self._evict is not None:
+            self._evict(arriving)
+        return runs
+
+    @property
+    def single(self) -> bool:
+        """Whether every run needs preparing of its own."""
+        return self._evict is not None
+
+    def forward(self) -> Any:
+        """One forward."""
+        return self._function(*self._fresh_inputs())
+
+    def _fresh_inputs(self) -> list[Any]:
+        if not any(self._overwritten):
+            return self._inputs
+        pairs = zip(self._inputs, self._overwritten, strict=True)
+        return [v.clone() if over else v for v, over in pairs]
+
+    def _backward(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], hold: bool
+    ) -> list[torch.Tensor]:
+        found = torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+        pairs = zip(found, self._is_state, strict=True)
+        kept = [t for t, is_state in pairs if is_state and t is not None]
+        if hold:
+            self._held += kept
+            self._held_bytes += sum(t.numel() * t.element_size() for t in kept)
+        return kept
+
+
+def _leaves(
+    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
+) -> dict[str, torch.nn.Module]:
+    """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
+    return {
+        target: copy.deepcopy(leaf).to_empty(device=device)
+        if any(tensor.is_meta for tensor in leaf.parameters())
+        else copy.deepcopy(leaf).to(device)
+        for target, leaf in opaque_leaves(module.graph_module, nodes).items()
+    }
+
+
+def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.Tensor]], None]:
+    """Empties the caches, but for some tensors that are read again."""
+    # Twice the cache: replacement is not strictly of the oldest.
+    scratch = torch.zeros(cache_bytes // 2, dtype=torch.float32, device=device)
+
+    def evict(but: Sequence[torch.Tensor]) -> None:
+        scratch.sum()  # read, not written: written lines would be paid for in the reading
+        # The last made are the likeliest to be there still; more than half a cache is not.
+        left = cache_bytes // 2
+        for tensor in reversed(but):
+            left -= tensor.numel() * tensor.element_size()
+            if left < 0:
+                break
+            tensor.detach().clone()
+
+    return evict
+
+
+def _give_memory_back() -> None:
+    """Return free pages to the system, where the C library can: glibc's allocator keeps some."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)

@@ -1,0 +1,34 @@
+"""What autograd keeps of one operator that runs: by storage, through saved-tensor hooks.
+
+The trace sees on fake tensors what is kept of the graph's tensors. What a kernel keeps besides, such
+as a recurrent kernel's workspace or the statistics of a normalization, depends on the kernel that
+the device has; so it is measured where the operator is.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:
+    """Bytes that autograd keeps after `call`, each storage once, that are nobody else's.
+
+    Args:
+        call: Runs the operator and returns what it gives out.
+        known: Its inputs, parameters and buffers; their storages and those of what it gives out
+            are tensors of the graph or state, and not counted.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        result = call()
+    leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+    own = {tensor.untyped_storage()._cdata for tensor in [*known, *leaves]}
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in kept}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)

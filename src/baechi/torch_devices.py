@@ -1,0 +1,82 @@
+"""Logical devices as torch devices, and what hardware is behind them."""
+
+import platform
+from pathlib import Path
+
+import torch
+
+from baechi.errors import InputError
+
+# Where the system does not tell: what server processors have at least.
+_USUAL_CACHE_BYTES = 32 * 2**20
+
+
+def torch_device(name: str | torch.device) -> torch.device:
+    """The torch device behind a logical device's name: `"cuda:0/a"` is on `cuda:0`.
+
+    Raises:
+        InputError: torch does not know it, or it is not in this machine.
+    """
+    text = str(name).split("/")[0]
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise InputError(
+            f"device {str(name)!r} is unknown; write a torch device such as 'cuda:0' or 'cpu:0', "
+            "with a suffix ('cuda:0/a') for several logical devices on one."
+        ) from None
+    if device.type == "cuda":
+        n = torch.cuda.device_count()
+        if (device.index is not None and device.index >= n) or n == 0:
+            have = f"only {n} CUDA device(s)" if n else "no CUDA device"
+            raise InputError(
+                f"device {str(name)!r} is not there: torch sees {have}. "
+                "Check CUDA_VISIBLE_DEVICES and the installed torch build, or use 'cpu:0'."
+            )
+        return torch.device("cuda", device.index or 0)
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(f"device {str(name)!r} is neither a CPU nor CUDA; only these are run on.")
+    return torch.device("cpu")
+
+
+def device_kind(device: torch.device) -> str:
+    """The hardware kind, for `Device.kind` and `OpGraph.times`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def hardware(device: torch.device) -> str:
+    """The exact processor, as the driver or the system names it."""
+    if device.type == "cuda":
+        row = torch.cuda.get_device_properties(device)
+        memory_gib = row.total_memory / 2**30
+        return f"{row.name}, {row.multi_processor_count} SMs, {memory_gib:.0f} GiB"
+    named = [line for line in _cpu_lines() if line.startswith(("model name", "Hardware"))]
+    name = named[0].partition(":")[2].strip() if named else platform.processor()
+    flags = torch.backends.cpu.get_cpu_capability()
+    return f"{name or 'unnamed'}, {platform.machine()}, {flags}"
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Bytes of the last-level cache that the device reads memory through."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    found = [_read_size(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
+    return max([size for size in found if size], default=_USUAL_CACHE_BYTES)
+
+
+def _cpu_lines() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # no such file on this system
+
+
+def _read_size(path: Path) -> int:
+    """A size such as `32768K` in bytes; 0 where it cannot be read."""
+    try:
+        text = path.read_text(encoding="ascii").strip()
+    except OSError:
+        return 0
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    digits = text.rstrip("KMG")
+    return int(digits) * units.get(text[-1:], 1) if digits.isdigit() else 0

@@ -1,0 +1,143 @@
+"""The benchmark of predictions: its errors, targets and pictures are what they say."""
+
+import itertools
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+from benchmarks.prediction import rows as rows_module
+from benchmarks.prediction.checks import checks, errors, families, peak_errors, segment_ns
+from benchmarks.prediction.models import MODELS, Model
+from benchmarks.prediction.plot import peak_points, svg, time_points
+from benchmarks.prediction.report import family_rows, row_lines, segment_line, write_files
+from benchmarks.prediction.rows import Row, device_names, measure
+from torch import nn
+
+import baechi
+from baechi import Measurement
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Threads of one op wait for each other, for long where other processes run, too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def row(placement="single", devices=1, segments=1, predicted=100, measured=100, peaks=(), **other):
+    predicted_bytes = tuple(one for one, _ in peaks) or (50,) * devices
+    real = tuple(two for _, two in peaks) or (50,) * devices
+    fields = {"model": "m", "batch": 1, "mode": "training", "ops": 9, "transfers": 0, **other}
+    return Row(
+        **fields,
+        devices=devices,
+        placement=placement,
+        segments=segments,
+        predicted_ns=predicted,
+        predicted_bytes=predicted_bytes,
+        measured=Measurement(measured, real, (measured,)),
+    )
+
+
+def test_errors_are_shares_of_what_was_measured():
+    found = errors([row(predicted=90), row(predicted=130), row(predicted=100)])
+    assert found.times == (-0.1, 0.3, 0.0)
+    assert found.median_time == pytest.approx(0.1)
+    assert found.worst_time == pytest.approx(0.3)
+    assert peak_errors(row(devices=3, peaks=((97, 100), (0, 0), (5, 0)))) == [-0.03]
+
+
+@pytest.mark.parametrize(
+    ("changes", "failing"),
+    [
+        ({}, []),
+        ({"predicted": 89}, ["step time, median"]),
+        ({"predicted": 70}, ["step time, median", "step time, worst"]),
+        ({"peaks": ((106, 100),)}, ["peak memory, median"]),
+        ({"peaks": ((96, 100),)}, ["peak memory, most"]),
+        ({"peaks": ((96, 100),), "devices": 4}, []),  # more devices than the targets are about
+    ],
+)
+def test_a_target_that_is_missed_fails(changes, failing):
+    found = checks([row(**changes)], "cpu")
+    assert len(found) == 4
+    missed = [check.claim for check in found if not check.holds]
+    assert len(missed) == len(failing)
+    for claim, start in zip(missed, failing, strict=True):
+        assert claim.startswith(start)
+
+
+def test_the_price_of_a_segment_is_what_many_cuts_miss_more_than_few():
+    few = row("few", 2, segments=10, predicted=1_000_000, measured=1_100_000)
+    many = row("many", 2, segments=60, predicted=1_000_000, measured=3_100_000)
+    assert segment_ns([few, many]) == 40_000
+    assert "40.0 us" in segment_line([few, many])
+    assert segment_ns([few]) is None
+    assert "No placements" in segment_line([row()])
+
+
+def test_families_keep_every_row_once():
+    table = [row(), row("auto", 2), row("auto", 2, mode="forward"), row("many", 4)]
+    found = [line for *_, group in families(table) for line in group]
+    assert len(found) == len(table)
+    assert len(family_rows(table)) == 4
+    assert len(row_lines(table)) == 4
+
+
+def test_pictures_show_every_point_inside(tmp_path):
+    table = [row(predicted=10**6, measured=2 * 10**6), row("many", 2, predicted=10**9)]
+    for points, title in ((time_points(table), "Step, ms"), (peak_points(table), "Peak, MiB")):
+        picture = ET.fromstring(svg(points, title))
+        dots = [
+            e for e in picture.iter("{http://www.w3.org/2000/svg}circle") if e.get("r") == "3.5"
+        ]
+        assert len(dots) == len(points)
+        for dot in dots:
+            assert 70 <= float(dot.get("cx")) <= 530
+            assert 40 <= float(dot.get("cy")) <= 500
+    ET.fromstring(svg([], "nothing"))
+    write_files(table, checks(table, "cpu"), tmp_path, "a command")
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert len(result["rows"]) == 2
+    assert "a command" in (tmp_path / "tables.md").read_text()
+
+
+def test_logical_devices_have_names_that_torch_knows():
+    assert device_names("cpu", 2) == ["cpu:0", "cpu:1"]
+    assert device_names("cuda", 1) == ["cuda:0"]
+    assert device_names("cuda", 2) == ["cuda:0/0", "cuda:0/1"]
+
+
+def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
+    def tiny(batch):
+        layers = [nn.Linear(8, 8), nn.Tanh()] * 4
+        return nn.Sequential(*layers), (torch.randn(batch, 8),), {}
+
+    monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
+    monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
+    said = []
+    found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
+    assert [(r.mode, r.devices, r.placement) for r in found] == [
+        (mode, *rest)
+        for mode in ("forward", "training")
+        for rest in ((1, "single"), (2, "auto"), (2, "few"), (2, "many"))
+    ]
+    for line in found:
+        assert line.predicted_ns > 0
+        assert line.measured.step_ns > 0
+        assert len(line.predicted_bytes) == len(line.measured.peak_bytes) == line.devices
+    assert said
+
+
+def test_pieces_are_few_and_keep_groups_together():
+    graph = baechi.OpGraph(
+        tuple(baechi.Op(f"o{i}", 1, group=f"g{i // 2}") for i in range(20)),
+        tuple(baechi.Tensor(i, (i + 1,), 1) for i in range(19)),
+    )
+    cluster = baechi.Cluster.uniform(2, "1GiB", baechi.Link(0, 1))
+    devices = rows_module._in_pieces(graph, cluster)
+    assert devices[::2] == devices[1::2]
+    assert sum(a != b for a, b in itertools.pairwise(devices)) == 3
