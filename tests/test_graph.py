@@ -80,6 +80,7 @@ def test_networkx_sees_the_same_graph():
         "persistent_bytes": 0,
         "workspace_bytes": 0,
         "group": "g",
+        "late_bytes": 0,
     }
     assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
 
@@ -141,3 +142,46 @@ def test_the_stats_of_a_placement_cannot_change():
     with pytest.raises(TypeError):
         placement.stats["a"] = 2
     assert hash(placement) == hash(Placement("d", [0], [0], stats={"a": 1}))
+
+
+def late_graph() -> OpGraph:
+    """A forward whose backward makes 30 of its group's 100 persistent bytes."""
+    ops = (
+        Op("f", 10, persistent_bytes=60, group="g"),
+        Op("other", 10, persistent_bytes=5),
+        Op("again", 10, persistent_bytes=40, group="g"),
+        Op("b", 10, workspace_bytes=2, group="g", late_bytes=70),
+    )
+    return OpGraph(ops, (Tensor(0, (3,), 8),))
+
+
+def test_late_bytes_are_tensors_of_the_explicit_graph():
+    graph = late_graph()
+    explicit = graph.explicit
+    assert explicit.tensors == (*graph.tensors, Tensor(3, (), 70, kept=True))
+    assert [op.persistent_bytes for op in explicit.ops] == [0, 5, 30, 0]
+    assert not any(op.late_bytes for op in explicit.ops)
+    assert explicit.digest == graph.digest
+    assert explicit.explicit is explicit
+    assert [op.name for op in explicit.ops] == [op.name for op in graph.ops]
+
+
+def test_late_bytes_are_in_the_digest():
+    graph = late_graph()
+    less = OpGraph((*graph.ops[:3], Op("b", 10, 0, 2, "g", 69)), graph.tensors)
+    assert len({graph.digest, less.digest, OpGraph(graph.explicit.ops, graph.tensors).digest}) == 3
+
+
+@pytest.mark.parametrize(
+    ("op", "match"),
+    [
+        (Op("b", 1, group="g", late_bytes=101), r"late_bytes of op 'b' is 101.*1 too few"),
+        (
+            Op("b", 1, persistent_bytes=3, late_bytes=7),
+            r"late_bytes of op 'b' is 7.*its.*4 too few",
+        ),
+    ],
+)
+def test_no_more_comes_late_than_is_persistent(op, match):
+    with pytest.raises(InputError, match=match):
+        OpGraph((Op("f", 1, persistent_bytes=100, group="g"), op))

@@ -134,7 +134,7 @@ ALLOWED = {
     "isolation": {"extraction", "lowering", "operands", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"timing"},
-    "workspace": {"isolation", "metering", "saving", "timing"},
+    "workspace": {"isolation", "metering", "saving"},
     "profiling": {
         "cuda_timing",
         "in_place",

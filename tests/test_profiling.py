@@ -86,16 +86,19 @@ def test_a_meter_counts_what_is_made_until_it_is_freed() -> None:
     assert meter.peak_bytes == (100, 2048)
 
 
-def test_a_meter_counts_a_loan_once_and_as_long_as_any_borrower_lives() -> None:
+def test_a_meter_counts_a_copy_for_who_gets_it_as_long_as_a_view_of_it_lives() -> None:
     meter = Meter([0, 0])
     tensor = torch.ones(256)
-    first, second = tensor.detach(), tensor.detach()
-    meter.borrow(1, "copy", first)
-    meter.borrow(1, "copy", second)
+    with meter.counting(0):
+        copy = meter.copy(1, tensor)
+        view = copy[:3]
+        del copy
     assert (meter.live_bytes, meter.moved_bytes) == ((0, 1024), 1024)
-    del first
-    assert meter.live_bytes == (0, 1024)
-    del second
+    del view
+    assert meter.live_bytes == (0, 0)
+    mine = meter.copy(1, tensor[:4], moved=False)  # without the base of the view
+    assert (meter.live_bytes, meter.moved_bytes) == ((0, 16), 1024)
+    del mine
     assert meter.live_bytes == (0, 0)
 
 
@@ -335,3 +338,17 @@ def test_several_kinds_of_device_share_one_graph() -> None:
     ):
         with pytest.raises(baechi.InputError, match=said):
             traced.graph(wrong)
+
+
+def test_a_meter_follows_a_storage_that_grows_and_counts_no_stranger() -> None:
+    meter = Meter([0])
+    stranger = torch.ones(4096)
+    with meter.counting(0):
+        grown = torch.ones(16)
+        grown.resize_(64)
+        assert meter.live_bytes == (256,)
+        stranger.add_(1)
+        view = stranger[2:]
+        assert meter.live_bytes == (256,)
+    del grown, view
+    assert meter.live_bytes == (0,)

@@ -378,7 +378,6 @@ def test_the_peak_that_was_predicted_is_not_passed() -> None:
     predicted = placed.schedule.peak_bytes
     with placed.metered() as meter:
         y = placed(x)
-        y.sum().backward()
+        (y * y).sum().backward()
     for said, seen in zip(predicted, meter.peak_bytes, strict=True):
-        # Gradients are planned for the whole step; a first step makes them as it goes.
-        assert 0.5 * said <= seen <= 1.02 * said
+        assert 0.9 * said <= seen <= 1.02 * said

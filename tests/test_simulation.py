@@ -7,7 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor, simulate
+from baechi import (
+    Cluster,
+    Device,
+    InfeasibleError,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Tensor,
+    simulate,
+    solve,
+)
 from baechi.simulation import overflows
 from strategies import clusters, graphs, placements
 
@@ -148,3 +160,19 @@ def test_no_ops():
     schedule = simulate(OpGraph(()), CLUSTER, Placement(OpGraph(()).digest, (), ()))
     assert (schedule.makespan_ns, schedule.lower_bound_ns, schedule.gap) == (0, 0, 0.0)
     assert schedule.peak_bytes == (0, 0)
+
+
+def test_late_bytes_are_charged_from_their_op_on():
+    ops = (
+        Op("f", 10, persistent_bytes=100, group="g"),
+        Op("big", 10, workspace_bytes=50),
+        Op("b", 10, group="g", late_bytes=40),
+    )
+    graph = OpGraph(ops, (Tensor(0, (2,), 8),))
+    cluster = Cluster.uniform(1, 118, LINK)
+    schedule = simulate(graph, cluster, Placement(graph.digest, (0, 0, 0), (0, 1, 2)))
+    # 60 from the beginning, 8 of the tensor and 50 beside them; then 100 and 8.
+    assert schedule.peak_bytes == (118,)
+    assert solve(graph, cluster, "m-etf").devices == (0, 0, 0)
+    with pytest.raises(InfeasibleError):
+        solve(graph, Cluster.uniform(1, 107, LINK), "m-etf")

@@ -29,9 +29,12 @@ class Op:
     Attributes:
         name: Unique in its graph.
         time_ns: Its time alone on a device of speed 1.
-        persistent_bytes: Held for the whole step: parameters, gradients, optimizer state.
+        persistent_bytes: Held for the whole step, but for `late_bytes`: parameters, gradients,
+            optimizer state.
         workspace_bytes: Held while it runs.
         group: Ops of one group share a device; `None` is alone.
+        late_bytes: Of the persistent bytes of its group, those that are there only from this op's
+            start on: gradients of parameters, which come with the backward.
     """
 
     name: str
@@ -39,6 +42,7 @@ class Op:
     persistent_bytes: int = 0
     workspace_bytes: int = 0
     group: str | None = None
+    late_bytes: int = 0
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -47,15 +51,16 @@ class Op:
             and self.name
             and type(self.time_ns) is int
             and type(self.persistent_bytes) is int
-            and type(self.workspace_bytes) is int
+            and type(self.workspace_bytes) is type(self.late_bytes) is int
             and 0 <= self.time_ns <= INT64_MAX
             and 0 <= self.persistent_bytes <= INT64_MAX
             and 0 <= self.workspace_bytes <= INT64_MAX
+            and 0 <= self.late_bytes <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
         ):
             return
         check_name(self.name, "op name")
-        for attribute in ("time_ns", "persistent_bytes", "workspace_bytes"):
+        for attribute in ("time_ns", "persistent_bytes", "workspace_bytes", "late_bytes"):
             value = getattr(self, attribute)
             if type(value) is not int or not 0 <= value <= INT64_MAX:
                 count = check_count(value, f"{attribute} of op {self.name!r}")
@@ -122,7 +127,8 @@ class OpGraph:
 
     Raises:
         InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
-            is produced (a cycle, or no topological order), or a `times` row of another length.
+            is produced (a cycle, or no topological order), a group of which more bytes are late
+            than persistent, or a `times` row of another length.
     """
 
     ops: tuple[Op, ...]
@@ -134,6 +140,7 @@ class OpGraph:
         object.__setattr__(self, "tensors", tuple(self.tensors))
         self._check_names()
         self._check_tensors()
+        self._check_late()
         times = {}
         for kind in sorted(self.times):
             what = f"time of an op on device kind {kind!r}"
@@ -173,6 +180,52 @@ class OpGraph:
                     "index order is not topological. Sort the ops so that producers come first."
                 )
 
+    def _check_late(self) -> None:
+        if not any(op.late_bytes for op in self.ops):
+            return
+        left: dict[str | int, int] = {}
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            left[group] = left.get(group, 0) + op.persistent_bytes - op.late_bytes
+        for index, op in enumerate(self.ops):
+            short = -left[index if op.group is None else op.group]
+            if op.late_bytes and short > 0:
+                whose = "its" if op.group is None else f"group {op.group!r}'s"
+                raise InputError(
+                    f"late_bytes of op {op.name!r} is {op.late_bytes}, but {whose} persistent "
+                    f"bytes are {short} too few for all that comes late; late bytes are a part "
+                    "of them."
+                )
+
+    @cached_property
+    def explicit(self) -> "OpGraph":
+        """The same graph, with the same digest, in which late bytes are kept tensors of their op.
+
+        They are taken from the persistent bytes of their group's first ops, and the tensors come
+        after all others, so that every index stays what it is; the graph itself if none are late.
+        """
+        if not any(op.late_bytes for op in self.ops):
+            return self
+        late: dict[str | int, int] = {}
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            late[group] = late.get(group, 0) + op.late_bytes
+        ops = []
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            taken = min(late[group], op.persistent_bytes)
+            late[group] -= taken
+            rest = (op.persistent_bytes - taken, op.workspace_bytes, op.group)
+            ops.append(Op(op.name, op.time_ns, *rest) if taken or op.late_bytes else op)
+        tensors = [
+            Tensor(index, (), op.late_bytes, kept=True)
+            for index, op in enumerate(self.ops)
+            if op.late_bytes
+        ]
+        graph = OpGraph(tuple(ops), (*self.tensors, *tensors), self.times)
+        graph.__dict__["digest"] = self.digest
+        return graph
+
     @cached_property
     def digest(self) -> str:
         """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors)."""
@@ -180,7 +233,8 @@ class OpGraph:
         quote = json.encoder.encode_basestring_ascii
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
-            f"{'null' if o.group is None else quote(o.group)}]"
+            f"{'null' if o.group is None else quote(o.group)}"
+            f"{f',{o.late_bytes}' if o.late_bytes else ''}]"
             for o in self.ops
         )
         tensors = ",".join(

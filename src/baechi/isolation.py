@@ -2,10 +2,10 @@
 
 In a training step of a large model some things are so that a tight loop would hide:
 
-- What an operator reads besides what was just made (parameters; in the backward what autograd
-  kept) was last touched a whole step ago and is in no cache. So where the step's bytes outgrow the
-  caches (`Setting.evict`) they are evicted before every reading, and the activations, or the
-  gradients that have just arrived, are read once to bring them back.
+- An operator's parameters were last touched a whole step ago, and are in no cache. So where the
+  step's bytes outgrow the caches (`Setting.evict`), and the operator has enough parameters for it
+  to matter, everything is evicted before every reading, and the activations, or the gradients that
+  have just arrived, are read once to bring them back. Others run on what is in the caches.
 - Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
   them after that (`Setting.fresh` is that share) lands in pages that the process has to ask the
   system for in the next step. So those backwards are measured a second time, with the gradients
@@ -28,7 +28,7 @@ from baechi.lowering import TracedModule
 from baechi.operands import tensors_in
 from baechi.timing import Run
 
-# An operator that reads less is not slower from memory by more than the clock's grain.
+# Fewer bytes of parameters come from memory in a small part of what the operator takes.
 _MIN_COLD_BYTES: Final = 1 << 18
 # Gradients held at most, to keep them fresh.
 _HELD_BYTES: Final = 1 << 28
@@ -82,38 +82,31 @@ class Alone:
         part = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
         self._function = part.function
         self._inputs = [make(node, nodes) for node in part.inputs]
-        tensors = [t for value in self._inputs for t in tensors_in(value)]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
-        wanted = [
-            (t, node.op == "get_attr")
-            for node, value in zip(part.inputs, self._inputs, strict=True)
-            for t in tensors_in(value)
-        ] + [(p, True) for p in parameters]
+        wanted = self._read(part.inputs) + [(p, True) for p in parameters]
+        self.known = [t for t, _ in wanted]
+        self.known += [b for leaf in leaves.values() for b in leaf.buffers()]
         wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
-        self.known = [
-            *tensors,
-            *parameters,
-            *(b for leaf in leaves.values() for b in leaf.buffers()),
-        ]
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
-        self._activations = [
-            t
-            for node, value in zip(part.inputs, self._inputs, strict=True)
-            for t in tensors_in(value)
-            if node.op != "get_attr"
-        ]
+        self._activations = [t for t, is_state in self._read(part.inputs) if not is_state]
         # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
         written = {s for node in nodes for s in module.facts.nodes[node].writes}
         self._overwritten = [
             any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
             for node in part.inputs
         ]
-        read_bytes = sum(t.numel() * t.element_size() for t in [*tensors, *parameters])
-        self._evict = setting.evict if read_bytes >= _MIN_COLD_BYTES else None
+        state = [t for t, is_state in self._read(part.inputs) if is_state] + parameters
+        state_bytes = sum(t.numel() * t.element_size() for t in state)
+        self._evict = setting.evict if state_bytes >= _MIN_COLD_BYTES else None
         self.fresh = setting.fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
         self._held_bytes = 0
+
+    def _read(self, nodes: Sequence[fx.Node]) -> list[tuple[torch.Tensor, bool]]:
+        """The tensors among the inputs, and whether each is state of the model."""
+        pairs = zip(nodes, self._inputs, strict=True)
+        return [(t, node.op == "get_attr") for node, value in pairs for t in tensors_in(value)]
 
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""
@@ -137,10 +130,9 @@ class Alone:
         runs: list[Run] = []
         arriving: list[torch.Tensor] = []
         for _ in range(n):
-            outputs = [t for t in tensors_in(self.forward()) if t.requires_grad]
+            outputs, gradients = self.seeded(self.forward())
             if not outputs:
                 return []
-            gradients = [torch.ones_like(tensor) for tensor in outputs]
             arriving += gradients
             runs.append(partial(self._backward, outputs, gradients, hold))
         if self._evict is not None:
@@ -162,10 +154,24 @@ class Alone:
         pairs = zip(self._inputs, self._overwritten, strict=True)
         return [v.clone() if over else v for v, over in pairs]
 
+    @staticmethod
+    def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What of a forward's results has a gradient, and gradients for it."""
+        outputs = [t for t in tensors_in(results) if t.requires_grad]
+        return outputs, [torch.ones_like(tensor) for tensor in outputs]
+
+    def differentiated(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of what went in; nothing where it needs none."""
+        if not outputs or not self._differentiable:
+            return ()
+        return torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+
     def _backward(
         self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], hold: bool
     ) -> list[torch.Tensor]:
-        found = torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+        found = self.differentiated(outputs, gradients)
         pairs = zip(found, self._is_state, strict=True)
         kept = [t for t, is_state in pairs if is_state and t is not None]
         if hold:

@@ -29,6 +29,7 @@ class Meter:
         self._peak = list(base_bytes)
         self._known: dict[int, tuple[int, int]] = {}  # storage -> account and bytes charged
         self._thread = threading.local()  # which account this thread counts for
+        self._latest = 0
         self._lock = threading.RLock()  # a finalizer may run inside a locked section
         self.moved_bytes = 0
 
@@ -42,25 +43,38 @@ class Meter:
         """What every account holds now."""
         return tuple(self._live)
 
+    def forget_peaks(self) -> None:
+        """Make what is live now the peak so far."""
+        with self._lock:
+            self._peak = list(self._live)
+
     @property
     def account(self) -> int:
-        """For which account this thread counts; only inside `counting`."""
-        account: int = self._thread.account
+        """For which account this thread counts.
+
+        In a thread that did not enter `counting` itself, the latest that another did: autograd
+        runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
+        """
+        account: int = getattr(self._thread, "account", self._latest)
         return account
 
     @contextmanager
     def counting(self, account: int) -> Iterator[None]:
         """Count what this thread makes, inside the block, for `account`."""
-        self._thread.account = account
+        self._thread.account = self._latest = account
         try:
             with _Counting(self):
                 yield
         finally:
             del self._thread.account
 
-    def hold(self, account: int, tensor: torch.Tensor) -> None:
-        """Count the tensor's storage once, until it is freed; what it grew by since, too."""
-        storage = tensor.untyped_storage()
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is counted."""
+        return storage._cdata in self._known
+
+    def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
+        """Count a storage once, until it is freed; what it grew by since, too."""
+        storage = what.untyped_storage() if isinstance(what, torch.Tensor) else what
         key = storage._cdata
         nbytes = storage.nbytes()
         with self._lock:
@@ -115,7 +129,10 @@ class Meter:
 
 @final
 class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Holds, for its thread's account, every tensor that an operator returns."""
+    """Holds, for its thread's account, every storage that an operator makes.
+
+    What it returns of its arguments' storages is made by others, but may have grown.
+    """
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -125,7 +142,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._meter.hold(self._meter.account, leaf)
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given or self._meter.knows(storage):
+                self._meter.hold(self._meter.account, storage)
         return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(values)
+    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -4,7 +4,7 @@ An optimizer is named as torch names its class, in small letters, with options a
 
     "adamw"                  torch.optim.AdamW
     "adamw+amsgrad"          and the largest second moments
-    "adamw+master"           an fp32 copy of every parameter of a smaller floating type, on which the
+    "adamw+master"           an fp32 copy of every parameter of a smaller type, on which the
                              optimizer works: mixed precision with master weights
     "momentum"               torch.optim.SGD with momentum; "sgd" is without
 

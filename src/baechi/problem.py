@@ -30,7 +30,7 @@ class Problem:
     """What a placer decides about: a graph, a cluster and constraints, checked together.
 
     Attributes:
-        graph: The operators and tensors.
+        graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
         cluster: The devices and links.
         constraints: What a placement must respect besides memory; `None` is nothing.
 
@@ -50,6 +50,7 @@ class Problem:
                     f"a {type(value).__name__} stands where a baechi.{kind.__name__} belongs; the "
                     "order is graph, cluster, placement."
                 )
+        object.__setattr__(self, "graph", self.graph.explicit)
         if self.constraints is not None:
             if not isinstance(self.constraints, Constraints):
                 raise InputError(

@@ -132,8 +132,8 @@ def _jobs(traced: Traced) -> dict[str, Job]:
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
             jobs.setdefault(op.key, (op.name, partial(_Bench.operator, index=index)))
-    for sizes in _additions(traced):
-        for nbytes in sizes:
+    for row in _additions(traced):
+        for nbytes in row:
             name = f"adding up gradients of {nbytes} bytes"
             jobs.setdefault(_addition_key(nbytes), (name, partial(_Bench.addition, nbytes=nbytes)))
     return jobs

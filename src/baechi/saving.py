@@ -1,8 +1,8 @@
 """What autograd keeps of one operator that runs: by storage, through saved-tensor hooks.
 
-The trace sees on fake tensors what is kept of the graph's tensors. What a kernel keeps besides, such
-as a recurrent kernel's workspace or the statistics of a normalization, depends on the kernel that
-the device has; so it is measured where the operator is.
+The trace sees on fake tensors what is kept of the graph's tensors. What a kernel keeps besides,
+such as a recurrent kernel's workspace or the statistics of a normalization, depends on the kernel
+that the device has; so it is measured where the operator is.
 """
 
 from collections.abc import Callable, Sequence

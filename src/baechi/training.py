@@ -3,7 +3,7 @@
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
-    gradients of parameters  ->  tensors that i' makes and that stay to the end of the step
+    gradients of parameters  ->  persistent bytes of i that come late, with i'
     the caller's loss  ->  one op of no time between the outputs and their gradients
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
@@ -70,18 +70,15 @@ def operator_graph(
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Bytes that an operator's device holds for it during the whole step.
-
-    Parameters, buffers and the optimizer's state. The gradient of a parameter comes with the
-    operator's backward and is a tensor of the graph; but that of a parameter which later operators
-    read too comes with theirs, of which the first may be the first backward of all.
-    """
+    """Bytes that an operator's device holds for it: parameters, gradients and optimizer state."""
     if not training:
         return op.trained_bytes + op.frozen_bytes
-    # A file of an older trace does not tell the shapes: then one vector, which has most state.
-    trained = op.trained or (TrainedParameter((op.trained_bytes,), 1),)
+    trained = op.trained
+    if op.trained_bytes and not trained:
+        # The file of an older trace does not tell the shapes: then one vector, which has most.
+        trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
-    return op.trained_bytes + op.frozen_bytes + _early_gradient_bytes(op) + state
+    return 2 * op.trained_bytes + op.frozen_bytes + state
 
 
 def _inference_workspace(cost: OpCost) -> int:
@@ -93,9 +90,13 @@ def _inference_workspace(cost: OpCost) -> int:
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
 
 
-def _early_gradient_bytes(op: TracedOp) -> int:
-    """Bytes of gradients that come before the operator's own backward."""
-    return min(op.trained_bytes, op.shared_bytes)
+def _late_gradient_bytes(op: TracedOp) -> int:
+    """Bytes of gradients that come with the operator's own backward.
+
+    The gradient of a parameter that later operators read, too, comes with theirs, of which the
+    first may be the first backward of all: it is not late.
+    """
+    return op.trained_bytes - min(op.trained_bytes, op.shared_bytes)
 
 
 def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
@@ -197,6 +198,7 @@ def _mirror(
             # A shared parameter's gradient of this op, and its sum with that so far.
             workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
             group=grouped[op].group,
+            late_bytes=_late_gradient_bytes(ops[op]),
         )
         for op in order
     ]
@@ -211,10 +213,6 @@ def _mirror(
         edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
     # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
     edges += [Tensor(op, (twin[op],), costs[op].saved_bytes) for op in order]
-    for op in order:
-        gradient_bytes = ops[op].trained_bytes - _early_gradient_bytes(ops[op])
-        if gradient_bytes:
-            edges.append(Tensor(twin[op], (), gradient_bytes, kept=True))
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue

@@ -1,18 +1,19 @@
 """The memory of one operator besides what it gives out: scratch, and what autograd keeps of it.
 
-Scratch is what is live inside a run and free again at its end.
+Scratch is what is live only inside a run. What autograd kept goes as the backward goes, so room
+that it leaves is not counted as the backward's scratch again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import final
+from typing import Any, Protocol, final
 
 import torch
+from torch.utils import _pytree as pytree
 
 from baechi.isolation import Alone
 from baechi.metering import Meter
 from baechi.saving import saved_inside_bytes
-from baechi.timing import Run
 
 
 @final
@@ -38,35 +39,60 @@ def sizes(alone: Alone, place: torch.device) -> Sizes:
 
     These first runs warm up, too.
     """
-    of_runs = _allocated if place.type == "cuda" else _metered
+    gauge: _Gauge = _Allocator(place) if place.type == "cuda" else _Storages()
+    saved = saved_inside_bytes(alone.forward, alone.known)
     with torch.no_grad():
-        inference = of_runs([alone.forward], place)
-    return Sizes(
-        saved=saved_inside_bytes(alone.forward, alone.known),
-        forward=of_runs(alone.forward_runs(1), place),
-        backward=of_runs(alone.backward_runs(1), place),
-        inference=inference,
-    )
+        _, inference, _ = gauge.measure(alone.forward)
+    outputs, forward, _ = gauge.measure(alone.forward)
+    seeded = alone.seeded(outputs)
+    # The peak above what the forward left, less what the backward gives out.
+    gradients, _, above = gauge.measure(lambda: alone.differentiated(*seeded))
+    return Sizes(saved, forward, max(above - _storage_bytes(gradients), 0), inference)
 
 
-def _metered(runs: Sequence[Run], place: torch.device) -> int:  # noqa: ARG001
-    """By counting storages, because a CPU has no counter."""
-    meter = Meter([0])
-    with meter.counting(0):
-        results = [run() for run in runs]
-    scratch = meter.peak_bytes[0] - meter.live_bytes[0]
-    del results
-    return max(scratch, 0)
+class _Gauge(Protocol):
+    """Counts bytes while something runs."""
+
+    def measure(self, run: Callable[[], Any]) -> tuple[Any, int, int]:
+        """The result; the peak above what is live at the end, and above what was at the start."""
 
 
-def _allocated(runs: Sequence[Run], place: torch.device) -> int:
-    """By the allocator's statistics."""
-    torch.cuda.synchronize(place)
-    before = torch.cuda.memory_allocated(place)
-    torch.cuda.reset_peak_memory_stats(place)
-    results = [run() for run in runs]
-    torch.cuda.synchronize(place)
-    peak = torch.cuda.max_memory_allocated(place)
-    made = torch.cuda.memory_allocated(place) - before
-    del results
-    return max(peak - before - made, 0)
+@final
+class _Storages:
+    """Counts storages, because a CPU has no counter."""
+
+    def __init__(self) -> None:
+        self._meter = Meter([0])
+
+    def measure(self, run: Callable[[], Any]) -> tuple[Any, int, int]:
+        self._meter.forget_peaks()
+        (before,) = self._meter.live_bytes
+        with self._meter.counting(0):
+            result = run()
+        (peak,), (after,) = self._meter.peak_bytes, self._meter.live_bytes
+        return result, max(peak - after, 0), peak - before
+
+
+@final
+class _Allocator:
+    """Reads the statistics of CUDA's allocator."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+
+    def measure(self, run: Callable[[], Any]) -> tuple[Any, int, int]:
+        torch.cuda.synchronize(self._place)
+        before = torch.cuda.memory_allocated(self._place)
+        torch.cuda.reset_peak_memory_stats(self._place)
+        result = run()
+        torch.cuda.synchronize(self._place)
+        peak = torch.cuda.max_memory_allocated(self._place)
+        after = torch.cuda.memory_allocated(self._place)
+        return result, max(peak - after, 0), peak - before
+
+
+def _storage_bytes(values: Iterable[Any]) -> int:
+    """The bytes of the tensors among the values, each storage once."""
+    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())

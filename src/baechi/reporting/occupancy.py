@@ -82,6 +82,7 @@ def _memories(cluster: Cluster) -> list[int]:
 
 
 def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Iterator[Holding]:
+    graph = graph.explicit
     end_ns = schedule.makespan_ns
     span_of = {span.op: span for span in schedule.spans}
     for span in schedule.spans:
