@@ -228,6 +228,7 @@ class _Binder:
             template=tuple(template),
             fills=tuple(fills),
             inputs=tuple(self._inputs[node] for node in inputs),
+            shown=tuple(self._inputs[node] for node in inputs if self._leaves(node, tape)),
             written=frozenset(self._inputs[node] for node in written),
             given=tuple(given),
             entries=tuple(

@@ -152,6 +152,7 @@ class TapeCode:
         template: Its arguments, with parameters, buffers and submodules in place.
         fills: (argument, slot) of values of other tapes.
         inputs: The caller's tensors that begin here.
+        shown: Those of them that leave as they are.
         written: Those that some operator writes.
         given: (argument, index) of the caller's tensors.
         entries: What may enter with a gradient.
@@ -172,6 +173,7 @@ class TapeCode:
     template: tuple[Any, ...]
     fills: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
+    shown: tuple[int, ...]
     written: frozenset[int]
     given: tuple[tuple[int, int], ...]
     entries: tuple[Entry, ...]
@@ -201,6 +203,7 @@ class TapeCode:
         mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
         for argument, index in self.given:
             arguments[argument] = mine[index]
+        mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         try:
             results = self.function(arguments)
