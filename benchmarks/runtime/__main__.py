@@ -114,55 +114,55 @@ class _Chain(nn.Module):
 
 def overheads(rounds: int) -> Table:
     """What a segment and a hand-over cost, in inference and in a training step."""
+    table = Table("mode", "segments", "us each, one thread", "us each, handed over")
+    table.add_row("forward", *_overhead(False, rounds))
+    table.add_row("training", *_overhead(True, rounds))
+    return table
+
+
+def _overhead(training: bool, rounds: int) -> list[str]:
+    """The segments of a chain cut after each operator, and what each adds to the whole chain."""
     x = torch.zeros(1, requires_grad=True)
     traced = baechi.trace(_Chain(), (x,))
-    table = Table("mode", "segments", "us each, one thread", "us each, handed over")
-    for training in (False, True):
-        costs = tuple(baechi.OpCost(1, 1) for _ in traced.ops)
-        graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
-        backward = list(range(len(traced.ops) - 1, -1, -1))[: len(graph.ops) - len(traced.ops) - 1]
-        devices = [op % 2 for op in range(len(traced.ops))]
+    costs = tuple(baechi.OpCost(1, 1) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
+    devices = [op % 2 for op in range(len(traced.ops))]
+    if training:
+        backward = list(range(len(traced.ops)))[::-1][: len(graph.ops) - len(traced.ops) - 1]
+        devices += [devices[-1], *(devices[op] for op in backward)]
+    many = baechi.Placement(graph.digest, tuple(devices), tuple(range(len(devices))))
+    one = baechi.Placement(graph.digest, (0,) * len(devices), many.order)
+    whole, cut = (baechi.apply(traced, p, ["cpu:0", "cpu:1"]) for p in (one, many))
+    way = cut._current.executable._way
+    program = cut._current.executable.program
+    inline = CudaExecutor(program, way.bound, [torch.device("cpu")] * 2)
+
+    def run(executor: Any) -> None:
+        step = Step(training, None, (x,), way.bound.sizes)
+        for value in way.bound.input_values:
+            step.flags[value] = training
+        executor.run(step, 0)
         if training:
-            devices += [devices[-1], *(devices[op] for op in backward)]
-        many = baechi.Placement(graph.digest, tuple(devices), tuple(range(len(devices))))
-        one = baechi.Placement(graph.digest, (0,) * len(devices), many.order)
-        whole, cut = (baechi.apply(traced, p, ["cpu:0", "cpu:1"]) for p in (one, many))
-        way = cut._current.executable._way
-        program = cut._current.executable.program
-        inline = CudaExecutor(program, way.bound, [torch.device("cpu")] * 2)
-        flags = dict.fromkeys(way.bound.input_values, training)
+            (result,) = way.bound.results.values()
+            step.grads[result.grads[0]] = torch.ones(1)
+            with torch.no_grad():
+                executor.run(step, 1)
 
-        def run(executor: Any) -> None:
-            step = Step(training, None, (x,), way.bound.sizes)
-            for value, flag in flags.items():
-                step.flags[value] = flag
-            executor.run(step, 0)
-            if training:
-                (result,) = way.bound.results.values()
-                step.grads[result.grads[0]] = torch.ones(1)
-                with torch.no_grad():
-                    executor.run(step, 1)
-
-        def run_whole() -> None:
-            with nullcontext() if training else torch.no_grad():
-                y = whole(x)
-                if training:
-                    torch.autograd.grad(y, x, torch.ones(1))
-
+    def run_whole() -> None:
         with nullcontext() if training else torch.no_grad():
-            sides = [run_whole, lambda: run(inline), lambda: run(way.executor)]
-            seconds = _in_turns(sides, rounds, lambda: None)
-        base, alone, handed = (statistics.quantiles(row, n=4)[0] for row in seconds)
-        segments = sum(len(phase.segments) for phase in program.phases)
-        table.add_row(
-            "training" if training else "forward",
-            str(segments),
-            f"{(alone - base) / segments * 1e6:.1f}",
-            f"{(handed - base) / segments * 1e6:.1f}",
-        )
-        whole.unplace()
-        cut.unplace()
-    return table
+            y = whole(x)
+            if training:
+                torch.autograd.grad(y, x, torch.ones(1))
+
+    with nullcontext() if training else torch.no_grad():
+        sides = [run_whole, lambda: run(inline), lambda: run(way.executor)]
+        seconds = _in_turns(sides, rounds, lambda: None)
+    base, alone, handed = (statistics.quantiles(row, n=4)[0] for row in seconds)
+    whole.unplace()
+    cut.unplace()
+    segments = sum(len(phase.segments) for phase in program.phases)
+    each = [f"{(side - base) / segments * 1e6:.1f}" for side in (alone, handed)]
+    return [str(segments), *each]
 
 
 def proofs() -> Table:

@@ -10,6 +10,7 @@ between calls. An error opens every gate: everybody goes on, sees it, and stops.
 """
 
 import contextlib
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Any, final
 
 import torch
 
+from baechi.errors import ExecutionError
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.tapes import Step, TapeCode
@@ -107,6 +109,7 @@ class CpuExecutor:
             torch.set_num_threads(total)
             weakref.finalize(self, _close_all, self._workers)
         self._busy = threading.Lock()
+        self._process = os.getpid()
 
     def _actions(self, program: Program, bound: Bound, number: int) -> list[list[Action]]:
         """What each lane does in a phase."""
@@ -173,12 +176,22 @@ class CpuExecutor:
         _close_all(self._workers)
 
     def run(self, step: Step, phase: int) -> None:
-        """Do every lane's instructions, lanes side by side."""
+        """Do every lane's instructions, lanes side by side.
+
+        Raises:
+            ExecutionError: An operator failed, or this is a fork of the process with the workers.
+        """
         lanes = self._lanes[phase]
         if not self._workers:
             for action in chain.from_iterable(lanes):  # of the one device, in the caller's thread
                 action(step)
             return
+        if os.getpid() != self._process:
+            raise ExecutionError(
+                "this placed module was made in another process, and its worker threads are not "
+                "in this one: a fork takes only the thread that forks. Place the model here, or "
+                "start processes with the 'spawn' method."
+            )
         with self._busy:  # calls from two threads take turns
             self._run_side_by_side(step, lanes, _ThreadState())
 
