@@ -13,7 +13,7 @@ import zoo
 from baechi.metering import Meter
 from baechi.operands import Operands, operator_name
 from baechi.profile_store import Measured
-from baechi.profiling import _additions, _Bench
+from baechi.profiling import Addition, _additions, _Bench
 from baechi.timing import CpuTimer, rounds, summary
 
 
@@ -132,15 +132,15 @@ def test_keys_have_no_addresses(name: str) -> None:
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is measured from now on."""
     measured: list[str] = []
-    operator, addition = _Bench.operator, _Bench.addition
+    operator, add = _Bench.operator, _Bench.addition
 
     def count_operator(bench: _Bench, index: int) -> Measured:
         measured.append(bench.traced.ops[index].name)
         return operator(bench, index)
 
-    def count_addition(bench: _Bench, nbytes: int) -> Measured:
-        measured.append(f"{nbytes} bytes")
-        return addition(bench, nbytes)
+    def count_addition(bench: _Bench, addition: Addition) -> Measured:
+        measured.append(addition.key)
+        return add(bench, addition)
 
     monkeypatch.setattr(_Bench, "operator", count_operator)
     monkeypatch.setattr(_Bench, "addition", count_addition)
@@ -183,7 +183,7 @@ def test_adding_up_gradients_is_in_the_backward_of_who_made_the_tensor() -> None
     names = [op.name for op in traced.ops]
     additions = _additions(traced)
     assert {names[i]: dict(row) for i, row in enumerate(additions) if row} == {
-        next(n for n in names if n.startswith("first")): {4 * 16 * 4: 1}
+        next(n for n in names if n.startswith("first")): {Addition(4 * 16 * 4): 1}
     }
 
 

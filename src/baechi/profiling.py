@@ -29,7 +29,7 @@ from baechi.isolation import Alone, Setting, evictor
 from baechi.lowering import TracedModule
 from baechi.operands import Operands
 from baechi.profile_store import Conditions, Measured, ProfileStore
-from baechi.timing import CpuTimer, Reading, Timer, no_collections
+from baechi.timing import CpuTimer, Reading, Run, Timer, no_collections
 from baechi.torch_devices import cache_bytes, device_kind, hardware, torch_device
 from baechi.traced import Traced
 from baechi.training import backward_ops
@@ -133,9 +133,10 @@ def _jobs(traced: Traced) -> dict[str, Job]:
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
             jobs.setdefault(op.key, (op.name, partial(_Bench.operator, index=index)))
     for row in _additions(traced):
-        for nbytes in row:
-            name = f"adding up gradients of {nbytes} bytes"
-            jobs.setdefault(_addition_key(nbytes), (name, partial(_Bench.addition, nbytes=nbytes)))
+        for addition in row:
+            name = f"adding up gradients of {addition.nbytes} bytes"
+            measure = partial(_Bench.addition, addition=addition)
+            jobs.setdefault(addition.key, (name, measure))
     return jobs
 
 
@@ -160,28 +161,43 @@ def _tracked(jobs: dict[str, Job], progress: bool) -> Iterator[tuple[str, Job]]:
             bar.advance(task)
 
 
-def _additions(traced: Traced) -> list[Counter[int]]:
-    """For every op the additions in its backward, by their bytes.
+@final
+@dataclass(frozen=True, slots=True)
+class Addition:
+    """The sum of two gradients.
+
+    Attributes:
+        nbytes: Of each.
+        anew: Whether the sum is new memory, as for a parameter's, which stay; else it is in place.
+    """
+
+    nbytes: int
+    anew: bool = False
+
+    @property
+    def key(self) -> str:
+        """Equal keys cost the same."""
+        return f"{'add' if self.anew else 'accumulate'} float32[{self.nbytes // 4}]"
+
+
+def _additions(traced: Traced) -> list[Counter[Addition]]:
+    """For every op the additions in its backward.
 
     Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
     those of a parameter that later operators read, too.
     """
-    rows: list[Counter[int]] = [Counter() for _ in traced.ops]
+    rows: list[Counter[Addition]] = [Counter() for _ in traced.ops]
     differentiated = set(backward_ops(traced.ops, traced.tensors))
     for tensor in traced.tensors:
         if tensor.differentiable and tensor.producer in differentiated:
             readers = sum(consumer in differentiated for consumer in tensor.consumers)
             readers += tensor.kept
             if readers > 1 and tensor.nbytes:
-                rows[tensor.producer][tensor.nbytes] += readers - 1
+                rows[tensor.producer][Addition(tensor.nbytes)] += readers - 1
     for op in differentiated:
         if traced.ops[op].shared_bytes:
-            rows[op][traced.ops[op].shared_bytes] += 1
+            rows[op][Addition(traced.ops[op].shared_bytes, anew=True)] += 1
     return rows
-
-
-def _addition_key(nbytes: int) -> str:
-    return f"accumulate float32[{nbytes // 4}]"
 
 
 def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
@@ -191,8 +207,8 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
         backward_ns = cost.backward_ns if op.differentiable else 0
-        for nbytes, count in additions.items():
-            backward_ns += count * measured[_addition_key(nbytes)].forward_ns
+        for addition, count in additions.items():
+            backward_ns += count * measured[addition.key].forward_ns
         remarks = [cost.remark, value_remark(traced.module.nodes[index])]
         rows.append(
             OpCost(
@@ -326,11 +342,16 @@ class _Bench:
             backward.spread_ns,
         )
 
-    def addition(self, nbytes: int) -> Measured:
-        """What adding a gradient of that size to another one costs, in place as autograd does."""
+    def addition(self, addition: Addition) -> Measured:
+        """What adding up two gradients costs."""
         with torch.no_grad(), no_collections():
-            total, other = (torch.zeros(max(nbytes // 4, 1), device=self.place) for _ in range(2))
-            (reading,) = self.timer.time([lambda n: [lambda: total.add_(other)] * n])
+            # Not zeros: a system may show one page of zeros for all of theirs.
+            size = max(addition.nbytes // 4, 1)
+            total, other = (torch.full((size,), 1e-3, device=self.place) for _ in range(2))
+            run: Run = partial(torch.add, total, other)
+            if not addition.anew:
+                run = partial(total.add_, other)
+            (reading,) = self.timer.time([lambda n: [run] * n])
         return Measured(reading.ns, forward_spread_ns=reading.spread_ns)
 
 
