@@ -230,3 +230,67 @@ def test_a_metered_step_has_the_same_peaks_each_time() -> None:
         peaks.add(meter.peak_bytes)
     assert len(peaks) == 1
     placed.unplace()
+
+
+class Normalizes(nn.Module):
+    """Two towers with batch normalization, of which each updates its own statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.GELU(), nn.Linear(6, 6))
+            for _ in range(2)
+        )
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = (tower(x) for tower in self.towers)
+        return self.norm(one * other).square().mean()
+
+
+@pytest.mark.parametrize("make", ["AdamW", "SGD"])
+def test_ten_steps_of_an_optimizer_end_where_the_unsplit_model_s_do(make: str) -> None:
+    torch.manual_seed(0)
+    model, batches = Normalizes(), [torch.randn(8, 6) for _ in range(10)]
+    placed = placed_at_random(copy.deepcopy(model), (batches[0],), 3)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for module in (model, placed):
+            options = {"lr": 0.1, "momentum": 0.9} if make == "SGD" else {"lr": 0.1}
+            optimizer = getattr(torch.optim, make)(module.parameters(), **options)
+            for x in batches:
+                optimizer.zero_grad()
+                module(x).backward()
+                optimizer.step()
+        state, expected = placed.state_dict(), model.state_dict()
+        for name, tensor in expected.items():
+            assert torch.equal(state[name], tensor), name
+    finally:
+        torch.set_num_threads(threads)
+        placed.unplace()
+
+
+def test_two_placed_models_in_two_threads_do_not_disturb_each_other() -> None:
+    x = torch.randn(2, 3, 5)
+    models = [Shares() for _ in range(2)]
+    placed = [placed_at_random(copy.deepcopy(m), (x,), i) for i, m in enumerate(models)]
+    found: list[list[torch.Tensor]] = [[], []]
+
+    def train(index: int) -> None:
+        for _ in range(10):
+            placed[index].zero_grad()
+            placed[index](x).square().sum().backward()
+        found[index] += [parameter.grad for parameter in placed[index].parameters()]
+
+    threads = [threading.Thread(target=train, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for model, gradients in zip(models, found, strict=True):
+        model(x).square().sum().backward()
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(gradient, parameter.grad)
+    for module in placed:
+        module.unplace()

@@ -1,6 +1,9 @@
 """A placement's program: cut where it must be, in the placement's order, and complete."""
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from itertools import chain, pairwise
@@ -247,3 +250,30 @@ def test_a_placement_of_another_graph_is_refused() -> None:
         compile_program(graph, Placement("0" * 64, (0, 0), (0, 1)))
     with pytest.raises(InputError, match="runs 'b' before 'a'"):
         compile_program(graph, Placement(graph.digest, (0, 0), (1, 0)))
+
+
+def test_the_same_placement_gives_the_same_program_whatever_the_seed_of_hashes() -> None:
+    code = (
+        "import baechi, hashlib\n"
+        "from baechi.runtime.compiling import compile_program\n"
+        "from baechi.serialization import dumps\n"
+        "ops = tuple(baechi.Op(f'op{i}', 1 + i % 5) for i in range(60))\n"
+        "tensors = tuple(baechi.Tensor(i, (i + 1, min(59, i + 7)), 8) for i in range(58))\n"
+        "graph = baechi.OpGraph(ops, tensors)\n"
+        "devices = tuple(i * 7 // 3 % 4 for i in range(60))\n"
+        "placement = baechi.Placement(graph.digest, devices, tuple(range(60)))\n"
+        "for lanes in (False, True):\n"
+        "    text = dumps(compile_program(graph, placement, copy_lanes=lanes))\n"
+        "    print(hashlib.sha256(text.encode()).hexdigest())\n"
+    )
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(found) == 1
