@@ -32,8 +32,8 @@ from torch import nn
 import baechi
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
+from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
-from baechi.runtime.tapes import Step
 
 _CASES: Final = (("gpt2", 1), ("gpt2", 8), ("bert", 2), ("inception", 1), ("resnet50", 2))
 _OPS: Final = 200

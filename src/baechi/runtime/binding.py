@@ -19,7 +19,8 @@ from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.runtime.gradients import Gradients, Layout
 from baechi.runtime.program import Copy, Free, Place, Program
-from baechi.runtime.tapes import Entry, Output, Sizes, TapeCode
+from baechi.runtime.steps import Sizes
+from baechi.runtime.tapes import Entry, Output, TapeCode
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many
 # bytes of them; below, the Python that this takes costs more than the memory is worth.

@@ -28,8 +28,8 @@ from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import Executor, make_executor
 from baechi.runtime.program import Program
+from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
-from baechi.runtime.tapes import Step
 from baechi.traced import Traced
 
 

@@ -11,8 +11,8 @@ import torch
 from baechi.errors import ExecutionError
 from baechi.runtime.binding import Bound
 from baechi.runtime.program import Program
+from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
-from baechi.runtime.tapes import Step
 from baechi.runtime.workers import CpuExecutor
 
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
-from baechi.runtime.tapes import Step
+from baechi.runtime.steps import Step
 
 Event = tuple[int, int, int]  # phase, lane, position
 

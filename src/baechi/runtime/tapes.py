@@ -6,14 +6,12 @@
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
 only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
 Which slot holds what is settled once, by `binding`; here values are only moved.
-
-A step belongs to one call; nothing in it is shared between calls.
 """
 
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -23,79 +21,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
-from baechi.metering import Meter
 from baechi.naming import op_name, source_line
-
-Edges = list[GradientEdge | None]
-
-
-@final
-class Step:
-    """One call of a placed model.
-
-    Attributes:
-        differentiate: Whether to record what backward needs.
-        meter: Counts memory, if asked to.
-        inputs: The caller's tensors.
-        slots: Values between tapes, by slot; each place of the program has its own.
-        flags: For every value whether it needs a gradient; a tuple if it has several tensors.
-        results: What the caller gets, by result.
-        grads: Gradients between tapes, by slot.
-        records: For every tape what its backward needs; None if it has none.
-        keep: Whether the running backward leaves the graph for another.
-    """
-
-    __slots__ = (
-        *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "keep"),
-    )
-
-    def __init__(
-        self,
-        differentiate: bool,
-        meter: Meter | None,
-        inputs: Sequence[torch.Tensor],
-        sizes: "Sizes",
-    ) -> None:
-        self.differentiate = differentiate
-        self.meter = meter
-        self.inputs = inputs
-        self.slots: list[Any] = [None] * sizes.slots
-        self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
-        self.results: list[Any] = [None] * sizes.results
-        self.grads: list[torch.Tensor | None] = [None] * sizes.grads
-        self.records: list[_Record | None] = [None] * sizes.tapes
-        self.keep = False
-
-
-@final
-@dataclass(slots=True)
-class _Record:
-    """What a tape's backward needs.
-
-    Attributes:
-        entered: The edge of every entry that has a gradient, or None.
-        published: The edge of every tensor that left with one, or None.
-        end: The edge behind all of them, and an empty tensor to begin with, if `seeds` is used.
-        seeds: Where the end takes their gradients from.
-    """
-
-    entered: Edges
-    published: Edges
-    end: tuple[GradientEdge, torch.Tensor] | None = None
-    seeds: list[torch.Tensor | None] = field(default_factory=list)
-
-
-@final
-@dataclass(frozen=True)
-class Sizes:
-    """How long the lists of a step are."""
-
-    slots: int
-    values: int
-    results: int
-    grads: int
-    tapes: int
+from baechi.runtime.steps import Edges, Record, Step
 
 
 @final
@@ -302,7 +229,7 @@ class TapeCode:
         if not any(tensor.requires_grad for tensor in leaving):
             return
         published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
-        record = step.records[self.index] = _Record(entered, published)
+        record = step.records[self.index] = Record(entered, published)
         if self.large:
             graded = [tensor for tensor in leaving if tensor.requires_grad]
             end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
@@ -352,7 +279,7 @@ class TapeCode:
             grads[slot] = gradient
 
     def _collect(
-        self, step: Step, record: _Record
+        self, step: Step, record: Record
     ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
         """Where backward begins, and with which gradients; nobody else holds these any more."""
         outputs: list[Any] = []

@@ -23,7 +23,8 @@ import torch
 from baechi.errors import ExecutionError
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
-from baechi.runtime.tapes import Step, TapeCode
+from baechi.runtime.steps import Step
+from baechi.runtime.tapes import TapeCode
 
 Action = Callable[[Step], None]
 

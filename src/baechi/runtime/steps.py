@@ -1,0 +1,85 @@
+"""One call of a placed model: the lists that its values, gradients and graphs are in.
+
+A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
+of its lists, in the order that the program gives them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from baechi.metering import Meter
+
+Edges = list[GradientEdge | None]
+
+
+@final
+class Step:
+    """One call of a placed model.
+
+    Attributes:
+        differentiate: Whether to record what backward needs.
+        meter: Counts memory, if asked to.
+        inputs: The caller's tensors.
+        slots: Values between tapes, by slot; each place of the program has its own.
+        flags: For every value whether it needs a gradient; a tuple if it has several tensors.
+        results: What the caller gets, by result.
+        grads: Gradients between tapes, by slot.
+        records: For every tape what its backward needs; None if it has none.
+        keep: Whether the running backward leaves the graph for another.
+    """
+
+    __slots__ = (
+        *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
+        *("records", "keep"),
+    )
+
+    def __init__(
+        self,
+        differentiate: bool,
+        meter: Meter | None,
+        inputs: Sequence[torch.Tensor],
+        sizes: "Sizes",
+    ) -> None:
+        self.differentiate = differentiate
+        self.meter = meter
+        self.inputs = inputs
+        self.slots: list[Any] = [None] * sizes.slots
+        self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
+        self.results: list[Any] = [None] * sizes.results
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads
+        self.records: list[Record | None] = [None] * sizes.tapes
+        self.keep = False
+
+
+@final
+@dataclass(slots=True)
+class Record:
+    """What a tape's backward needs.
+
+    Attributes:
+        entered: The edge of every entry that has a gradient, or None.
+        published: The edge of every tensor that left with one, or None.
+        end: The edge behind all of them, and an empty tensor to begin with, if `seeds` is used.
+        seeds: Where the end takes their gradients from.
+    """
+
+    entered: Edges
+    published: Edges
+    end: tuple[GradientEdge, torch.Tensor] | None = None
+    seeds: list[torch.Tensor | None] = field(default_factory=list)
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """How long the lists of a step are."""
+
+    slots: int
+    values: int
+    results: int
+    grads: int
+    tapes: int
