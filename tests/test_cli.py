@@ -26,6 +26,7 @@ from baechi.traced import Traced
 
 COMMANDS = (
     *("trace", "profile", "estimate", "calibrate", "solve", "simulate", "report", "probe", "demo"),
+    *("serve", "cluster"),
 )
 MODEL = """
 import torch

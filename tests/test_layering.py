@@ -16,6 +16,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 LAYERS = {
     0: "errors units values arrays graph devices constraints placement costs measurement "
     "optimizers efficiency runtime.program",
+    0: "errors units values arrays graph devices topology constraints placement costs measurement "
+    "optimizers efficiency",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
@@ -25,7 +27,7 @@ LAYERS = {
     "workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
-    "__main__",
+    "cluster_command serving __main__",
 }
 
 # The imports inside a layer: file -> the files of its layer that it may import. They form no cycle
@@ -36,6 +38,7 @@ ALLOWED = {
     "values": {"errors"},
     "graph": {"arrays", "errors", "values"},
     "devices": {"errors", "units", "values"},
+    "topology": {"devices", "errors", "units", "values"},
     "constraints": {"errors", "units", "values"},
     "placement": {"errors", "values"},
     "costs": {"errors", "values"},
@@ -123,6 +126,103 @@ ALLOWED = {
     "reporting.text": {"reporting.facts"},
     # The program of a placement: cut, and then written.
     "runtime.compiling": {"runtime.cutting"},
+    # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
+    "scheduling.fleet": {"scheduling.jobs"},
+    "scheduling.sharing": {"scheduling.jobs"},
+    "scheduling.rooms": {"scheduling.fleet", "scheduling.jobs", "scheduling.sharing"},
+    "scheduling.runs": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
+    "scheduling.schemes": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
+    "scheduling.policies": {"scheduling.rooms", "scheduling.runs"},
+    "scheduling.shortest": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.las": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.slicing": {"scheduling.policies", "scheduling.runs"},
+    "scheduling.packing": {"scheduling.policies"},
+    "scheduling.splitting": {
+        "scheduling.fleet",
+        "scheduling.jobs",
+        "scheduling.policies",
+        "scheduling.rooms",
+        "scheduling.schemes",
+        "scheduling.sharing",
+    },
+    "scheduling.catalog": {
+        "scheduling.las",
+        "scheduling.packing",
+        "scheduling.policies",
+        "scheduling.schemes",
+        "scheduling.sharing",
+        "scheduling.shortest",
+        "scheduling.slicing",
+        "scheduling.splitting",
+    },
+    "scheduling.simulator": {
+        "scheduling.fleet",
+        "scheduling.jobs",
+        "scheduling.policies",
+        "scheduling.rooms",
+        "scheduling.runs",
+        "scheduling.schemes",
+        "scheduling.sharing",
+    },
+    "scheduling.outputs": {"scheduling.simulator"},
+    "scheduling.charts": {"reporting.figures", "scheduling.simulator"},
+    "scheduling.generators": {"scheduling.jobs"},
+    "scheduling.trace_entries": {"scheduling.jobs"},
+    "scheduling.trace_formats": {"scheduling.jobs", "scheduling.trace_entries"},
+    "scheduling.traces": {
+        "scheduling.jobs",
+        "scheduling.trace_entries",
+        "scheduling.trace_formats",
+    },
+    # Claims, then what is left, then who has it, then what fits there, then who asks.
+    "scheduling.snapshot": {"scheduling.claims"},
+    "scheduling.store": {"scheduling.claims", "scheduling.snapshot"},
+    "scheduling.ledger": {"scheduling.claims", "scheduling.snapshot", "scheduling.store"},
+    "scheduling.wishes": {"scheduling.claims"},
+    "scheduling.candidates": {
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.decision": {
+        "scheduling.candidates",
+        "scheduling.claims",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.whatif": {
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.wishes",
+    },
+    "scheduling.messages": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
+    "scheduling.workers": {
+        "scheduling.claims",
+        "scheduling.decision",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+    },
+    "scheduling.service": {
+        "scheduling.ledger",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.workers",
+    },
+    "scheduling.client": {
+        "scheduling.claims",
+        "scheduling.messages",
+        "scheduling.snapshot",
+        "scheduling.whatif",
+        "scheduling.wishes",
+    },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "propagation": {"calls"},
     "partition": {"propagation"},
@@ -176,7 +276,17 @@ ALLOWED = {
     "console": {"named_models"},
     "profile_commands": {"console"},
     "estimate_commands": {"console"},
-    "__main__": {"console", "demo", "estimate_commands", "probing", "profile_commands"},
+    "cluster_command": {"console"},
+    "serving": {"console"},
+    "__main__": {
+        "cluster_command",
+        "console",
+        "demo",
+        "estimate_commands",
+        "probing",
+        "profile_commands",
+        "serving",
+    },
 }
 
 
@@ -285,6 +395,48 @@ def test_solving_a_graph_loads_no_torch() -> None:
         "assert baechi.simulate(graph, cluster, placement).makespan_ns == 10"
     )
     assert "torch" not in loaded
+
+
+def test_simulating_a_cluster_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import pkgutil, baechi.scheduling\n"
+        "from importlib import import_module\n"
+        "for module in pkgutil.iter_modules(baechi.scheduling.__path__, 'baechi.scheduling.'):\n"
+        "    import_module(module.name)\n"
+        "from baechi.scheduling.catalog import policy_named\n"
+        "from baechi.scheduling.fleet import Fleet\n"
+        "from baechi.scheduling.jobs import Job\n"
+        "from baechi.scheduling.simulator import simulate_cluster\n"
+        "fleet = Fleet.uniform(1, 1, 2)\n"
+        "result = simulate_cluster([Job('a', 2, 0, 5)], fleet, policy_named('fifo'))\n"
+        "assert result.outcomes[0].end_time == 5"
+    )
+    assert "torch" not in loaded
+
+
+def test_the_scheduling_service_loads_no_torch() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "from fastapi.testclient import TestClient\n"
+        "from baechi.scheduling.client import Client\n"
+        "from baechi.scheduling.ledger import Ledger\n"
+        "from baechi.scheduling.service import create_app\n"
+        "from baechi.serialization import dumps\n"
+        "if __name__ == '__main__':\n"
+        "    link = baechi.Link(latency_ns=10, bytes_per_s=10**9)\n"
+        "    ledger = Ledger(baechi.Cluster.uniform(2, memory='1GiB', link=link))\n"
+        "    graph = baechi.OpGraph((baechi.Op('a', 5),))\n"
+        "    with TestClient(create_app(ledger, workers=1)) as web:\n"
+        "        digest = web.post('/v1/graphs', content=dumps(graph)).json()['digest']\n"
+        "        answer = web.post('/v1/solve', json={'schema': 1, 'graph': digest})\n"
+        "        assert answer.json()['status'] == 'placed', answer.text"
+    )
+    assert "fastapi" in loaded
+    assert not loaded & {"torch", "transformers"}
+
+
+def test_the_command_line_loads_no_web_framework_before_it_serves() -> None:
+    assert not loaded_after("import baechi.__main__") & {"fastapi", "uvicorn", "torch"}
 
 
 def test_what_needs_torch_says_so_where_there_is_none() -> None:

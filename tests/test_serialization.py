@@ -361,6 +361,7 @@ def test_every_type_of_every_field_has_acodec():
         "Program",
         "Measurement",
         "Calibration",
+        "Topology",
     }
     for kind in TYPES.values():
         assert is_dataclass(kind)

@@ -31,6 +31,7 @@ from baechi import (
 from baechi.placers.base import Placer
 from baechi.problem import Problem
 from baechi.simulation import overflows
+from baechi.solving import find
 from strategies import clusters, graphs
 
 LINK = Link(10, 10**9)
@@ -90,6 +91,16 @@ def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effo
     if single is not None:
         chosen = solve(graph, cluster, effort=effort)
         assert chosen.stats["makespan_ns"] <= single.stats["makespan_ns"]
+
+
+@settings(max_examples=60, deadline=None)
+@given(graphs(max_ops=5, min_ops=1), clusters(memory=st.integers(0, 150)), st.sampled_from(EFFORTS))
+def test_find_is_solve_without_the_explanation(graph, cluster, effort):
+    found = find(Problem(graph, cluster), effort)
+    try:
+        assert found == solve(graph, cluster, effort=effort)
+    except InfeasibleError:
+        assert found is None
 
 
 @settings(max_examples=100, deadline=None)

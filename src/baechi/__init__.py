@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baechi.errors import FormatError as FormatError
     from baechi.errors import InfeasibleError as InfeasibleError
     from baechi.errors import InputError as InputError
+    from baechi.errors import ReservationError as ReservationError
     from baechi.errors import TraceError as TraceError
     from baechi.estimation import estimate as estimate
     from baechi.graph import Op as Op
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from baechi.simulation import Timeline as Timeline
     from baechi.simulation import simulate as simulate
     from baechi.solving import solve as solve
+    from baechi.topology import Topology as Topology
     from baechi.traced import Traced as Traced
     from baechi.tracing import trace as trace
 
@@ -72,6 +74,7 @@ _HOMES = {
         "FormatError",
         "InfeasibleError",
         "InputError",
+        "ReservationError",
         "TraceError",
     ),
     "baechi.estimation": ("estimate",),
@@ -95,6 +98,7 @@ _HOMES = {
     "baechi.serialization": ("dump", "load"),
     "baechi.simulation": ("Timeline", "simulate"),
     "baechi.solving": ("solve",),
+    "baechi.topology": ("Topology",),
     "baechi.traced": ("Traced",),
     "baechi.tracing": ("trace",),
 }

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baechi import __version__, estimate_commands, profile_commands
+from baechi.cluster_command import cluster as simulate_jobs
 from baechi.console import (
     ClusterArgument,
     ConstraintsOption,
@@ -36,6 +37,7 @@ from baechi.errors import InputError
 from baechi.graph import OpGraph
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
+from baechi.serving import serve
 from baechi.traced import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -279,6 +281,9 @@ def probe(
     write(cluster, out)
 
 
+app.command()(serve)
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("baechi-demo"),
@@ -296,6 +301,9 @@ def demo(
     from baechi.demo import run
 
     run(out, quick=quick)
+
+
+app.command("cluster")(simulate_jobs)
 
 
 def _targets(devices: list[str]) -> Any:

@@ -5,6 +5,7 @@
     │   └── FormatError              a file is no Baechi file, is damaged, or has another version
     ├── TraceError                   no rung of the ladder could trace the model
     ├── InfeasibleError              no placement fits; says what is missing
+    ├── ReservationError             a ledger refuses, and is as it was
     └── ExecutionError               a placed model could not run
 
 Every text says what is wrong with its values, the likely cause, and what to do.
@@ -66,4 +67,23 @@ class InfeasibleError(BaechiError):
 
     def __str__(self) -> str:
         """The message alone; the rest are attributes, which survive pickling too."""
+        return str(self.args[0])
+
+
+@final
+class ReservationError(BaechiError):
+    """A ledger refuses to reserve or to release, and is as it was.
+
+    Attributes:
+        reason: `"capacity"`, not so much is left; `"stale"`, a device is no longer as the snapshot
+            showed it; `"duplicate"`, the job has a reservation, or the request id was another
+            request's; `"unknown"`, there is no such job.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message, reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        """The message alone."""
         return str(self.args[0])

@@ -153,12 +153,13 @@ class _Maker:
         """The costs, or a profile for each kind of device of the cluster, the first one's first."""
         if isinstance(self.costs, Profile):
             return [self.costs]
+        if self.costs == "estimate":
+            kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
+            return [estimate(traced, kind) for kind in kinds]
         places: dict[str, torch.device] = {}
         for device in self.cluster.devices:
             place = torch_device(device.name)
             places.setdefault(device_kind(place), place)
-        if self.costs == "estimate":
-            return [estimate(traced, kind) for kind in places]
         return [
             profile(traced, place, threads=self._threads(), progress=self.progress)
             for place in places.values()

@@ -32,12 +32,13 @@ from baechi.graph import Op, OpGraph, Tensor
 from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.runtime.program import Program
+from baechi.topology import Topology
 from baechi.traced import Traced
 from baechi.values import FrozenDict
 
 VERSION: Final = 1
 _KINDS = (
-    *(Op, Tensor, OpGraph, Device, Link, Cluster, Constraints),
+    *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
     Program,
 )

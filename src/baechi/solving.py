@@ -111,6 +111,15 @@ def solve(
     return placement
 
 
+def find(problem: Problem, effort: str = "fast") -> Placement | None:
+    """What `solve` returns for `"auto"`, or `None` where it would say what is missing.
+
+    Finding out what is missing takes many times longer than finding that nothing fits.
+    """
+    check_effort(effort)
+    return _attempt(problem, Auto(effort=effort), effort)
+
+
 def _placer_of(placer: str | Placer) -> Placer:
     if isinstance(placer, Placer):
         return placer

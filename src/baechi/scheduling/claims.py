@@ -1,0 +1,187 @@
+"""How a device is shared, and what a claim takes of it; integers only, so that it adds up exactly.
+
+- `"fractional"`: jobs side by side, each with a limit of memory and of compute (as MPS sets them);
+  what they take together is at most the device.
+- `"whole"`: one job at a time has all of it, whatever it asks for.
+- `"mig"`: cut into instances by the profiles of NVIDIA's Multi-Instance GPU: seven compute slices
+  and eight memory slices, and a profile starts only at certain memory slices. An instance is a
+  device of its own, named `gpu/3g@4`: profile 3g at memory slice 4.
+
+An exclusive claim takes all of a fractional device, and so is refused where another job is.
+
+The table is what `nvidia-smi mig -lgipp` prints for the A100 and the H100; on 80 GB the profiles
+are called 1g.10gb, 1g.20gb (`1g.wide`), 2g.20gb, 3g.40gb, 4g.40gb and 7g.80gb.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, final
+
+from baechi.devices import Device
+from baechi.errors import InputError
+from baechi.units import parse_bytes
+from baechi.values import check_count, check_name
+
+SHARINGS: Final = ("fractional", "whole", "mig")
+WHOLE_MILLI: Final = 1000
+_COMPUTE_SLICES: Final = 7
+_MEMORY_SLICES: Final = 8
+
+
+class Profile(NamedTuple):
+    """A kind of MIG instance: its slices of compute and memory, and where it may start."""
+
+    compute: int
+    memory: int
+    starts: tuple[int, ...]
+
+    @property
+    def share_milli(self) -> int:
+        """Its share of the compute, in thousandths, rounded down."""
+        return WHOLE_MILLI * self.compute // _COMPUTE_SLICES
+
+    def mask(self, start: int) -> int:
+        """The memory slices that it takes, as bits."""
+        return ((1 << self.memory) - 1) << start
+
+
+PROFILES: Final[dict[str, Profile]] = {
+    "7g": Profile(7, 8, (0,)),
+    "4g": Profile(4, 4, (0,)),
+    "3g": Profile(3, 4, (0, 4)),
+    "2g": Profile(2, 2, (0, 2, 4)),
+    "1g.wide": Profile(1, 2, (0, 2, 4, 6)),
+    "1g": Profile(1, 1, (0, 1, 2, 3, 4, 5, 6)),
+}
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a job takes of one device.
+
+    Attributes:
+        device: Its name; of a MIG device `gpu/3g@4`, or `gpu/3g` for any free place.
+        memory_bytes: Memory; a string such as `"10GiB"` is read at construction.
+        share_milli: Thousandths of the device's compute, 1 to 1000.
+        exclusive: Nobody else may be there meanwhile.
+
+    Raises:
+        InputError: An empty name, or memory or a share out of range.
+    """
+
+    device: str
+    memory_bytes: int
+    share_milli: int = WHOLE_MILLI
+    exclusive: bool = False
+
+    def __post_init__(self) -> None:
+        check_name(self.device, "device of a claim")
+        nbytes = parse_bytes(self.memory_bytes, what=f"memory claimed on {self.device!r}")
+        object.__setattr__(self, "memory_bytes", nbytes)
+        object.__setattr__(self, "share_milli", check_share(self.share_milli, self.device))
+        if not isinstance(self.exclusive, bool):
+            raise InputError(f"exclusive is {self.exclusive!r}; it must be true or false.")
+
+
+def check_share(value: object, device: str) -> int:
+    """A share of compute in thousandths, 1 to 1000.
+
+    Raises:
+        InputError: It is none.
+    """
+    share = check_count(value, f"share_milli of {device!r}")
+    if not 1 <= share <= WHOLE_MILLI:
+        raise InputError(
+            f"share_milli of {device!r} is {share}; it must be 1 to 1000, thousandths of a device."
+        )
+    return share
+
+
+class Use(NamedTuple):
+    """What is taken of a device: memory, compute, and the memory slices of its instances."""
+
+    memory_bytes: int = 0
+    share_milli: int = 0
+    slices: int = 0
+
+
+UNUSED: Final = Use()
+
+
+class Room(NamedTuple):
+    """What a job finds of a device: the device to solve with, and what a claim takes of it."""
+
+    place: int
+    device: Device
+    share_milli: int
+
+
+def rooms(
+    place: int, device: Device, sharing: str, use: Use, free_bytes: int, share_milli: int | None
+) -> list[Room]:
+    """What is left of a device, as devices.
+
+    Args:
+        place: The device's index in its cluster.
+        device: The device as if nothing ran there.
+        sharing: How it is shared.
+        use: What is taken of it.
+        free_bytes: The memory that is left; of its pool, where it has one.
+        share_milli: The share that a job asks for: no more is given, nothing where less is left,
+            and a MIG device is cut into the smallest instances that have it. `None` is all that is
+            left, in the largest instances.
+    """
+    if sharing == "mig":
+        return _instances(place, device, use, share_milli)
+    free = WHOLE_MILLI - use.share_milli
+    if sharing == "whole":
+        given = WHOLE_MILLI if use == UNUSED else 0
+    else:
+        given = free if share_milli is None else share_milli if share_milli <= free else 0
+    if given == 0:
+        return []
+    speed = device.speed if given == WHOLE_MILLI else device.speed * given / WHOLE_MILLI
+    return [Room(place, replace(device, memory_bytes=free_bytes, speed=speed), given)]
+
+
+def _instances(place: int, device: Device, use: Use, share_milli: int | None) -> list[Room]:
+    profiles = sorted(PROFILES.items(), key=lambda item: (-item[1].compute, -item[1].memory))
+    if share_milli is not None:
+        enough = [item for item in profiles if item[1].share_milli >= share_milli]
+        least = min(item[1].compute for item in enough)
+        profiles = [item for item in reversed(enough) if item[1].compute == least]
+    taken, found = use.slices, []
+    for name, profile in profiles:
+        for start in profile.starts:
+            if not taken & profile.mask(start):
+                taken |= profile.mask(start)
+                nbytes = device.memory_bytes * profile.memory // _MEMORY_SLICES
+                speed = device.speed * profile.compute / _COMPUTE_SLICES
+                label = f"{device.name}/{name}@{start}"
+                row = Device(label, nbytes, speed, device.kind)
+                found.append((start, Room(place, row, profile.share_milli)))
+    return [room for _, room in sorted(found, key=lambda item: item[0])]
+
+
+def split_name(name: str) -> tuple[str, str, int | None]:
+    """Device, profile and start of an instance's name.
+
+    Raises:
+        InputError: It is not of the form `gpu/3g@4` or `gpu/3g`.
+    """
+    device, _, rest = name.rpartition("/")
+    label, at, start = rest.partition("@")
+    profile = PROFILES.get(label)
+    if not device or profile is None:
+        raise InputError(
+            f"{name!r} names no MIG instance; write the device, a profile of "
+            f"{', '.join(PROFILES)}, and if it matters a start: 'gpu/3g' or 'gpu/3g@4'."
+        )
+    if not at:
+        return device, label, None
+    if start not in map(str, profile.starts):
+        raise InputError(
+            f"{name!r} starts at {start!r}; profile {label} starts at "
+            f"{', '.join(map(str, profile.starts))}."
+        )
+    return device, label, int(start)

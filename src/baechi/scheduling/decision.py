@@ -1,0 +1,374 @@
+"""Where a graph goes of what is left: the question that a scheduler asks most.
+
+`explore` list-schedules the graph (m-ETF and HEFT, in the one clock) on sets of devices in the
+order of `candidates.py`, skips what cannot beat what it has, and returns what is worth choosing
+between: fewer devices, or a shorter step. Where no list schedule fits, dense packings are tried on
+the sets with the most memory, and on all that is left; with more effort than fast the full solver,
+too, which then also betters what is found.
+
+Pure: equal input gives equal output, and nothing is reserved.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, NoReturn, TypeVar, final
+
+from baechi.constraints import Constraints
+from baechi.devices import Cluster
+from baechi.errors import InfeasibleError, InputError, ReservationError
+from baechi.graph import OpGraph
+from baechi.linkage import linked
+from baechi.placement import Placement
+from baechi.placers.assignments import shortest
+from baechi.placers.auto import best, portfolio
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT
+from baechi.placers.packing import arrangements, is_hopeless
+from baechi.problem import Problem
+from baechi.restrictions import known_to
+from baechi.scheduling.candidates import WIDE, Candidate, Demand, candidates
+from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
+from baechi.scheduling.snapshot import Snapshot, claims_of
+from baechi.scheduling.wishes import Wish
+from baechi.simulation import replay
+from baechi.solving import find
+from baechi.units import format_bytes
+
+# Sets that are tried.
+_TRIED: Final = {"fast": 7, "balanced": 24, "thorough": 60}
+# With what effort `solve` works on those that are worth it.
+_POLISH: Final = {"balanced": "fast", "thorough": "balanced"}
+# Sets on which `solve` looks where no list schedule fits.
+_SOLVED: Final = 2
+# Steps of the bisection for packings: to 1/256 of the missing memory.
+_PACKED: Final = 8
+# Devices of the cluster that is explained where nothing fits.
+_EXPLAINED: Final = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A placement, and what it takes.
+
+    Attributes:
+        cluster: The devices that it uses, with what is left of them; in the order of what is left.
+        placement: For `cluster`.
+        step_ns: The predicted step.
+        peak_bytes: The memory that it takes on each device; of its pool, where it is in one.
+        shares: The compute that it takes of each, in thousandths.
+        version: That of the snapshot.
+    """
+
+    cluster: Cluster
+    placement: Placement
+    step_ns: int
+    peak_bytes: tuple[int, ...]
+    shares: tuple[int, ...]
+    version: int
+
+    @property
+    def used(self) -> int:
+        """How many devices it uses."""
+        return len(self.cluster.devices)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The names of the devices."""
+        return tuple(device.name for device in self.cluster.devices)
+
+    def claims(self) -> tuple[Claim, ...]:
+        """What to reserve for it."""
+        shares = dict(zip(self.devices, self.shares, strict=True))
+        return claims_of(self.cluster, self.placement, self.peak_bytes, shares)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Found:
+    """A placement on a set of rooms, before it is known whether it is worth telling."""
+
+    problem: Problem
+    placement: Placement
+    chosen: tuple[int, ...]
+
+    @cached_property
+    def used(self) -> int:
+        return len(set(self.placement.devices))
+
+    @property
+    def step_ns(self) -> int:
+        return int(self.placement.stats["makespan_ns"])
+
+
+_Row = TypeVar("_Row", Decision, _Found)
+
+
+def decide(graph: OpGraph, snapshot: Snapshot, wish: Wish | None = None) -> Decision:
+    """The decision that the wish prefers.
+
+    Raises:
+        InfeasibleError: None was found; says what is missing on the devices with the most memory.
+        ReservationError: Nothing at all is left, or nothing that the graph may use.
+        InputError: The wish names what does not exist, or contradicts itself.
+    """
+    wish = Wish() if wish is None else wish
+    found = explore(graph, snapshot, wish)
+    if not found:
+        explain(graph, snapshot, wish)
+    return choose(found, wish.slack_milli)
+
+
+def choose(found: Sequence[Decision], slack_milli: int | None) -> Decision:
+    """The one with the fewest devices whose step is within the slack of the shortest."""
+    if slack_milli is None:
+        return found[0]
+    longest = min(row.step_ns for row in found) * (WHOLE_MILLI + slack_milli) // WHOLE_MILLI
+    return next(row for row in found if row.step_ns <= longest)
+
+
+def explore(
+    graph: OpGraph, snapshot: Snapshot, wish: Wish, *, tried: int | None = None
+) -> tuple[Decision, ...]:
+    """Decisions worth choosing between: from the fewest devices to the shortest step.
+
+    Of two, the one with more devices has the shorter step. Empty where none was found.
+
+    Args:
+        graph: What to place.
+        snapshot: What is left.
+        wish: What the scheduler wants.
+        tried: List-schedule on so many sets of devices at most; by the effort if absent.
+
+    Raises:
+        InputError: The graph is empty, or the wish names what does not exist or contradicts itself.
+    """
+    if not graph.ops:
+        raise InputError("the graph has no ops; there is nothing to place.")
+    rooms = snapshot.rooms(wish.share_milli)
+    _check_names(snapshot, rooms, wish.constraints)
+    found: list[_Found] = []
+    untried: list[Candidate] = []
+    left = _TRIED[wish.effort] if tried is None else tried
+    for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
+        size, promise_ns = len(candidate.rooms), candidate.promise_ns
+        if any(row.used <= size and row.step_ns <= promise_ns for row in found):
+            continue
+        if left == 0 and found:
+            break
+        if left == 0:
+            untried.append(candidate)
+            continue
+        left -= 1
+        problem = _problem(graph, snapshot, rooms, candidate.rooms, wish)
+        placement = _scheduled(problem)
+        if placement is None:
+            untried.append(candidate)
+        else:
+            found.append(_Found(problem, placement, candidate.rooms))
+    if not found:
+        found = _solved(graph, snapshot, rooms, untried, wish)
+    decisions = [_decision(row, snapshot, rooms) for row in _worth(found)]
+    if wish.effort in _POLISH:
+        decisions += [_polished(graph, row, wish) for row in decisions]
+    return tuple(_worth(decisions))
+
+
+def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
+    """Raises the error that says what is missing where `explore` finds nothing.
+
+    It takes some forty list schedules, longer than a decision.
+
+    Raises:
+        InfeasibleError: As `decide`.
+        ReservationError: Nothing is left, or nothing that the graph may use.
+    """
+    rooms = snapshot.rooms(wish.share_milli)
+    snapshot.part(rooms)
+    nothing = replace(Demand.of(graph), total_bytes=0, largest_bytes=0, single_bytes=0)
+    rows = list(candidates(nothing, snapshot.site, rooms, wish))
+    if not rows:
+        raise ReservationError(
+            "the constraints leave no device that the graph may use: a pinned one is taken, or all "
+            "are excluded. Relax them, or wait.",
+            "capacity",
+        )
+    few = [row for row in rows if len(row.rooms) <= _EXPLAINED] or rows
+    largest = max(few, key=lambda row: (row.memory_bytes, -len(row.rooms)))
+    raise _missing(_problem(graph, snapshot, rooms, largest.rooms, wish))
+
+
+def _missing(problem: Problem) -> InfeasibleError:
+    """The error of a problem that no list schedule fits, with the smallest memory that helps one.
+
+    Found by bisection to the byte, for the device with the most memory; for every device, where no
+    more of that one helps. A few more steps look whether the denser packings that `solve` tries
+    (`placers/packing.py`) need less; each takes as long as all others.
+    """
+    devices = problem.cluster.devices
+    arrays = problem.graph.arrays
+    ample = arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
+    roomiest = max(range(len(devices)), key=lambda at: (devices[at].memory_bytes, -at))
+
+    def with_more(nbytes: int, grown: Sequence[int]) -> Problem:
+        rows = [
+            replace(row, memory_bytes=row.memory_bytes + nbytes) if at in grown else row
+            for at, row in enumerate(devices)
+        ]
+        cluster = replace(problem.cluster, devices=tuple(rows))
+        return Problem(problem.graph, cluster, problem.constraints)
+
+    def helps(nbytes: int, grown: Sequence[int]) -> bool:
+        return _scheduled(with_more(nbytes, grown)) is not None
+
+    def packs(nbytes: int, grown: Sequence[int]) -> bool:
+        narrowed = linked(with_more(nbytes, grown))
+        return narrowed is not None and next(arrangements(narrowed), None) is not None
+
+    pools = problem.device_pool
+    one = [at for at in range(len(devices)) if pools[at] == pools[roomiest]]
+    needs = problem.group_bytes
+    op = problem.group_ops[max(range(len(needs)), key=lambda group: (needs[group], -group))][0]
+    left = tuple((device.name, device.memory_bytes) for device in devices)
+    listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in left)
+    text = (
+        f"no placement was found on any choice of what is left; the one with the most memory is "
+        f"{listed}, and the largest to place is {problem.group_name(op)} "
+        f"({format_bytes(max(needs))})."
+    )
+    for grown, name in ((one, devices[roomiest].name), (range(len(devices)), "every device")):
+        if helps(ample, grown):
+            low, high = 0, ample
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if helps(middle, grown) else (middle, high)
+            low = 0
+            for _ in range(_PACKED):
+                middle = (low + high) // 2
+                low, high = (low, middle) if packs(middle, grown) else (middle, high)
+            text += f" Give {format_bytes(high)} more to {name}, wait, or shrink the batch."
+            break
+    else:
+        high, name = 0, ""
+        text += " More memory would not help: relax the constraints, or wait."
+    subject = problem.graph.ops[op].group or problem.graph.ops[op].name
+    return InfeasibleError(text, subject, max(needs), left, high, name)
+
+
+def _check_names(snapshot: Snapshot, rooms: Sequence[Room], limits: Constraints) -> None:
+    known = {*snapshot.site.index, *(room.device.name for room in rooms)}
+    named = {*limits.pins.values(), *limits.excluded, *limits.margins}
+    named.update(name for row in limits.forbidden.values() for name in row)
+    unknown = sorted(named - known)
+    if unknown:
+        raise InputError(f"the constraints name {unknown[0]!r}, which is no device of the cluster.")
+
+
+def _problem(
+    graph: OpGraph, snapshot: Snapshot, rooms: Sequence[Room], chosen: Sequence[int], wish: Wish
+) -> Problem:
+    cluster = snapshot.part([rooms[at] for at in chosen])
+    if wish.constraints == Constraints():
+        return Problem(graph, cluster)
+    names = {device.name for device in cluster.devices}
+    margins = {name: size for name, size in wish.constraints.margins.items() if name in names}
+    limits = known_to(wish.constraints, cluster, margins)
+    enough = limits.max_devices is not None and limits.max_devices >= len(names)
+    return Problem(graph, cluster, replace(limits, max_devices=None) if enough else limits)
+
+
+def _scheduled(problem: Problem) -> Placement | None:
+    """The better list schedule; `None` where none fits."""
+    narrowed = linked(problem)
+    if narrowed is None:
+        return None
+    return best(portfolio(narrowed, (METF(), HEFT()), "fast", coarsely=False), "auto")
+
+
+def _solved(
+    graph: OpGraph,
+    snapshot: Snapshot,
+    rooms: Sequence[Room],
+    untried: Sequence[Candidate],
+    wish: Wish,
+) -> list[_Found]:
+    """What fits on the sets with the most memory, or on all that is left.
+
+    First the dense packings, which take milliseconds; then, unless the effort is fast, the full
+    solver, which takes up to a second before it gives up.
+    """
+    ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.promise_ns))
+    sets = [row.rooms for row in ranked[:_SOLVED]]
+    if not wish.same and len(rooms) > WIDE and _may_hold(graph, rooms):
+        sets.append(tuple(range(len(rooms))))
+    problems = [(row, _problem(graph, snapshot, rooms, row, wish)) for row in sets]
+    problems = [(row, problem) for row, problem in problems if not is_hopeless(problem)]
+    for solver in (_packed,) if wish.effort == "fast" else (_packed, find):
+        for chosen, problem in problems:
+            placement = solver(problem)
+            if placement is not None:
+                return [_Found(problem, placement, chosen)]
+    return []
+
+
+def _packed(problem: Problem) -> Placement | None:
+    """The shortest packing; `None` where none is found, or the number of devices is limited."""
+    narrowed = linked(problem) if problem.max_devices is None else None
+    return None if narrowed is None else shortest(arrangements(narrowed))
+
+
+def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
+    """Whether all devices together have what the graph cannot do without."""
+    demand = Demand.of(graph)
+    memory = [room.device.memory_bytes for room in rooms]
+    return sum(memory) >= demand.total_bytes and max(memory) >= demand.largest_bytes
+
+
+def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
+    """What `solve` finds on the devices of a decision, or the decision where that is nothing."""
+    names = set(decision.devices)
+    limits = wish.constraints
+    margins = {name: size for name, size in limits.margins.items() if name in names}
+    limits = known_to(replace(limits, max_devices=None), decision.cluster, margins)
+    problem = Problem(graph, decision.cluster, limits)
+    placement = find(problem, _POLISH[wish.effort])
+    if placement is None:
+        return decision
+    return _used(problem, placement, decision.shares, decision.version)
+
+
+def _decision(found: _Found, snapshot: Snapshot, rooms: Sequence[Room]) -> Decision:
+    shares = tuple(rooms[at].share_milli for at in found.chosen)
+    return _used(found.problem, found.placement, shares, snapshot.version)
+
+
+def _used(problem: Problem, placement: Placement, shares: Sequence[int], version: int) -> Decision:
+    """The decision with the devices alone that are used."""
+    timeline = replay(problem, placement.devices, placement.order)
+    peaks = timeline.peaks()
+    used = sorted(set(placement.devices))
+    index = {device: at for at, device in enumerate(used)}
+    cluster, rows = problem.cluster, problem.cluster.links
+    small = Cluster(
+        tuple(cluster.devices[at] for at in used),
+        tuple(tuple(rows[src][dst] for dst in used) for src in used),
+        cluster.ports,
+    )
+    return Decision(
+        small,
+        replace(placement, devices=tuple(index[at] for at in placement.devices)),
+        timeline.makespan(),
+        tuple(peaks[problem.device_pool[at]] for at in used),
+        tuple(shares[at] for at in used),
+        version,
+    )
+
+
+def _worth(found: Sequence[_Row]) -> list[_Row]:
+    """The Pareto list by number of devices and step."""
+    rows: list[_Row] = []
+    for row in sorted(found, key=lambda row: (row.used, row.step_ns)):
+        if not rows or row.step_ns < rows[-1].step_ns:
+            rows.append(row)
+    return rows

@@ -1,0 +1,265 @@
+"""Who has what of a cluster: reserve, release, and never more than there is.
+
+Every change is one SQLite transaction (`store.py`): a process that dies, at whatever moment, leaves
+a reservation whole or not at all, and one that was answered is there when the file is opened again.
+Threads and processes may share a file; changes come one after the other, so that concurrent ones
+have the effect of some order of single ones.
+
+Amounts are integers (bytes, thousandths of compute, memory slices), so that a release restores
+exactly what was there. A change costs O(claims), and O(devices + jobs) where another process has
+changed the file meanwhile.
+"""
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Final, final
+
+from baechi.codec import codec
+from baechi.devices import Cluster
+from baechi.errors import InputError, ReservationError
+from baechi.graph import OpGraph
+from baechi.placement import Placement
+from baechi.scheduling.claims import UNUSED, WHOLE_MILLI, Claim, Use
+from baechi.scheduling.snapshot import Reservation, Site, Snapshot, claims_of
+from baechi.scheduling.store import Store, text
+from baechi.simulation import simulate
+from baechi.topology import Topology
+from baechi.values import FrozenDict, check_count, check_name
+
+_CLAIMS: Final = codec(tuple[Claim, ...])
+# Characters of a job's name or a request id.
+_LABEL: Final = 512
+_Change = tuple[Reservation, dict[int, Use]]
+
+
+@final
+class Ledger:
+    """What is left of a cluster, and who has the rest.
+
+    Safe to use from several threads; several processes may open one file.
+
+    Args:
+        cluster: The devices as if nothing ran there: a `Cluster`, or a `Topology` where nodes and
+            switches matter. `None` is that of the file.
+        path: Where it is kept; in memory if absent.
+        sharing: How devices are shared: `"fractional"`, `"whole"` or `"mig"`, for all or by name
+            (`claims.py`); fractional if absent. Of a file that exists, the file's if absent.
+
+    Raises:
+        InputError: The file is of another cluster, or cannot be opened; it is as it was.
+        FormatError: The file is no ledger, is damaged, or has another version; it is as it was.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster | Topology | None = None,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        sharing: str | Mapping[str, str] | None = None,
+    ) -> None:
+        wanted = None if cluster is None else Site.of(cluster, sharing or "fractional")
+        self._lock = threading.Lock()
+        self._store = Store(path, wanted, shared=sharing is not None)
+        self._site = self._store.site
+        self._version = -1
+        self._uses: list[Use] = []
+        self._jobs: dict[str, Reservation] = {}
+        try:
+            self.snapshot()
+        except BaseException:
+            self._store.close()
+            raise
+
+    @property
+    def site(self) -> Site:
+        """The devices, and how they are shared."""
+        return self._site
+
+    def snapshot(self) -> Snapshot:
+        """What is left now, with the version to reserve against."""
+        with self._lock:
+            if self._store.version() != self._version:
+                with self._store.transaction(write=False):
+                    self._catch_up()
+            return Snapshot(self._site, self._version, tuple(self._uses), FrozenDict(self._jobs))
+
+    def residual(self, share_milli: int | None = None) -> Cluster:
+        """What is left now, as a cluster to solve on; see `Snapshot.residual`."""
+        return self.snapshot().residual(share_milli)
+
+    def reserve(
+        self,
+        job: str,
+        claims: Iterable[Claim],
+        *,
+        version: int | None = None,
+        request_id: str = "",
+    ) -> Reservation:
+        """Gives the job all that it claims, or nothing.
+
+        Args:
+            job: Its name; a job has one reservation.
+            claims: What it takes; see `claims_of`.
+            version: That of the snapshot that the claims were decided on: refused where a claimed
+                device has changed since. `None` asks only that there is room.
+            request_id: A request that was granted is not granted twice: asked again, it has the
+                same answer, also after a crash, and after the job's release. One that was refused
+                is not remembered.
+
+        Raises:
+            ReservationError: Not so much is left, the snapshot is stale, the job has a
+                reservation, or the request id was another request's. Nothing is reserved.
+            InputError: A claim names no device of the cluster.
+        """
+        _check_label(job, "job")
+        rows = tuple(claims)
+        if version is not None:
+            check_count(version, "version of a snapshot")
+
+        def decide() -> _Change:
+            if job in self._jobs:
+                raise ReservationError(
+                    f"job {job!r} has a reservation already, made by version "
+                    f"{self._jobs[job].version}; release it first.",
+                    "duplicate",
+                )
+            granted, after = self._site.take(self._uses, rows)
+            if version is not None:
+                self._check_fresh(after, version)
+            reservation = Reservation(job, granted, self._version + 1)
+            self._store.add(reservation)
+            return reservation, after
+
+        question = text(["reserve", job, version, _CLAIMS.write(rows)])
+        return self._change(request_id, question, decide)
+
+    def reserve_placement(
+        self,
+        job: str,
+        graph: OpGraph,
+        cluster: Cluster,
+        placement: Placement,
+        *,
+        share_milli: int = WHOLE_MILLI,
+        version: int | None = None,
+        request_id: str = "",
+    ) -> Reservation:
+        """As `reserve`, for what a placement takes of a residual cluster.
+
+        Args:
+            job: Its name.
+            graph: What was placed.
+            cluster: Where: `residual(share_milli)`, or some of it.
+            placement: The decision.
+            share_milli: The compute that it takes of every device that it uses.
+            version: As in `reserve`.
+            request_id: As in `reserve`.
+
+        Raises:
+            InputError: The placement is not of this graph and cluster.
+            ReservationError: As `reserve`.
+        """
+        peaks = simulate(graph, cluster, placement).peak_bytes
+        claims = claims_of(cluster, placement, peaks, share_milli)
+        return self.reserve(job, claims, version=version, request_id=request_id)
+
+    def release(self, job: str, *, request_id: str = "") -> Reservation:
+        """Takes back all that the job has, and returns it.
+
+        Raises:
+            ReservationError: It has no reservation, or the request id was another request's.
+        """
+        _check_label(job, "job")
+
+        def decide() -> _Change:
+            reservation = self._jobs.get(job)
+            if reservation is None:
+                raise ReservationError(
+                    f"job {job!r} has no reservation: it never had one, or was released.", "unknown"
+                )
+            self._store.remove(job)
+            return reservation, self._site.give_back(self._uses, reservation.claims)
+
+        return self._change(request_id, text(["release", job]), decide)
+
+    def close(self) -> None:
+        """Closes the file; all that was answered is in it."""
+        with self._lock:
+            self._store.close()
+
+    def _change(self, request_id: str, question: str, decide: Callable[[], _Change]) -> Reservation:
+        """One change; `decide` raises before it writes, or not at all."""
+        if request_id != "":
+            _check_label(request_id, "request_id")
+        with self._lock:
+            with self._store.transaction(write=True):
+                self._catch_up()
+                known = self._store.answer(request_id) if request_id else None
+                if known is not None and known[0] != question:
+                    raise ReservationError(
+                        f"request id {request_id!r} was that of another request; give every "
+                        "request its own.",
+                        "duplicate",
+                    )
+                if known is not None:
+                    return known[1]
+                reservation, after = decide()
+                self._store.advance(self._version + 1, after)
+                if request_id:
+                    self._store.keep_answer(request_id, question, reservation)
+            # It is on the disk: only now it counts here.
+            self._version += 1
+            for place, use in after.items():
+                self._uses[place] = use
+            released = self._jobs.pop(reservation.job, None) is not None
+            if not released:
+                self._jobs[reservation.job] = reservation
+            return reservation
+
+    def _check_fresh(self, places: Iterable[int], version: int) -> None:
+        if version > self._version:
+            raise ReservationError(
+                f"the snapshot has version {version}, but this ledger has had only "
+                f"{self._version} changes; is it another ledger's?",
+                "stale",
+            )
+        for place in places:
+            changed = max(map(self._store.changed, self._site.pools[place]))
+            if changed > version:
+                raise ReservationError(
+                    f"device {self._site.base.devices[place].name!r} has changed in version "
+                    f"{changed}, after the snapshot's {version}. Take a new snapshot and solve "
+                    "again.",
+                    "stale",
+                )
+
+    def _catch_up(self) -> None:
+        """Reads what other processes have changed, inside a transaction."""
+        version = self._store.version()
+        if version == self._version:
+            return
+        uses = [UNUSED] * len(self._site.base.devices)
+        jobs = {}
+        for row in self._store.jobs():
+            try:
+                granted, after = self._site.take(uses, row.claims)
+            except (InputError, ReservationError) as error:
+                raise self._store.damaged(error) from error
+            if granted != row.claims or row.version > version:
+                raise self._store.damaged(f"job {row.job!r} has what was never granted")
+            for place, use in after.items():
+                uses[place] = use
+            jobs[row.job] = row
+        self._uses, self._jobs, self._version = uses, jobs, version
+
+
+def _check_label(value: object, what: str) -> None:
+    """Passes a name that the file can hold."""
+    text = check_name(value, what)
+    if len(text) > _LABEL:
+        raise InputError(f"{what} has {len(text)} characters; at most {_LABEL} are kept.")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{what} {text!r} is no valid Unicode text.") from error

@@ -1,0 +1,263 @@
+"""What goes over the wire, and the limits on what comes in.
+
+A message is one JSON object with `"schema": 1` and the fields of the dataclass below, by the same
+codec as Baechi's files: a field that equals its default may be absent, an unknown one is refused,
+and equal values give equal bytes. A graph is uploaded as the file that `baechi.dump` writes.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar, final
+
+import numpy as np
+
+from baechi.codec import Refusal, codec
+from baechi.devices import Device
+from baechi.errors import BaechiError, FormatError, InputError
+from baechi.scheduling.claims import Claim
+from baechi.scheduling.decision import Decision
+from baechi.scheduling.snapshot import Reservation, Snapshot
+from baechi.scheduling.whatif import WhatIf
+from baechi.scheduling.wishes import Wish
+from baechi.topology import Topology
+from baechi.values import check_count
+
+SCHEMA: Final = 1
+_T = TypeVar("_T")
+# A string, or what is left of the text from an open quote on: so that no text takes long.
+_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+\\?"?', re.DOTALL)
+_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a service takes.
+
+    Attributes:
+        body_bytes: Size of a graph's file.
+        message_bytes: Size of any other request.
+        depth: Nesting of its JSON.
+        ops: Ops of a graph.
+        seconds: Time for one answer.
+        waiting: Questions that may wait for a worker.
+        graph_bytes: Memory for uploaded graphs; those that nobody asked for longest go first.
+        up_to: Devices of a curve.
+        after: Jobs whose end is asked about at once.
+    """
+
+    body_bytes: int = 64 * 2**20
+    message_bytes: int = 4 * 2**20
+    depth: int = 32
+    ops: int = 100_000
+    seconds: int = 30
+    waiting: int = 24
+    graph_bytes: int = 2**30
+    up_to: int = 1024
+    after: int = 64
+
+
+class LimitError(BaechiError):
+    """A request passes a limit, or the service has too much to do.
+
+    Attributes:
+        status: The HTTP status: 413, 422 or 503.
+    """
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message, status)
+        self.status = status
+
+    def __str__(self) -> str:
+        """The message alone."""
+        return str(self.args[0])
+
+
+class UnknownGraphError(BaechiError):
+    """No graph of this digest has been uploaded, or it was forgotten."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SolveRequest:
+    """Where does this graph go? `graph` is its digest."""
+
+    graph: str
+    wish: Wish = field(default_factory=Wish)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class WhatIfRequest:
+    """See `whatif.whatif`; `graph` is the digest of one."""
+
+    graph: str
+    wish: Wish = field(default_factory=Wish)
+    after: tuple[str, ...] = ()
+    up_to: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReserveRequest:
+    """See `Ledger.reserve`."""
+
+    job: str
+    claims: tuple[Claim, ...]
+    version: int | None = None
+    request_id: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class ReleaseRequest:
+    """See `Ledger.release`."""
+
+    job: str
+    request_id: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class GraphAnswer:
+    """The digest by which a graph is asked about."""
+
+    digest: str
+    ops: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SolveAnswer:
+    """`status` is `"placed"`, with what to reserve for it, or `"infeasible"`, with a message."""
+
+    status: str
+    version: int
+    decision: Decision | None = None
+    claims: tuple[Claim, ...] = ()
+    message: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Free:
+    """What is left of a device, where it is, and the compute that a claim of it takes."""
+
+    device: Device
+    share_milli: int
+    node: str = ""
+    switch: str = ""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SnapshotAnswer:
+    """What is left, and who has the rest."""
+
+    version: int
+    free: tuple[Free, ...]
+    jobs: tuple[Reservation, ...]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a request was not answered.
+
+    Attributes:
+        error: `"input"`, `"limit"`, `"unknown-graph"`, `"unauthorized"`, `"busy"`, or the
+            `reason` of a `ReservationError`.
+        message: For people.
+    """
+
+    error: str
+    message: str
+
+
+ANSWERS: Final = (GraphAnswer, SolveAnswer, WhatIf, Reservation, SnapshotAnswer, Failure)
+
+
+def encode(value: object) -> bytes:
+    """A message; equal values give equal bytes."""
+    kind: Any = type(value)
+    raw = codec(kind).write(value)
+    text = json.dumps({"schema": SCHEMA, **raw}, separators=(",", ":"), sort_keys=True)
+    return text.encode()
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """The value of a message.
+
+    Raises:
+        FormatError: It is no such message, or of another schema.
+        InputError: A value in it is wrong.
+    """
+    try:
+        raw = json.loads(body, object_pairs_hook=_pairs, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"this is not JSON that can be read: {error}.") from error
+    if not isinstance(raw, dict):
+        raise FormatError("a message is one JSON object.")
+    schema = raw.pop("schema", None)
+    if schema != SCHEMA or isinstance(schema, bool):
+        raise FormatError(f"schema is {schema!r}; this service speaks {SCHEMA}.")
+    hint: Any = kind
+    try:
+        value: _T = codec(hint).read(raw)
+    except Refusal as refusal:
+        raise FormatError(refusal.text()) from refusal
+    return value
+
+
+def check_depth(body: bytes, most: int) -> None:
+    """Passes JSON that is nested no deeper.
+
+    Raises:
+        LimitError: It is.
+    """
+    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
+    opens = np.isin(np.frombuffer(brackets, np.uint8), np.frombuffer(b"[{", np.uint8))
+    deepest = int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
+    if deepest > most:
+        raise LimitError(f"the JSON is nested {deepest} deep; the limit is {most}.", 422)
+
+
+def check_request(request: WhatIfRequest, limits: Limits) -> None:
+    """Passes a question that is not about too much at once.
+
+    Raises:
+        LimitError: It is.
+        InputError: A number is out of range.
+    """
+    if check_count(request.up_to, "up_to") > limits.up_to:
+        raise LimitError(f"up_to is {request.up_to}; the limit is {limits.up_to}.", 422)
+    if len(request.after) > limits.after:
+        raise LimitError(f"after names {len(request.after)} jobs; at most {limits.after}.", 422)
+
+
+def snapshot_answer(snapshot: Snapshot) -> SnapshotAnswer:
+    """A snapshot as a message."""
+    base = snapshot.site.base
+    free = tuple(
+        Free(
+            room.device,
+            room.share_milli,
+            base.nodes[room.place] if isinstance(base, Topology) else "",
+            base.switches[room.place] if isinstance(base, Topology) else "",
+        )
+        for room in snapshot.rooms()
+    )
+    jobs = sorted(snapshot.jobs.values(), key=lambda row: (row.version, row.job))
+    return SnapshotAnswer(snapshot.version, free, tuple(jobs))
+
+
+def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(items)
+    if len(found) != len(items):
+        raise InputError("a key occurs twice in one object")
+    return found
+
+
+def _constant(name: str) -> None:
+    raise InputError(f"it holds {name}, which is no JSON number")

@@ -1,0 +1,391 @@
+"""The placement API over HTTP: questions without side effects, and a ledger behind two verbs.
+
+    POST /v1/graphs    an OpGraph file                 -> its digest
+    POST /v1/solve     {graph, wish}                   -> decision, claims
+    POST /v1/whatif    {graph, wish, after, up_to}     -> alternatives, shortage, waiting, curve
+    POST /v1/reserve   {job, claims, version?, request_id?}   -> reservation
+    POST /v1/release   {job, request_id?}              -> reservation
+    GET  /v1/snapshot  what is left, and who has the rest
+    GET  /healthz, /metrics, /openapi.json, /docs
+
+The messages are those of `messages.py`. Solves run in processes of their own (`workers.py`),
+changes of the ledger one after the other in this one. Answers are pure functions of the request and
+of the ledger's version. An answered reservation is on the disk; what a stop interrupts was not
+answered, and asking again with the same request id tells.
+"""
+
+import hashlib
+import hmac
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Final, TypeVar, final
+
+import anyio
+from fastapi import FastAPI, Request, Response
+from fastapi.openapi.utils import get_openapi
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from baechi import __version__
+from baechi.errors import BaechiError, InfeasibleError, ReservationError
+from baechi.scheduling import messages
+from baechi.scheduling.ledger import Ledger
+from baechi.scheduling.messages import (
+    Failure,
+    GraphAnswer,
+    LimitError,
+    Limits,
+    ReleaseRequest,
+    ReserveRequest,
+    SnapshotAnswer,
+    SolveAnswer,
+    SolveRequest,
+    UnknownGraphError,
+    WhatIfRequest,
+    check_depth,
+    check_request,
+    decode,
+    encode,
+    snapshot_answer,
+)
+from baechi.scheduling.snapshot import Reservation
+from baechi.scheduling.whatif import WhatIf
+from baechi.scheduling.workers import Question, State, Workers
+
+_T = TypeVar("_T")
+_JSON: Final = "application/json"
+# What a status means, for the OpenAPI document.
+_FAILURES: Final = {
+    401: "No bearer token, or another one.",
+    404: "The graph was not uploaded, or forgotten; or the job has no reservation.",
+    408: "The body did not arrive in time.",
+    409: "Not so much is left, the snapshot is stale, or the job or the request id is another's.",
+    413: "The body is too large.",
+    422: "The request cannot be read, is nested too deeply, or asks for too much.",
+    503: "There is too much to do, or the answer takes too long. Ask again, or for less.",
+}
+_PATHS: Final = ("/v1/graphs", "/v1/solve", "/v1/whatif", "/v1/reserve", "/v1/release",
+                 "/v1/snapshot", "/healthz", "/metrics")  # fmt: skip
+# What anybody may read.
+_OPEN: Final = ("/healthz", "/openapi.json", "/docs")
+
+
+def create_app(
+    ledger: Ledger, *, token: str = "", workers: int = 2, limits: Limits | None = None
+) -> FastAPI:
+    """The service over a ledger, which stays the caller's to close.
+
+    Args:
+        ledger: What is left.
+        token: The bearer token that requests must carry; none if empty.
+        workers: Processes that solve.
+        limits: What it takes.
+    """
+    return _Service(ledger, token, workers, limits or Limits()).app
+
+
+@final
+class _Service:
+    def __init__(self, ledger: Ledger, token: str, workers: int, limits: Limits) -> None:
+        self._ledger, self._token, self._limits = ledger, token, limits
+        self._count = workers
+        self._workers: Workers | None = None
+        self._graphs = _Graphs(limits.graph_bytes)
+        self._metrics = _Metrics(ledger)
+        self.app = FastAPI(
+            title="Baechi",
+            version=__version__,
+            summary="Where does this graph go, of what is left?",
+            lifespan=self._lifespan,
+            redoc_url=None,
+        )
+        self.app.middleware("http")(self._guarded)
+        self._route("POST", "/v1/graphs", self._upload, {"type": "object"}, GraphAnswer)
+        self._route("POST", "/v1/solve", self._solve, SolveRequest, SolveAnswer)
+        self._route("POST", "/v1/whatif", self._whatif, WhatIfRequest, WhatIf)
+        self._route("POST", "/v1/reserve", self._reserve, ReserveRequest, Reservation)
+        self._route("POST", "/v1/release", self._release, ReleaseRequest, Reservation)
+        self._route("GET", "/v1/snapshot", self._snapshot, None, SnapshotAnswer)
+        self._route("GET", "/healthz", self._healthz, None, None)
+        self._route("GET", "/metrics", self._scrape, None, None)
+        self.app.openapi = self._openapi  # type: ignore[method-assign]
+
+    @asynccontextmanager
+    async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
+        limits = self._limits
+        self._workers = await run_in_threadpool(
+            Workers, self._count, self._ledger.site, limits.seconds, limits.waiting
+        )
+        # A thread for every question that may wait, and some for the ledger.
+        anyio.to_thread.current_default_thread_limiter().total_tokens = (
+            self._count + limits.waiting + 16
+        )
+        try:
+            yield
+        finally:
+            await run_in_threadpool(self._workers.close)
+
+    async def _guarded(
+        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        """Every request: who asks, how long it takes, and what becomes of an error."""
+        start = time.perf_counter()
+        path = request.url.path
+        try:
+            if path in _OPEN or self._is_known(request):
+                response = await answer(request)
+            else:
+                response = _failure(401, "unauthorized", "give the header 'Authorization: Bearer "
+                                    "TOKEN' with the service's token.")  # fmt: skip
+                response.headers["WWW-Authenticate"] = "Bearer"
+        except (BaechiError, TimeoutError) as error:
+            response = _told(error)
+        self._metrics.count(path, response.status_code, time.perf_counter() - start)
+        return response
+
+    def _is_known(self, request: Request) -> bool:
+        given = request.headers.get("authorization", "")
+        wanted = f"Bearer {self._token}"
+        return not self._token or hmac.compare_digest(given.encode(), wanted.encode())
+
+    async def _body(self, request: Request, most: int) -> bytes:
+        """The body, if it is not too large or too slow."""
+        chunks, size = [], 0
+        with anyio.fail_after(self._limits.seconds):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > most:
+                    raise LimitError(f"the body has more than {most} bytes, the limit.", 413)
+                chunks.append(chunk)
+        return b"".join(chunks)
+
+    async def _message(self, request: Request, kind: type[_T]) -> _T:
+        body = await self._body(request, self._limits.message_bytes)
+        check_depth(body, self._limits.depth)
+        return decode(body, kind)
+
+    async def _upload(self, request: Request) -> Response:
+        body = await self._body(request, self._limits.body_bytes)
+        try:
+            text = body.decode()
+        except UnicodeDecodeError as error:
+            raise LimitError(f"byte {error.start} is not UTF-8.", 422) from error
+        # Until it is read, a graph has the name of its bytes.
+        name = hashlib.sha256(body).hexdigest()
+        answer = await self._ask(Question(name, None, self._limits), text)
+        self._graphs.add(decode(answer, GraphAnswer).digest, text)
+        return Response(answer, media_type=_JSON)
+
+    async def _solve(self, request: Request) -> Response:
+        return await self._think(await self._message(request, SolveRequest))
+
+    async def _whatif(self, request: Request) -> Response:
+        question = await self._message(request, WhatIfRequest)
+        check_request(question, self._limits)
+        return await self._think(question)
+
+    async def _think(self, request: SolveRequest | WhatIfRequest) -> Response:
+        text = self._graphs.get(request.graph)
+        now = await run_in_threadpool(self._ledger.snapshot)
+        jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
+        state = State(now.version, now.uses, dict(jobs))
+        question = Question(request.graph, None, self._limits, request, state)
+        return Response(await self._ask(question, text), media_type=_JSON)
+
+    async def _ask(self, question: Question, text: str) -> bytes:
+        assert self._workers is not None  # the lifespan has started them
+        return await run_in_threadpool(self._workers.ask, question, text)
+
+    async def _reserve(self, request: Request) -> Response:
+        wanted = await self._message(request, ReserveRequest)
+        return await self._changed(
+            lambda: self._ledger.reserve(
+                wanted.job, wanted.claims, version=wanted.version, request_id=wanted.request_id
+            )
+        )
+
+    async def _release(self, request: Request) -> Response:
+        wanted = await self._message(request, ReleaseRequest)
+        return await self._changed(
+            lambda: self._ledger.release(wanted.job, request_id=wanted.request_id)
+        )
+
+    async def _changed(self, change: Callable[[], Reservation]) -> Response:
+        reservation = await run_in_threadpool(change)
+        return Response(encode(reservation), media_type=_JSON)
+
+    async def _snapshot(self, _: Request) -> Response:
+        now = await run_in_threadpool(self._ledger.snapshot)
+        return Response(encode(snapshot_answer(now)), media_type=_JSON)
+
+    async def _healthz(self, _: Request) -> Response:
+        now = await run_in_threadpool(self._ledger.snapshot)
+        return Response(f'{{"status":"ok","version":{now.version}}}', media_type=_JSON)
+
+    async def _scrape(self, _: Request) -> Response:
+        page = await run_in_threadpool(self._metrics.page)
+        return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    def _route(
+        self,
+        method: str,
+        path: str,
+        endpoint: Callable[[Request], Awaitable[Response]],
+        asked: Any,
+        answered: Any,
+    ) -> None:
+        failures = {
+            status: {"description": text, "content": _content(Failure)}
+            for status, text in _FAILURES.items()
+            if asked is not None or status in (401, 503)
+        }
+        good: dict[str, Any] = {"description": "The answer."}
+        if answered is not None:
+            good["content"] = _content(answered)
+        extra: dict[str, Any] = {}
+        if asked is not None:
+            extra["requestBody"] = {"required": True, "content": _content(asked)}
+        if self._token and path not in _OPEN:
+            extra["security"] = [{"token": []}]
+        self.app.add_api_route(
+            path,
+            endpoint,
+            methods=[method],
+            response_class=Response,
+            responses={200: good, **failures},  # type: ignore[dict-item]
+            openapi_extra=extra,
+            operation_id=path.strip("/").replace("/", "_"),
+        )
+
+    def _openapi(self) -> dict[str, Any]:
+        app = self.app
+        if app.openapi_schema is None:
+            page = get_openapi(
+                title=app.title, version=app.version, summary=app.summary, routes=app.routes
+            )
+            parts = page.setdefault("components", {})
+            kinds = (SolveRequest, WhatIfRequest, ReserveRequest, ReleaseRequest)
+            parts["schemas"] = {}
+            for kind in (*kinds, *messages.ANSWERS):
+                schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
+                parts["schemas"].update(schema.pop("$defs", {}))
+                version = {"const": messages.SCHEMA, "type": "integer", "title": "Schema"}
+                schema["properties"] = {"schema": version, **schema.get("properties", {})}
+                schema["required"] = ["schema", *schema.get("required", [])]
+                parts["schemas"][f"{kind.__name__}Message"] = schema
+            if self._token:
+                parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+            app.openapi_schema = page
+        return app.openapi_schema
+
+
+@final
+class _Graphs:
+    """Uploaded graphs by digest; those that nobody asked for longest go first."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._size = most, 0
+        self._texts: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def add(self, digest: str, text: str) -> None:
+        with self._lock:
+            self._size += len(text) - len(self._texts.pop(digest, ""))
+            self._texts[digest] = text
+            while self._size > self._most and len(self._texts) > 1:
+                _, old = self._texts.popitem(last=False)
+                self._size -= len(old)
+
+    def get(self, digest: str) -> str:
+        with self._lock:
+            if digest not in self._texts:
+                raise UnknownGraphError(
+                    f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
+                    "started anew or forgot it. Send it to /v1/graphs first."
+                )
+            self._texts.move_to_end(digest)
+            return self._texts[digest]
+
+
+@final
+class _Metrics:
+    """What Prometheus reads."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "baechi_requests", "Requests.", ("path", "status"), registry=self._registry
+        )
+        self._seconds = Histogram(
+            "baechi_request_seconds",
+            "Time to answer.",
+            ("path",),
+            buckets=(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
+            registry=self._registry,
+        )
+        gauges = {
+            name: Gauge(f"baechi_{name}", text, registry=self._registry)
+            for name, text in (
+                ("ledger_version", "Changes of the ledger."),
+                ("jobs", "Jobs with a reservation."),
+                ("claimed_bytes", "Memory that is claimed."),
+                ("claimed_devices", "Devices or instances that are claimed, by their shares."),
+            )
+        }
+        self._ledger, self._gauges = ledger, gauges
+
+    def count(self, path: str, status: int, seconds: float) -> None:
+        # Paths that do not exist are one, so that nobody can fill the memory with them.
+        label = path if path in _PATHS else "other"
+        self._requests.labels(label, str(status)).inc()
+        self._seconds.labels(label).observe(seconds)
+
+    def page(self) -> bytes:
+        now = self._ledger.snapshot()
+        claims = [claim for row in now.jobs.values() for claim in row.claims]
+        self._gauges["ledger_version"].set(now.version)
+        self._gauges["jobs"].set(len(now.jobs))
+        self._gauges["claimed_bytes"].set(sum(claim.memory_bytes for claim in claims))
+        self._gauges["claimed_devices"].set(sum(claim.share_milli for claim in claims) / 1000)
+        return generate_latest(self._registry)
+
+
+def _content(kind: Any) -> dict[str, Any]:
+    if isinstance(kind, dict):
+        return {_JSON: {"schema": kind}}
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Message"}}}
+
+
+def _failure(status: int, error: str, message: str) -> Response:
+    return Response(encode(Failure(error, message)), status_code=status, media_type=_JSON)
+
+
+def _told(error: BaechiError | TimeoutError) -> Response:
+    """What an error is over HTTP."""
+    if isinstance(error, TimeoutError):
+        return _failure(408, "limit", "the body did not arrive in time.")
+    text = str(error)
+    if isinstance(error, LimitError):
+        busy = error.status == 503
+        response = _failure(error.status, "busy" if busy else "limit", text)
+        if busy:
+            response.headers["Retry-After"] = "1"
+        return response
+    if isinstance(error, UnknownGraphError):
+        return _failure(404, "unknown-graph", text)
+    if isinstance(error, ReservationError):
+        return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
+    if isinstance(error, InfeasibleError):
+        return _failure(409, "capacity", text)
+    return _failure(422, "input", text)

@@ -1,0 +1,338 @@
+"""What is left at one version of a ledger: a value, to be asked and sent to other processes."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import final
+
+from baechi.devices import Cluster
+from baechi.errors import InputError, ReservationError
+from baechi.placement import Placement
+from baechi.scheduling.claims import (
+    PROFILES,
+    SHARINGS,
+    UNUSED,
+    WHOLE_MILLI,
+    Claim,
+    Room,
+    Use,
+    rooms,
+    split_name,
+)
+from baechi.topology import Topology
+from baechi.units import format_bytes
+from baechi.values import FrozenDict
+
+
+@final
+@dataclass(frozen=True)
+class Site:
+    """The devices that a ledger is about, as if nothing ran on them, and how each is shared.
+
+    Attributes:
+        base: Devices and links; a `Topology` also knows nodes and switches.
+        sharing: For every device one of `SHARINGS`.
+
+    Raises:
+        InputError: A sharing is unknown, or a device of a pool is not shared by fractions.
+    """
+
+    base: Cluster | Topology
+    sharing: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.base, Cluster | Topology):
+            raise InputError(
+                f"a {type(self.base).__name__} stands where a baechi.Cluster or a "
+                "baechi.Topology belongs."
+            )
+        for device, how in zip(self.base.devices, self.sharing, strict=True):
+            if how not in SHARINGS:
+                raise InputError(
+                    f"device {device.name!r} is shared by {how!r}; it must be one of "
+                    f"{', '.join(SHARINGS)}."
+                )
+            if device.pool and how != "fractional":
+                raise InputError(
+                    f"device {device.name!r} of pool {device.pool!r} is shared by {how!r}; what "
+                    "is in a pool can only be shared by fractions."
+                )
+
+    @staticmethod
+    def of(base: Cluster | Topology, sharing: str | Mapping[str, str] = "fractional") -> "Site":
+        """A site whose devices are all shared in one way, or by name, `"fractional"` where absent.
+
+        Raises:
+            InputError: Also where a name is no device's.
+        """
+        names = [device.name for device in getattr(base, "devices", ())]
+        if isinstance(sharing, str):
+            return Site(base, (sharing,) * len(names))
+        unknown = sorted(set(sharing) - set(names))
+        if unknown:
+            raise InputError(f"sharing names {unknown[0]!r}, which is no device of the cluster.")
+        return Site(base, tuple(sharing.get(name, "fractional") for name in names))
+
+    @cached_property
+    def index(self) -> Mapping[str, int]:
+        """The place of every device, by name."""
+        return FrozenDict({device.name: at for at, device in enumerate(self.base.devices)})
+
+    @cached_property
+    def pools(self) -> tuple[tuple[int, ...], ...]:
+        """For every device those that share its memory, itself among them."""
+        members: dict[str, list[int]] = {}
+        for at, device in enumerate(self.base.devices):
+            if device.pool:
+                members.setdefault(device.pool, []).append(at)
+        return tuple(
+            tuple(members[device.pool]) if device.pool else (at,)
+            for at, device in enumerate(self.base.devices)
+        )
+
+    def free_bytes(self, uses: Sequence[Use], place: int) -> int:
+        """What is left of the memory of a device, or of its pool."""
+        taken = sum(uses[other].memory_bytes for other in self.pools[place])
+        return self.base.devices[place].memory_bytes - taken
+
+    def take(
+        self, uses: Sequence[Use], claims: Iterable[Claim]
+    ) -> tuple[tuple[Claim, ...], dict[int, Use]]:
+        """What the claims take, and the devices' uses with them; `uses` stays as it is.
+
+        Returns:
+            The claims as they are granted (an exclusive one takes the whole device, one of a MIG
+            profile has its start), and the new use of every device that they touch.
+
+        Raises:
+            InputError: A device is unknown or claimed twice, or there are no claims.
+            ReservationError: Not so much is left.
+        """
+        granted: list[Claim] = []
+        after: dict[int, Use] = {}
+        for claim in claims:
+            place = self._place(claim.device)
+            use = after.get(place, uses[place])
+            if self.sharing[place] == "mig":
+                full, after[place] = self._instance(claim, place, use)
+            else:
+                if place in after:
+                    raise InputError(
+                        f"device {claim.device!r} is claimed twice; add the claims up."
+                    )
+                full, after[place] = self._part(claim, place, use)
+            granted.append(full)
+        if not granted:
+            raise InputError("a reservation has no claims; name at least one device.")
+        for place in after:
+            members = self.pools[place]
+            taken = sum(after.get(at, uses[at]).memory_bytes for at in members)
+            device = self.base.devices[place]
+            if taken > device.memory_bytes:
+                asked = taken - sum(uses[at].memory_bytes for at in members)
+                raise ReservationError(
+                    f"device {device.name!r} has "
+                    f"{format_bytes(device.memory_bytes - taken + asked)} left, but "
+                    f"{format_bytes(asked)} are claimed. Solve again on what is left, or wait.",
+                    "capacity",
+                )
+        return tuple(granted), after
+
+    def give_back(self, uses: Sequence[Use], claims: Iterable[Claim]) -> dict[int, Use]:
+        """The devices' uses without claims that `take` has granted."""
+        after: dict[int, Use] = {}
+        for claim in claims:
+            place = self._place(claim.device)
+            use = after.get(place, uses[place])
+            if self.sharing[place] == "mig":
+                _, profile, start = split_name(claim.device)
+                after[place] = use._replace(slices=use.slices & ~PROFILES[profile].mask(start or 0))
+            else:
+                after[place] = Use(
+                    use.memory_bytes - claim.memory_bytes, use.share_milli - claim.share_milli
+                )
+        return after
+
+    def _place(self, name: str) -> int:
+        place = self.index.get(name)
+        if place is not None and self.sharing[place] != "mig":
+            return place
+        if place is None and "mig" in self.sharing:
+            device, _, _ = split_name(name)
+            parent = self.index.get(device)
+            if parent is not None and self.sharing[parent] == "mig":
+                return parent
+        if place is not None:
+            raise InputError(
+                f"device {name!r} is cut into MIG instances; claim one, such as '{name}/3g'."
+            )
+        raise InputError(f"device {name!r} is unknown; the snapshot lists what there is.")
+
+    def _part(self, claim: Claim, place: int, use: Use) -> tuple[Claim, Use]:
+        """A claim of a device that is not cut, as granted, and the device's use with it."""
+        device = self.base.devices[place]
+        if claim.exclusive or self.sharing[place] == "whole":
+            if claim.memory_bytes > device.memory_bytes:
+                raise ReservationError(
+                    f"device {device.name!r} has {format_bytes(device.memory_bytes)}, but "
+                    f"{format_bytes(claim.memory_bytes)} are claimed.",
+                    "capacity",
+                )
+            claim = replace(claim, memory_bytes=device.memory_bytes, share_milli=WHOLE_MILLI)
+        free = WHOLE_MILLI - use.share_milli
+        if claim.share_milli > free:
+            whole = "all" if claim.share_milli == WHOLE_MILLI else f"{claim.share_milli}"
+            raise ReservationError(
+                f"device {device.name!r} has {free} of 1000 of its compute left, but {whole} is "
+                "claimed. Claim a smaller share, or wait.",
+                "capacity",
+            )
+        taken = Use(use.memory_bytes + claim.memory_bytes, use.share_milli + claim.share_milli)
+        return claim, taken
+
+    def _instance(self, claim: Claim, place: int, use: Use) -> tuple[Claim, Use]:
+        """A claim of a MIG instance, as granted, and the device's use with it."""
+        device, name, start = split_name(claim.device)
+        profile = PROFILES[name]
+        starts = profile.starts if start is None else (start,)
+        free = next((at for at in starts if not use.slices & profile.mask(at)), None)
+        if free is None:
+            raise ReservationError(
+                f"device {device!r} has no room for an instance {claim.device!r}; the snapshot "
+                "lists those that are free.",
+                "capacity",
+            )
+        nbytes = self.base.devices[place].memory_bytes * profile.memory // 8
+        if claim.memory_bytes > nbytes:
+            raise ReservationError(
+                f"an instance {name} of {device!r} has {format_bytes(nbytes)}, but "
+                f"{format_bytes(claim.memory_bytes)} are claimed. Claim a larger profile.",
+                "capacity",
+            )
+        granted = Claim(f"{device}/{name}@{free}", nbytes, profile.share_milli, claim.exclusive)
+        return granted, use._replace(slices=use.slices | profile.mask(free))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What a job has.
+
+    Attributes:
+        job: Its name.
+        claims: What it takes, as granted.
+        version: The version of the ledger that its reservation made.
+    """
+
+    job: str
+    claims: tuple[Claim, ...]
+    version: int
+
+
+@final
+@dataclass(frozen=True)
+class Snapshot:
+    """What is left at one version of a ledger.
+
+    Attributes:
+        site: The devices, as if nothing ran there.
+        version: How many changes the ledger has had.
+        uses: What is taken of every device.
+        jobs: Job to its reservation.
+    """
+
+    site: Site
+    version: int = 0
+    uses: tuple[Use, ...] = ()
+    jobs: Mapping[str, Reservation] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        if not self.uses:
+            object.__setattr__(self, "uses", (UNUSED,) * len(self.site.base.devices))
+
+    def rooms(self, share_milli: int | None = None) -> tuple[Room, ...]:
+        """What is left, as devices, in their order; see `claims.rooms`. O(devices)."""
+        return tuple(
+            room
+            for place, device in enumerate(self.site.base.devices)
+            for room in rooms(
+                place,
+                device,
+                self.site.sharing[place],
+                self.uses[place],
+                self.site.free_bytes(self.uses, place),
+                share_milli,
+            )
+        )
+
+    def part(self, rows: Sequence[Room]) -> Cluster:
+        """The cluster of some rooms.
+
+        Raises:
+            ReservationError: There are none.
+        """
+        if not rows:
+            raise ReservationError(
+                "nothing is left: every device is taken. Release a job, or wait.", "capacity"
+            )
+        base, places = self.site.base, [room.place for room in rows]
+        devices = tuple(room.device for room in rows)
+        if isinstance(base, Topology):
+            return Cluster(devices, base.links(places), base.ports)
+        if places == list(range(len(base.devices))):
+            return Cluster(devices, base.links, base.ports)
+        links = tuple(tuple(base.links[src][dst] for dst in places) for src in places)
+        return Cluster(devices, links, base.ports)
+
+    def residual(self, share_milli: int | None = None) -> Cluster:
+        """The cluster of all that is left: what `baechi.solve` takes.
+
+        Args:
+            share_milli: Offer only so much compute of every device, and no device with less.
+
+        Raises:
+            ReservationError: Nothing is left.
+        """
+        return self.part(self.rooms(share_milli))
+
+    def without(self, job: str) -> "Snapshot":
+        """What is left when the job has ended, all else as it is.
+
+        Raises:
+            ReservationError: It has no reservation.
+        """
+        reservation = self.jobs.get(job)
+        if reservation is None:
+            raise ReservationError(f"job {job!r} has no reservation here.", "unknown")
+        uses = list(self.uses)
+        for place, use in self.site.give_back(self.uses, reservation.claims).items():
+            uses[place] = use
+        others = {name: row for name, row in self.jobs.items() if name != job}
+        return Snapshot(self.site, self.version, tuple(uses), FrozenDict(others))
+
+
+def claims_of(
+    cluster: Cluster,
+    placement: Placement,
+    peak_bytes: Sequence[int],
+    shares: Mapping[str, int] | int = WHOLE_MILLI,
+) -> tuple[Claim, ...]:
+    """What a placement takes of the devices that it uses.
+
+    Args:
+        cluster: The cluster that it was made for.
+        placement: Which device runs which op.
+        peak_bytes: `Schedule.peak_bytes` of it there; a pool's is claimed once.
+        shares: The compute that it takes, in thousandths of a device; by device name, or of all.
+    """
+    uses = Counter(placement.devices)
+    claimed: set[str] = set()
+    claims = []
+    for at in sorted(uses):
+        device = cluster.devices[at]
+        nbytes = 0 if device.pool and device.pool in claimed else peak_bytes[at]
+        claimed.add(device.pool)
+        share = shares if isinstance(shares, int) else shares[device.name]
+        claims.append(Claim(device.name, nbytes, share))
+    return tuple(claims)
