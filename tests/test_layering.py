@@ -14,10 +14,8 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
-    0: "errors units values arrays graph devices constraints placement costs measurement "
-    "optimizers efficiency runtime.program",
     0: "errors units values arrays graph devices topology constraints placement costs measurement "
-    "optimizers efficiency",
+    "optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",

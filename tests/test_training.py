@@ -176,14 +176,14 @@ def test_gradients_through_views_of_parameters_and_of_inputs_are_ordered_by_the_
     module = traced.module
     edges = {(t.producer, c) for t in graph.tensors for c in t.consumers}
     found = 0
-    for node in by_node:
+    for node, op in by_node.items():
         fx_node = next(n for n in module.graph_module.graph.nodes if n.name == node)
         if fx_node.op in ("placeholder", "get_attr"):
             continue
         if not any(value.requires_grad for value in module.facts.nodes[fx_node].values):
             continue
         for user in fx_node.users:
-            ends = by_node[node], by_node.get(user.name)
+            ends = op, by_node.get(user.name)
             if ends[1] is not None and ends[0] != ends[1]:
                 assert (back[ends[1]], back[ends[0]]) in edges, (node, user)
                 found += 1
