@@ -8,9 +8,22 @@ import random
 import numpy as np
 from hypothesis import strategies as st
 
-from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Placement, Tensor
+from baechi import (
+    Cluster,
+    Constraints,
+    Device,
+    Link,
+    Op,
+    OpCost,
+    OpGraph,
+    Placement,
+    Profile,
+    Tensor,
+    Traced,
+)
 from baechi.placers.favorite_program import FavoriteProgram
 from baechi.problem import Problem
+from baechi.traced import Attempt, TracedOp, TracedTensor
 
 times = st.integers(0, 30)
 sizes = st.integers(0, 40)
@@ -37,6 +50,44 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
     if kinds and draw(st.booleans()):
         rows["fast"] = tuple(draw(times) for _ in range(n))
     return OpGraph(ops, tensors, rows)
+
+
+@st.composite
+def steps(draw, max_ops=6):
+    """Graphs of a training step, or of an inference, of a model that was never there."""
+    n = draw(st.integers(1, max_ops))
+    drawn = [
+        (
+            draw(st.integers(0, n - 1)),
+            draw(st.sets(st.integers(1, n - 1), max_size=3)) if n > 1 else set(),
+            draw(sizes),
+            draw(st.integers(0, 3)) == 0,
+            draw(st.integers(0, 3)) > 0,
+        )
+        for _ in range(draw(st.integers(0, 2 * n)))
+    ]
+    tensors = tuple(
+        TracedTensor(p, tuple(sorted(c for c in consumers if c > p)), nbytes, kept, smooth)
+        for p, consumers, nbytes, kept, smooth in drawn
+    )
+    ops = []
+    for op in range(n):
+        touched = [i for i, t in enumerate(tensors) if op in (t.producer, *t.consumers)]
+        saves = draw(st.sets(st.sampled_from(touched), max_size=2)) if touched else ()
+        ops.append(
+            TracedOp(
+                f"op{op}",
+                (f"op{op}",),
+                "",
+                saves=tuple(sorted(saves)),
+                saved_bytes=draw(st.sampled_from([0, 0, 5])),
+                differentiable=draw(st.integers(0, 4)) > 0,
+                group=draw(st.sampled_from([None, None, None, "g", "h"])),
+            )
+        )
+    traced = Traced("Nothing", tuple(ops), tensors, (Attempt("none"),), True)
+    costs = tuple(OpCost(draw(times), draw(times)) for _ in ops)
+    return traced.graph(Profile(traced.digest, "", costs), training=draw(st.booleans()))
 
 
 @st.composite

@@ -15,11 +15,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values arrays graph devices topology constraints placement costs measurement "
-    "optimizers efficiency",
+    "optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.program runtime.checking",
+    3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
     "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
     "workspace kernels workload estimation calibration",
@@ -122,6 +122,8 @@ ALLOWED = {
     "reporting.page": {"reporting.facts", "reporting.figures", "reporting.occupancy"},
     "reporting.perfetto": {"reporting.facts", "reporting.occupancy"},
     "reporting.text": {"reporting.facts"},
+    # The program of a placement: cut, and then written.
+    "runtime.compiling": {"runtime.cutting"},
     # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
     "scheduling.fleet": {"scheduling.jobs"},
     "scheduling.sharing": {"scheduling.jobs"},
@@ -254,17 +256,24 @@ ALLOWED = {
     "workload": {"extraction", "kernels", "lowering", "metering", "partition", "propagation"},
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
-    # Layer 5: segments, then steps, then those who run them, then the module.
-    "runtime.steps": {"runtime.segments"},
-    "runtime.workers": {"runtime.segments", "runtime.steps"},
-    "runtime.streams": {"runtime.segments", "runtime.steps"},
+    # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
+    "runtime.tapes": {"runtime.steps"},
+    "runtime.gradients": {"runtime.tapes"},
+    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
+    "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
+    "runtime.streams": {"runtime.binding", "runtime.steps"},
     "runtime.executors": {
-        "runtime.segments",
+        "runtime.binding",
         "runtime.steps",
         "runtime.streams",
         "runtime.workers",
     },
-    "runtime.executables": {"runtime.executors", "runtime.segments", "runtime.steps"},
+    "runtime.executables": {
+        "runtime.binding",
+        "runtime.executors",
+        "runtime.steps",
+        "runtime.streams",
+    },
     "runtime.measuring": {"runtime.executables"},
     "runtime.handover": {"runtime.module"},
     "runtime.module": {"runtime.executables", "runtime.measuring"},

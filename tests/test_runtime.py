@@ -1,5 +1,6 @@
 """The executors: parallel, orderly in failure, and gone when their module is."""
 
+import dataclasses
 import gc
 import threading
 import time
@@ -14,7 +15,6 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
-from baechi.runtime.segments import backward_order, cut
 from baechi.runtime.streams import CudaExecutor
 
 
@@ -164,15 +164,16 @@ def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_
     graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
     cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(3)})
     placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(5))
-    segments = cut(traced, placement.devices, [op for op in placement.order if op < len(costs)])
-    order = backward_order(segments, [-segment.index for segment in segments])
-    executor = CudaExecutor(segments, order, [torch.device("cpu")] * 3)
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    executable = placed._current.executable
+    places = [torch.device("cpu")] * 3
+    executor = CudaExecutor(executable.program, executable._way.bound, places)
+    inline = dataclasses.replace(executable._way, executor=executor)
     loss = model(*args, **kwargs).loss
     loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with unittest.mock.patch.object(placed._current.executable, "_executor", executor):
+    with unittest.mock.patch.object(executable, "_way", inline):
         other = placed(*args, **kwargs).loss
         other.backward()
     torch.testing.assert_close(other, loss)

@@ -358,6 +358,7 @@ def test_every_type_of_every_field_has_acodec():
     assert set(TYPES) == {
         *("Op", "Tensor", "OpGraph", "Device", "Link", "Cluster", "Placement", "Span"),
         *("Transfer", "Schedule", "OpCost", "Profile", "Traced", "Constraints"),
+        "Program",
         "Measurement",
         "Calibration",
         "Topology",

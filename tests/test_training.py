@@ -154,3 +154,37 @@ def test_gradients_of_a_tied_parameter_have_room_until_they_are_added_up() -> No
     assert tied[0].shared_bytes == tied[0].trained_bytes
     (backward,) = [op for op in graph.ops if op.name == BACKWARD + tied[0].name]
     assert backward.workspace_bytes >= 2 * tied[0].shared_bytes
+
+
+def test_gradients_through_views_of_parameters_and_of_inputs_are_ordered_by_the_graph() -> None:
+    """What is a view of a parameter, or of the caller's tensor, goes backward after its readers."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            turned, rows = self.weight.t(), x.view(-1, 4)
+            return (rows @ turned).tanh() @ turned + rows
+
+    traced = baechi.trace(Views(), (torch.randn(2, 1, 4, requires_grad=True),))
+    graph = traced.graph(costs_of(traced), training=True)
+    index = {op.name: i for i, op in enumerate(graph.ops)}
+    back = {i: index.get(BACKWARD + op.name) for i, op in enumerate(traced.ops)}
+    by_node = {node: i for i, op in enumerate(traced.ops) for node in op.nodes}
+    module = traced.module
+    edges = {(t.producer, c) for t in graph.tensors for c in t.consumers}
+    found = 0
+    for node, op in by_node.items():
+        fx_node = next(n for n in module.graph_module.graph.nodes if n.name == node)
+        if fx_node.op in ("placeholder", "get_attr"):
+            continue
+        if not any(value.requires_grad for value in module.facts.nodes[fx_node].values):
+            continue
+        for user in fx_node.users:
+            ends = op, by_node.get(user.name)
+            if ends[1] is not None and ends[0] != ends[1]:
+                assert (back[ends[1]], back[ends[0]]) in edges, (node, user)
+                found += 1
+    assert found >= 5

@@ -137,7 +137,8 @@ def _row(
     fewest, most = _STEPS
     steps = min(max(_BUDGET_NS // max(schedule.makespan_ns, 1), fewest), most)
     measured = placed.measure(steps)
-    segments = len(placed._current.executable.segments) * (1 + (case[2] == "training"))
+    phases = placed._current.executable.program.phases
+    segments = sum(len(phase.segments) for phase in phases)
     placed.unplace()
     return Row(
         *case,

@@ -64,7 +64,8 @@ def main(
                 placed = baechi.apply(
                     traced, placement, graph=graph, cluster=cluster, threads_per_device=1
                 )
-                segments = len(placed._current.executable.segments) * (1 + training)
+                phases = placed._current.executable.program.phases
+                segments = sum(len(phase.segments) for phase in phases)
                 found[title] = (segments, cpu_ns(placed, args, kwargs))
                 placed.unplace()
             (few, few_ns), (many, many_ns) = found["few"], found["many"]

@@ -82,7 +82,9 @@ def _scalar(kind: Any) -> Codec:
 
 
 def _union(members: tuple[Any, ...]) -> Codec:
-    """One of several scalars, or `None` and one other type."""
+    """One of several scalars, one of several dataclasses, or `None` and one other type."""
+    if all(is_dataclass(member) for member in members):
+        return _variant(members)
     others = [codec(member) for member in members if member is not type(None)]
     optional = len(others) < len(members)
     name = " or ".join([*(codec.name for codec in others), *(["null"] if optional else [])])
@@ -105,6 +107,31 @@ def _union(members: tuple[Any, ...]) -> Codec:
         return (lambda value: None if value is None else step(value)) if optional else step
 
     return Codec(name, none_or(write), none_or(read))
+
+
+def _variant(members: tuple[Any, ...]) -> Codec:
+    """One of several dataclasses, as an object whose one key is the name of the type."""
+    kinds = {member.__name__: member for member in members}
+    codecs = {name: codec(kind) for name, kind in kinds.items()}
+    name = " or ".join(kinds)
+
+    def write(value: Any) -> dict[str, Any]:
+        kind = type(value).__name__
+        if kinds.get(kind) is not type(value):
+            raise Refusal(f"is {show(value)}; it must be of type {name}.")
+        return {kind: codecs[kind].write(value)}
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, dict) or len(raw) != 1 or not raw.keys() <= kinds.keys():
+            raise Refusal(f"is {show(raw)}; it must be an object with one key, {name}.")
+        ((kind, entry),) = raw.items()
+        try:
+            return codecs[kind].read(entry)
+        except Refusal as refusal:
+            refusal.path.append(f".{kind}")
+            raise
+
+    return Codec(name, write, read)
 
 
 def _sequence(inner: Codec, kind: type) -> Codec:

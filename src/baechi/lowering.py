@@ -82,6 +82,8 @@ class _Lowering:
         self.partition = self._parts = Partition(module, facts)
         named = [*model.named_buffers(), *model.named_parameters()]
         self._owner = {id(tensor): name for name, tensor in named}
+        values = (value for fact in facts.nodes.values() for value in fact.values)
+        self._graded = {value.storage for value in values if value.requires_grad}
 
     def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
         """Which operators read each storage of another; and which come after which without one.
@@ -134,18 +136,48 @@ class _Lowering:
                 differentiable=self._differentiable(storage),
             )
             rows.append((tensor, storage))
-        rows += [(TracedTensor(op, tuple(sorted(tokens[op])), 0), None) for op in sorted(tokens)]
+        returned = self._returned_elsewhere()
+        for op in sorted(tokens.keys() | returned):
+            readers = tokens.get(op, set())
+            flows = op in returned or self._passes_gradient(op, readers)
+            tensor = TracedTensor(op, tuple(sorted(readers)), 0, op in returned, flows)
+            rows.append((tensor, None))
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
 
+    def _returned_elsewhere(self) -> set[int]:
+        """Operators that return a view with a gradient of what another one made."""
+        found = set()
+        for node in self._parts.output.all_input_nodes:
+            op = self._parts.op_of.get(node)
+            homes = {self._parts.home(v.storage) for v in self._facts.nodes[node].values}
+            if op is not None and op not in homes and node.op != "get_attr":
+                found |= {op} if self._needs_gradient(node) else set()
+        return found
+
+    def _passes_gradient(self, op: int, readers: set[int]) -> bool:
+        """Whether a reader of what the operator yields sends a gradient back to it."""
+        return any(
+            self._parts.op_of.get(user) in readers
+            for node in self._parts.nodes_of_op[op]
+            if node.op != "get_attr" and self._needs_gradient(node)
+            for user in self._parts.users(node)
+        )
+
+    def _needs_gradient(self, node: fx.Node) -> bool:
+        """Whether a gradient flows back through what it yields, be it that a write begins it."""
+        return any(value.storage in self._graded for value in self._facts.nodes[node].values)
+
     def _differentiable(self, storage: int) -> bool:
+        """Whether a gradient flows back; to a view of the caller's tensor, not to that itself."""
         home = self._facts.storages[storage].node
-        if home is None or home.op == "placeholder":
+        if home is None:
             return False
         op = self._parts.op_of[home]
         return any(
             value.requires_grad
             for node in self._parts.nodes_of_op[op]
+            if node.op != "placeholder"
             for value in self._facts.nodes[node].values
             if value.storage == storage
         )

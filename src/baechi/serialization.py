@@ -31,6 +31,7 @@ from baechi.errors import FormatError, InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.runtime.program import Program
 from baechi.topology import Topology
 from baechi.traced import Traced
 from baechi.values import FrozenDict
@@ -39,6 +40,7 @@ VERSION: Final = 1
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
+    Program,
 )
 TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
 _ENVELOPE: Final = ("format", "type", "version", "digest", "value")

@@ -165,6 +165,18 @@ def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> li
     return order
 
 
+def mirrored(graph: OpGraph) -> tuple[int, tuple[int, ...]]:
+    """How many ops of a graph are forward, and the backward op of each of them, or -1.
+
+    An inference graph, which has no loss, is all forward.
+    """
+    n = graph.op_index.get(LOSS, len(graph.ops))
+    twins = [-1] * n
+    for twin in range(n + 1, len(graph.ops)):
+        twins[graph.op_index[graph.ops[twin].name.removeprefix(BACKWARD)]] = twin
+    return n, tuple(twins)
+
+
 def _mirror(
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],

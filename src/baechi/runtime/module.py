@@ -194,7 +194,7 @@ class PlacedModule(nn.Module):
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         key = _key(model, call)
         special = self._specializations.get(key)
-        if special is None:
+        if special is None or not special.executable.takes(call):
             special = self._specializations[key] = self._make(model, call)
         if special is not self._latest:
             special.executable.settle()
@@ -215,9 +215,9 @@ class PlacedModule(nn.Module):
         if self._specialize is None:
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants "
-                "or mode. Trace and apply that call, or use `baechi.place`, which "
-                "traces each new shape."
+                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
+                "mode, or in what needs a gradient. Trace and apply that call, or use "
+                "`baechi.place`, which traces each new shape."
             )
         if len(self._specializations) >= self._limit:
             raise InputError(

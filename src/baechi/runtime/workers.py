@@ -1,76 +1,86 @@
 """The CPU executor: a worker thread per logical device, so that devices run side by side.
 
-    caller     submit ───────────────────────────────────► all done
-    worker 0     [a b c]─(1)─┐            [f g]
-    worker 1                 └─(2)─►[d e]
+    caller     start ───────────────────────────────────► all done
+    worker 0     run[a b c]─(1)─┐            run[f g]
+    worker 1                    └─(2)─►copy, run[d e]
 
-(1) a segment that ran opens its gate; (2) a segment waits at the gates of those that it reads from
-on other devices. An error opens every gate: everybody goes on, sees it, and stops.
+A lane is a list of functions, made once. What somebody waits for (1) opens a gate, a lock with one
+opener and one waiter, and (2) who waits closes it again behind himself; so gates need no care
+between calls. An error opens every gate: everybody goes on, sees it, and stops.
 """
 
 import contextlib
-import queue
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import final
+from functools import partial
+from itertools import chain
+from typing import Any, final
 
 import torch
 
-from baechi.metering import Meter
-from baechi.runtime.segments import Segment
+from baechi.errors import ExecutionError
+from baechi.runtime.binding import Bound, Moves
+from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.steps import Step
+from baechi.runtime.tapes import TapeCode
 
-Run = Callable[[int], None]
+Action = Callable[[Step], None]
 
 
 @final
-class _Gate:
-    """Closed until its segment has run; may be opened again without harm."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def open(self) -> None:
-        with contextlib.suppress(RuntimeError):  # open already
-            self._lock.release()
-
-    def wait(self) -> None:
-        self._lock.acquire()
-        self.open()
-
-
-def _serve(
-    tasks: "queue.SimpleQueue[Callable[[], None] | None]", threads: int, ready: threading.Event
-) -> None:
-    # torch sets a thread's number at its first look at it, from the process's: look, then set.
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-    ready.set()
-    while (task := tasks.get()) is not None:
-        task()
-        del task  # a step that is done must not wait for the next to be freed
+class _Stopped(Exception):  # noqa: N818 (no error of its own: another lane has one)
+    """Another lane failed."""
 
 
 @final
 class _Worker:
-    """A thread that runs what it is given, in order."""
+    """A thread that does one task after the other; the last one's end is awaited before the next.
+
+    A lock is the fastest hand-over there is in Python: no queue, no condition, no polling.
+    """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        ready = threading.Event()
-        arguments = (self._tasks, threads, ready)
+        self._start, self._done = threading.Lock(), threading.Lock()
+        self._start.acquire()
+        self._done.acquire()
+        self._task: list[Callable[[], None]] = []
+        arguments = (self._start, self._done, self._task, threads)
         threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-        ready.wait()
+        self._done.acquire()
 
     def submit(self, task: Callable[[], None]) -> None:
-        self._tasks.put(task)
+        """Begin a task."""
+        self._task.append(task)
+        self._start.release()
+
+    def wait(self) -> None:
+        """Return when the task has ended."""
+        self._done.acquire()
 
     def close(self) -> None:
-        self._tasks.put(None)
+        """End the thread, after its task."""
+        with contextlib.suppress(RuntimeError):  # closed already
+            self._start.release()
+
+
+def _serve(
+    start: threading.Lock,
+    done: threading.Lock,
+    tasks: list[Callable[[], None]],
+    threads: int,
+) -> None:
+    # torch sets a thread's number at its first look at it, from the process's: look, then set.
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
+    done.release()
+    while True:
+        start.acquire()
+        if not tasks:
+            return
+        tasks.pop()()  # not kept: a step that is done must not wait for the next to be freed
+        done.release()
 
 
 @final
@@ -78,27 +88,20 @@ class CpuExecutor:
     """A worker per logical device; a single device without workers runs in the caller's thread.
 
     Args:
-        segments: In launch order.
-        backward: Segment indices in the launch order of the backward.
+        program: What to run.
+        bound: To what.
         n_devices: Logical devices.
         threads: torch threads per worker; `None` gives each an equal share of torch's own, and a
             single device all of them.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        backward: Sequence[int],
-        n_devices: int,
-        threads: int | None,
-    ) -> None:
-        self._segments = segments
-        self._forward = _by_device(segments, range(len(segments)), n_devices)
-        self._backward = _by_device(segments, backward, n_devices)
-        self._forward_waits = [segment.waits for segment in segments]
-        self._backward_waits = _reader_waits(segments)
+    def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
+        self._failure: BaseException | None = None
+        self._gates: list[threading.Lock] = []
+        self._lanes = [self._actions(program, bound, number) for number in range(2)]
+        self._reset()
         self._workers: list[_Worker] = []
-        used = sorted({segment.device for segment in segments})
+        used = sorted({tape.device for tape in program.tapes})
         if len(used) > 1 or threads is not None:
             total = torch.get_num_threads()
             share = threads or max(total // len(used), 1)
@@ -107,47 +110,168 @@ class CpuExecutor:
             torch.set_num_threads(total)
             weakref.finalize(self, _close_all, self._workers)
         self._busy = threading.Lock()
+        self._process = os.getpid()
 
-    def bring(self, tensor: torch.Tensor, src: int, dst: int) -> torch.Tensor:  # noqa: ARG002
-        """The same tensor: logical CPU devices share the machine's memory."""
-        return tensor
+    def _actions(self, program: Program, bound: Bound, number: int) -> list[list[Action]]:
+        """What each lane does in a phase."""
+        if number >= len(program.phases):
+            return []
+        phase = program.phases[number]
+        gates: dict[tuple[int, int], list[int]] = {}  # of every event, one for each who waits
+        mine: dict[tuple[int, int], int] = {}
+        for lane, rows in enumerate(phase.lanes):
+            for position, row in enumerate(rows):
+                if isinstance(row, Wait):
+                    gates.setdefault((row.lane, row.position), []).append(len(self._gates))
+                    mine[lane, position] = len(self._gates)
+                    self._gates.append(threading.Lock())
+        lanes: list[list[Action]] = []
+        for lane, rows in enumerate(phase.lanes):
+            actions: list[Action] = []
+            for position, row in enumerate(rows):
+                if isinstance(row, Wait):
+                    actions.append(self._wait(mine[lane, position]))
+                else:
+                    actions += _actions_of(program, bound, number, rows, position)
+                if (lane, position) in gates:
+                    actions.append(self._open(gates[lane, position]))
+            lanes.append(actions)
+        return lanes
 
-    def give(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same tensor."""
-        return tensor
+    # The executor is not kept alive by its own actions: its workers end when it is dropped.
 
-    def forward(self, step: Step, meter: Meter | None) -> None:
-        """Run every segment's forward, devices side by side."""
-        self._run(step.forward, self._forward, self._forward_waits, meter)
+    def _wait(self, gate: int) -> Action:
+        gates, weak = self._gates, weakref.ref(self)
 
-    def backward(self, step: Step, keep: bool, meter: Meter | None) -> None:
-        """Run every segment's backward, devices side by side."""
+        def wait(step: Step) -> None:  # noqa: ARG001
+            gates[gate].acquire()
+            executor = weak()
+            if executor is None or executor._failure is not None:
+                raise _Stopped
 
-        def run(index: int) -> None:
-            step.backward(index, keep)
+        return wait
 
-        self._run(run, self._backward, self._backward_waits, meter)
+    def _open(self, numbers: Sequence[int]) -> Action:
+        gates = self._gates
+
+        def open_gates(step: Step) -> None:  # noqa: ARG001
+            for number in numbers:
+                with contextlib.suppress(RuntimeError):  # opened by a failure
+                    gates[number].release()
+
+        return open_gates
+
+    def _reset(self) -> None:
+        """Close all gates, after a failure or at first."""
+        self._failure = None
+        for number in range(len(self._gates)):
+            self._gates[number] = threading.Lock()
+            self._gates[number].acquire()
+
+    def give(self, value: Any) -> Any:
+        """The same value."""
+        return value
 
     def close(self) -> None:
         """Stop the workers; the placed module does not run any more."""
         _close_all(self._workers)
 
-    def _run(
-        self,
-        run: Run,
-        programs: Sequence[Sequence[int]],
-        waits: Sequence[Sequence[int]],
-        meter: Meter | None,
-    ) -> None:
-        state = _ThreadState()
+    def run(self, step: Step, phase: int) -> None:
+        """Do every lane's instructions, lanes side by side.
+
+        Raises:
+            ExecutionError: An operator failed, or this is a fork of the process with the workers.
+        """
+        lanes = self._lanes[phase]
         if not self._workers:
-            for device, program in enumerate(programs):
-                with state.applied(device, meter):
-                    for index in program:
-                        run(index)
+            for action in chain.from_iterable(lanes):  # of the one device, in the caller's thread
+                action(step)
             return
+        if os.getpid() != self._process:
+            raise ExecutionError(
+                "this placed module was made in another process, and its worker threads are not "
+                "in this one: a fork takes only the thread that forks. Place the model here, or "
+                "start processes with the 'spawn' method."
+            )
         with self._busy:  # calls from two threads take turns
-            _Parallel(run, programs, waits, state, meter).run(self._workers)
+            self._run_side_by_side(step, lanes, _ThreadState())
+
+    def _run_side_by_side(
+        self, step: Step, lanes: Sequence[Sequence[Action]], state: "_ThreadState"
+    ) -> None:
+        active = [device for device, actions in enumerate(lanes) if actions]
+        for device in active:
+            self._workers[device].submit(self._task(step, lanes[device], state))
+        for device in active:
+            while True:
+                try:
+                    self._workers[device].wait()
+                    break
+                except BaseException as error:  # Ctrl-C: stop the workers, then let it through
+                    self._fail(error)
+        failure = self._failure
+        if failure is not None:
+            self._reset()
+            raise failure
+
+    def _task(
+        self, step: Step, actions: Sequence[Action], state: "_ThreadState"
+    ) -> Callable[[], None]:
+        def task() -> None:
+            try:
+                with state.applied():
+                    for action in actions:
+                        action(step)
+            except _Stopped:
+                pass
+            except BaseException as error:
+                self._fail(error)
+
+        return task
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep the first error, and let everybody who waits go on to see it."""
+        if self._failure is None:
+            self._failure = error
+        for gate in self._gates:
+            with contextlib.suppress(RuntimeError):  # open already
+                gate.release()
+
+
+def _actions_of(
+    program: Program, bound: Bound, number: int, rows: Sequence[Instruction], position: int
+) -> list[Action]:
+    """What one instruction does that is no wait."""
+    row = rows[position]
+    if isinstance(row, Copy):
+        return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
+    if isinstance(row, Free):
+        return [_free(bound.frees[number][Place(row.tensor, row.device)])]
+    assert isinstance(row, Run)
+    segment = program.phases[number].segments[row.segment]
+    tapes = [bound.tapes[tape] for tape in segment.tapes]
+    if number:
+        return [tape.backward for tape in tapes]
+    freed = _freed_after(rows, position, bound)
+    return [forward_of(tapes, index, freed) for index in range(len(tapes))]
+
+
+def _freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
+    """The slots that the lane frees right after a segment: nobody reads them meanwhile."""
+    slots: set[int] = set()
+    for row in rows[position + 1 :]:
+        if not isinstance(row, Free):
+            break
+        slots.update(bound.frees[0][Place(row.tensor, row.device)].slots)
+    return frozenset(slots)
+
+
+def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
+    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
+    later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
+    own = {slot for _, slot in tapes[index].fills}
+    last = tuple(sorted((own & freed) - later))
+    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
@@ -155,23 +279,29 @@ def _close_all(workers: Sequence[_Worker]) -> None:
         worker.close()
 
 
-def _by_device(
-    segments: Sequence[Segment], order: Sequence[int], n_devices: int
-) -> list[list[int]]:
-    programs: list[list[int]] = [[] for _ in range(n_devices)]
-    for index in order:
-        programs[segments[index].device].append(index)
-    return programs
+def _copy(moves: Moves) -> Action:
+    """Hand values over: logical CPU devices share the machine's memory."""
+    slots, grads = moves.slots, moves.grads
+
+    def copy(step: Step) -> None:
+        for src, dst in slots:
+            step.slots[dst] = step.slots[src]
+        for src, dst in grads:
+            step.grads[dst] = step.grads[src]
+
+    return copy
 
 
-def _reader_waits(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
-    """For every segment the segments on other devices whose backwards feed its own."""
-    waits: list[set[int]] = [set() for _ in segments]
-    for segment in segments:
-        for _, source in segment.sources:
-            if segments[source].device != segment.device:
-                waits[source].add(segment.index)
-    return [tuple(sorted(readers)) for readers in waits]
+def _free(moves: Moves) -> Action:
+    slots, grads = moves.slots, moves.grads
+
+    def free(step: Step) -> None:
+        for slot in slots:
+            step.slots[slot] = None
+        for slot in grads:
+            step.grads[slot] = None
+
+    return free
 
 
 @final
@@ -185,73 +315,11 @@ class _ThreadState:
         self._autocast_dtype = torch.get_autocast_dtype("cpu")
 
     @contextlib.contextmanager
-    def applied(self, device: int, meter: Meter | None) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
                 stack.enter_context(torch.autocast("cpu", self._autocast_dtype))
-            if meter is not None:
-                stack.enter_context(meter.counting(device))
             yield
-
-
-@final
-class _Parallel:
-    """One pass over all segments by all workers."""
-
-    def __init__(
-        self,
-        run: Run,
-        programs: Sequence[Sequence[int]],
-        waits: Sequence[Sequence[int]],
-        state: _ThreadState,
-        meter: Meter | None,
-    ) -> None:
-        self._run_segment = run
-        self._programs = programs
-        self._waits = waits
-        self._state = state
-        self._meter = meter
-        self._gates = {index: _Gate() for row in waits for index in row}
-        self._error: BaseException | None = None
-        self._done: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def run(self, workers: Sequence[_Worker]) -> None:
-        active = [device for device, program in enumerate(self._programs) if program]
-        for device in active:
-            workers[device].submit(lambda device=device: self._run_device(device))  # type: ignore[misc]
-        left = len(active)
-        while left:
-            try:
-                self._done.get()
-                left -= 1
-            except BaseException as error:  # Ctrl-C: stop the workers, then let it through
-                self._fail(error)
-        if self._error is not None:
-            raise self._error
-
-    def _run_device(self, device: int) -> None:
-        try:
-            with self._state.applied(device, self._meter):
-                for index in self._programs[device]:
-                    for source in self._waits[index]:
-                        self._gates[source].wait()
-                    if self._error is not None:
-                        return
-                    self._run_segment(index)
-                    gate = self._gates.get(index)
-                    if gate is not None:
-                        gate.open()
-        except BaseException as error:
-            self._fail(error)
-        finally:
-            self._done.put(None)
-
-    def _fail(self, error: BaseException) -> None:
-        """Keep the first error, and let everybody who waits go on to see it."""
-        if self._error is None:
-            self._error = error
-        for gate in self._gates.values():
-            gate.open()

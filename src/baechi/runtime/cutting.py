@@ -1,0 +1,196 @@
+"""A placement cut into segments, and segments into tapes.
+
+    order of device 0    a b c        f g        a segment ends where an output must leave,
+    order of device 1           d e              and begins where an input arrives
+
+Segments come in the order in which they end, which is a topological order of the operators; so
+each depends on earlier ones only, and lanes that run theirs in this order cannot wait in a circle.
+
+Complexity: O(ops + reads), with a sort of what arrives at each op.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
+
+from baechi.graph import OpGraph
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that is copied to a device, where it was not."""
+
+    tensor: int
+    device: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Operators that a device runs in one go, in the placement's order."""
+
+    device: int
+    ops: tuple[int, ...]
+
+
+Event: TypeAlias = Arrival | Piece
+
+
+@final
+@dataclass
+class _Open:
+    """A piece that is not closed; `known` counts, per device, the pieces that ended before it."""
+
+    known: list[int]
+    ops: list[int] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
+    leaving: bool = False
+
+
+def cut(graph: OpGraph, devices: Sequence[int], order: Sequence[int], apart: bool) -> list[Event]:
+    """Pieces and arrivals of a phase, in launch order.
+
+    What has to leave ends a piece; but operators that take no time may still follow it there.
+
+    Args:
+        graph: The graph.
+        devices: Of every operator.
+        order: The operators of the phase, topological; inputs made by others are there already.
+        apart: Whether copies run beside the operators. Then everything that arrives begins a
+            piece. Else a copy that can be made before the piece under way began is made there.
+    """
+    cutter = _Cutter(graph, devices, order, apart)
+    for op in order:
+        cutter.add(op)
+    for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
+        cutter.close(device)
+    return cutter.events
+
+
+@final
+class _Cutter:
+    """What `cut` knows on its way through the order."""
+
+    def __init__(
+        self, graph: OpGraph, devices: Sequence[int], order: Sequence[int], apart: bool
+    ) -> None:
+        self._graph = graph
+        self._devices = devices
+        self._apart = apart
+        self.rank = {op: i for i, op in enumerate(order)}
+        self.events: list[Event] = []
+        self.open: dict[int, _Open] = {}
+        n = max((devices[op] for op in order), default=-1) + 1
+        self._ended = [[0] * n for _ in range(n)]  # what each device knows to have ended
+        self._after: dict[int, tuple[int, ...]] = {}  # the same, at the end of an op's piece
+        self._here: set[tuple[int, int]] = set()
+
+    def add(self, op: int) -> None:
+        """Put the next operator into its device's piece, or into a new one."""
+        device = self._devices[op]
+        missing = self._missing(op, device)
+        for tensor in missing:
+            source = self._devices[self._graph.tensors[tensor].producer]
+            if self._graph.tensors[tensor].producer not in self._after:
+                self.close(source)
+        piece = self.open.get(device)
+        if piece is not None:
+            late = bool(missing) and not self._in_time(piece, missing)
+            if late or (piece.leaving and self._graph.ops[op].time_ns > 0):
+                self.close(device)
+        piece = self.open.get(device)
+        if piece is None:
+            known = self._ended[device]
+            for tensor in missing:
+                after = self._after[self._graph.tensors[tensor].producer]
+                known = list(map(max, known, after))
+            self._ended[device] = known
+            piece = self.open[device] = _Open(list(known))
+        self._here.update((tensor, device) for tensor in missing)
+        if self._apart:
+            self.events += [Arrival(tensor, device) for tensor in missing]
+        else:
+            piece.arrivals += missing
+        piece.ops.append(op)
+        piece.leaving |= self._leaves(op, device)
+
+    def close(self, device: int) -> None:
+        """End the device's piece."""
+        piece = self.open.pop(device)
+        self.events += [Arrival(tensor, device) for tensor in piece.arrivals]
+        self.events.append(Piece(device, tuple(piece.ops)))
+        self._ended[device][device] += 1
+        after = tuple(self._ended[device])
+        for op in piece.ops:
+            self._after[op] = after
+
+    def _missing(self, op: int, device: int) -> list[int]:
+        """What it reads that is on other devices alone, in the order in which it is sent."""
+        missing = [
+            tensor
+            for tensor in self._graph.op_inputs[op]
+            if (producer := self._graph.tensors[tensor].producer) in self.rank
+            and self._devices[producer] != device
+            and (tensor, device) not in self._here
+        ]
+        return sorted(missing, key=lambda t: (self.rank[self._graph.tensors[t].producer], t))
+
+    def _in_time(self, piece: _Open, missing: Sequence[int]) -> bool:
+        """Whether all of it was known to be made before the piece began."""
+        if self._apart:
+            return False
+        producers = [self._graph.tensors[tensor].producer for tensor in missing]
+        return all(
+            self._after[op][self._devices[op]] <= piece.known[self._devices[op]] for op in producers
+        )
+
+    def _leaves(self, op: int, device: int) -> bool:
+        return any(
+            consumer in self.rank and self._devices[consumer] != device
+            for tensor in self._graph.op_outputs[op]
+            for consumer in self._graph.tensors[tensor].consumers
+        )
+
+
+def tapes_of(
+    graph: OpGraph, ops: Sequence[int], backward_piece: Mapping[int, int]
+) -> list[tuple[int | None, tuple[int, ...]]]:
+    """The tapes of a forward piece, in an order in which they can run.
+
+    Each is (backward piece or None, operators, ascending). An operator's tape is its backward's
+    piece; gradients flow from later pieces' operators to earlier ones', so tapes in descending
+    order of backward piece follow from each other. Where a value without a gradient goes the other
+    way a new level begins: (level, -backward piece) never falls along an edge.
+
+    Args:
+        graph: The graph.
+        ops: Of the piece, in topological order.
+        backward_piece: For every operator that has a backward, the piece that runs it.
+    """
+    inside = set(ops)
+    key_of: dict[int, tuple[int, int] | None] = {}
+    for op in ops:
+        producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
+        before = [key for p in producers if p in inside and (key := key_of[p]) is not None]
+        last = max(before, default=None)
+        if op not in backward_piece:
+            key_of[op] = last  # wherever it is convenient: beside the last that it reads
+            continue
+        rank = -backward_piece[op]
+        level = 0 if last is None else last[0] + (last[1] > rank)
+        key_of[op] = (level, rank)
+    first = min((key for key in key_of.values() if key is not None), default=None)
+    for op in reversed(ops):  # what reads nothing: beside the first that reads it
+        if key_of[op] is None:
+            outputs = (graph.tensors[tensor] for tensor in graph.op_outputs[op])
+            readers = (c for tensor in outputs for c in tensor.consumers if c in inside)
+            keys = [key for c in readers if (key := key_of[c]) is not None]
+            key_of[op] = min(keys, default=first)
+    tapes: dict[tuple[int, int] | None, list[int]] = {}
+    for op in sorted(ops):
+        tapes.setdefault(key_of[op], []).append(op)
+    if None in tapes:
+        return [(None, tuple(tapes[None]))]  # no operator of the piece has a backward
+    keys = sorted(key for key in tapes if key is not None)
+    return [(-key[1], tuple(tapes[key])) for key in keys]

@@ -1,0 +1,374 @@
+"""A tape that can run: its generated forward, and the backward of the graph that it recorded.
+
+    forward     slots -> cut off -> generated code -> publish -> slots
+    backward    gradients of what it published -> autograd -> gradients of what entered
+
+Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
+only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
+Which slot holds what is settled once, by `binding`; here values are only moved.
+"""
+
+import linecache
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from baechi.errors import ExecutionError
+from baechi.naming import op_name, source_line
+from baechi.runtime.steps import Edges, Record, Step
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that may enter with a gradient.
+
+    Attributes:
+        argument: Which argument of the function holds it.
+        leaf: Which of the argument's tensors it is.
+        value: Whose flag says whether it needs a gradient; -1 for a parameter.
+        grad: The slot that gets its gradient.
+    """
+
+    argument: int
+    leaf: int
+    value: int
+    grad: int
+
+
+@final
+@dataclass(frozen=True)
+class Output:
+    """A value that leaves the tape.
+
+    Attributes:
+        result: Which result of the function it is; -1 if it is given by the caller or by the model.
+        given: That value: the index of the caller's tensor, or the model's own tensor.
+        value: Its number.
+        bare: Whether it is a tensor and not a structure of several.
+        slots: Where it goes.
+        results: Where else, for the caller.
+    """
+
+    result: int
+    given: Any
+    value: int
+    bare: bool
+    slots: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class TapeCode:
+    """A tape as code.
+
+    Attributes:
+        index: Of the tape.
+        device: Logical device.
+        place: Its torch device.
+        nodes: What it runs.
+        function: The generated function, of a list of arguments that it empties.
+        template: Its arguments, with parameters, buffers and submodules in place.
+        fills: (argument, slot) of values of other tapes.
+        inputs: The caller's tensors that begin here.
+        shown: Those of them that leave as they are.
+        written: Those that some operator writes.
+        given: (argument, index) of the caller's tensors.
+        entries: What may enter with a gradient.
+        outputs: What leaves.
+        exits: How many results of the function, its last, are aliases through which the gradient
+            of one reader comes in its turn.
+        seeds: For each exit, and then for each tensor of each output that the function makes, the
+            slots of the gradients that come back, in the order in which they are added up.
+        large: Whether these are many bytes, so that each should go as soon as it is used.
+        parameters: (parameter, slot of its gradient) of those that no entry stands for.
+    """
+
+    index: int
+    device: int
+    place: torch.device
+    nodes: tuple[fx.Node, ...]
+    function: Callable[[list[Any]], tuple[Any, ...]]
+    template: tuple[Any, ...]
+    fills: tuple[tuple[int, int], ...]
+    inputs: tuple[int, ...]
+    shown: tuple[int, ...]
+    written: frozenset[int]
+    given: tuple[tuple[int, int], ...]
+    entries: tuple[Entry, ...]
+    outputs: tuple[Output, ...]
+    exits: int
+    seeds: tuple[tuple[int, ...], ...]
+    large: bool
+    parameters: tuple[tuple[torch.nn.Parameter, int], ...]
+
+    def forward(self, step: Step, last: Sequence[int] = ()) -> None:
+        """Run the operators.
+
+        Args:
+            step: The call.
+            last: Slots that nobody reads after this; their values live until the code is done with
+                them.
+
+        Raises:
+            ExecutionError: An operator failed; names it and the model's own line.
+        """
+        arguments = list(self.template)
+        slots = step.slots
+        for argument, slot in self.fills:
+            arguments[argument] = slots[slot]
+        for slot in last:
+            slots[slot] = None
+        mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
+        for argument, index in self.given:
+            arguments[argument] = mine[index]
+        mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
+        entered = self._enter(step, arguments) if step.differentiate and self.entries else []
+        try:
+            results = self.function(arguments)
+        except Exception as error:
+            raise self._located(error) from error
+        if step.differentiate:
+            self._publish(step, results, mine, entered)
+            return
+        for output in self.outputs:
+            value = self._value(output, results, mine)
+            for slot in output.slots:
+                slots[slot] = value
+            for result in output.results:
+                step.results[result] = value
+
+    def _bring(self, step: Step, index: int) -> torch.Tensor:
+        """A tensor that the caller gave, where this tape is.
+
+        A metered step counts a copy of it; but the caller must see what is written into his own.
+        """
+        tensor = step.inputs[index]
+        if step.meter is None:
+            return tensor.to(self.place)
+        if index in self.written or tensor.device != self.place:
+            moved = tensor.to(self.place)
+            step.meter.hold(self.device, moved)
+            return moved
+        return step.meter.copy(self.device, tensor, moved=False)
+
+    def _value(
+        self, output: Output, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
+    ) -> Any:
+        if output.result >= 0:
+            return results[output.result]
+        return mine[output.given] if isinstance(output.given, int) else output.given
+
+    def _enter(self, step: Step, arguments: list[Any]) -> Edges:
+        """Cut off what enters from the graph that made it; the edges of its gradients."""
+        tensors: list[torch.Tensor] = []
+        taken: list[int] = []
+        flat: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
+        for number, entry in enumerate(self.entries):
+            value = arguments[entry.argument]
+            flag = step.flags[entry.value] if entry.value >= 0 else value.requires_grad
+            if flag is False or (flag is not True and not flag[entry.leaf]):
+                continue
+            if flag is not True:
+                leaves, _ = flat.setdefault(entry.argument, pytree.tree_flatten(value))
+                value = leaves[_slots_of(leaves)[entry.leaf]]
+            tensors.append(value)
+            taken.append(number)
+        edges: Edges = [None] * len(self.entries)
+        if not tensors:
+            return edges
+        for number, tensor in zip(taken, cut_off(tensors), strict=True):
+            entry = self.entries[number]
+            assert tensor.grad_fn is not None  # the node that cuts off
+            edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+            if entry.argument in flat:
+                leaves, _ = flat[entry.argument]
+                leaves[_slots_of(leaves)[entry.leaf]] = tensor
+            else:
+                arguments[entry.argument] = tensor
+        for argument, (leaves, spec) in flat.items():
+            arguments[argument] = pytree.tree_unflatten(leaves, spec)
+        return edges
+
+    def _publish(
+        self,
+        step: Step,
+        results: tuple[Any, ...],
+        mine: Mapping[int, torch.Tensor],
+        entered: Edges,
+    ) -> None:
+        """Give others what they read, cut off from this graph, and remember its edges."""
+        leaving = list(results[len(results) - self.exits :]) if self.exits else []
+        slots, flags = step.slots, step.flags
+        for output in self.outputs:
+            value = self._value(output, results, mine)
+            if output.result < 0:
+                if flags[output.value] is True:
+                    value = value.detach()
+            elif output.bare:
+                leaving.append(value)
+                flags[output.value] = value.requires_grad
+                if value.requires_grad:
+                    value = value.detach()
+            else:
+                value, tensors = _detached(value)
+                leaving += tensors
+                flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
+            for slot in output.slots:
+                slots[slot] = value
+            for result in output.results:
+                step.results[result] = value
+        if not any(tensor.requires_grad for tensor in leaving):
+            return
+        published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
+        record = step.records[self.index] = Record(entered, published)
+        if self.large:
+            graded = [tensor for tensor in leaving if tensor.requires_grad]
+            end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            record.end = get_gradient_edge(end), end.detach()
+
+    def backward(self, step: Step) -> None:
+        """Go backward over the recorded graph; the gradients of what was published are there.
+
+        Raises:
+            ExecutionError: An operator's backward failed.
+        """
+        record = step.records[self.index]
+        if record is None:
+            return
+        if not step.keep:
+            step.records[self.index] = None
+        outputs, seeds = self._collect(step, record)
+        inputs: list[Any] = []
+        targets: list[int] = []
+        for edge, entry in zip(record.entered, self.entries, strict=False):
+            if edge is not None:
+                inputs.append(edge)
+                targets.append(entry.grad)
+        for parameter, slot in self.parameters:
+            if parameter.requires_grad:
+                inputs.append(parameter)
+                targets.append(slot)
+        del record
+        if not outputs or not inputs:
+            return
+        try:
+            # torch.autograd.grad, without its checks of what is right by construction: they take
+            # as long as the engine itself.
+            found = _engine_run_backward(
+                outputs,
+                seeds,
+                step.keep,
+                False,
+                tuple(inputs),
+                allow_unreachable=True,
+                accumulate_grad=False,
+            )
+        except Exception as error:
+            raise self._located(error) from error
+        grads = step.grads
+        for slot, gradient in zip(targets, found, strict=True):
+            grads[slot] = gradient
+
+    def _collect(
+        self, step: Step, record: Record
+    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+        """Where backward begins, and with which gradients; nobody else holds these any more."""
+        outputs: list[Any] = []
+        seeds: list[torch.Tensor] = []
+        grads = step.grads
+        for edge, slots in zip(record.published, self.seeds, strict=True):
+            total = None
+            for slot in slots:
+                gradient, grads[slot] = grads[slot], None
+                if gradient is not None:
+                    total = gradient if total is None else total + gradient
+            if edge is None:
+                continue
+            if record.end is not None:
+                record.seeds.append(total)
+            elif total is not None:
+                outputs.append(edge)
+                seeds.append(total)
+        if record.end is None:
+            return tuple(outputs), tuple(seeds)
+        if all(seed is None for seed in record.seeds):
+            record.seeds.clear()
+            return (), ()
+        return (record.end[0],), (record.end[1],)
+
+    def _located(self, error: Exception) -> ExecutionError:
+        """The error with the operator that was running and the model's own line."""
+        node = self._running(error)
+        if node is None:
+            where = f"one of {len(self.nodes)} operators from {self.nodes[0].name} on"
+        else:
+            source = source_line(node)
+            where = f"{op_name(node)} ({source})" if source else op_name(node)
+        return ExecutionError(
+            f"{where} failed on logical device {self.device}: {type(error).__name__}: {error}"
+        )
+
+    def _running(self, error: Exception) -> fx.Node | None:
+        """The node whose generated line the error came through; fx gives each a line of its own."""
+        by_name = {node.name: node for node in self.nodes}
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if "eval_with_key" in frame.f_code.co_filename:
+                line = linecache.getline(frame.f_code.co_filename, number)
+                return by_name.get(line.split("=")[0].split(":")[0].strip())
+        return None
+
+
+def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors as the beginning of a graph of their own.
+
+    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
+    and keeps nothing. Backward stops at its edges and never runs it.
+    """
+    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
+    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
+    found: Sequence[torch.Tensor] = node(seed, *tensors)
+    return found[1:]
+
+
+def _slots_of(leaves: Sequence[Any]) -> list[int]:
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def _detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A structure without its graph, and its tensors with theirs."""
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = []
+    for slot in _slots_of(leaves):
+        tensors.append(leaves[slot])
+        leaves[slot] = leaves[slot].detach()
+    return pytree.tree_unflatten(leaves, spec), tensors
+
+
+class _Leave(torch.autograd.Function):
+    """The end of a tape's graph: what leaves it, and where its backward begins.
+
+    What the engine is given stays alive as long as it runs. So it is given nothing, and this takes
+    the gradients out of a list: then each lives until it is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.seeds = seeds
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        seeds = tuple(ctx.seeds)
+        ctx.seeds.clear()
+        return (None, *seeds)
