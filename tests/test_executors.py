@@ -1,7 +1,9 @@
 """What runs is the program: in its order, with its gradients, and in no other process."""
 
+import _thread
 import copy
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -131,6 +133,37 @@ def test_an_operator_that_fails_on_its_way_back_is_named_and_the_next_step_works
     placed.unplace()
 
 
+@torch.library.custom_op("baechi_tests::interrupt", mutates_args=())
+def interrupt(x: torch.Tensor) -> torch.Tensor:
+    """Presses Ctrl-C where the caller waits, if the first element says so."""
+    if float(x.flatten()[0]) > 100:
+        _thread.interrupt_main()
+        time.sleep(0.2)
+    return x * 1
+
+
+@interrupt.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_ctrl_c_reaches_the_caller_and_the_next_call_works() -> None:
+    class Interrupts(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = interrupt(x + 1)
+            return x.exp()
+
+    model, x = Interrupts(), torch.ones(3)
+    placed = placed_at_random(model, (x,), 1)
+    with torch.no_grad():
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                placed(x + 1000)
+            torch.testing.assert_close(placed(x), model(x))
+    placed.unplace()
+
+
 class Shares(nn.Module):
     """One weight in four operators, seen through one view; inputs of it on other devices."""
 
@@ -152,7 +185,7 @@ def test_gradients_of_what_many_read_are_equal_in_every_bit(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Shares(), torch.randn(2, 3, 5, requires_grad=True)
     placed = placed_at_random(copy.deepcopy(model), (x,), seed)
-    assert len(placed._current.executable.program.tapes) > 3
+    assert len(placed.program.tapes) > 3
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -170,7 +203,7 @@ def test_gradients_of_what_many_read_are_equal_in_every_bit(seed: int) -> None:
 
 def test_what_runs_was_proved() -> None:
     placed = placed_at_random(Shares(), (torch.randn(2, 3, 5),), 1)
-    program = placed._current.executable.program
+    program = placed.program
     check_program(program)
     assert len(program.phases) == 2
     assert program.explain().startswith("forward: ")

@@ -19,6 +19,7 @@ from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
 from baechi.runtime.executables import Executable, check_places, move
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
+from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import backward_ops
@@ -244,6 +245,11 @@ class PlacedModule(nn.Module):
     def placement(self) -> Placement:
         """Where every operator is, for the latest shape of call."""
         return self._current.placement
+
+    @property
+    def program(self) -> Program:
+        """What runs, proved free of races, for the latest shape of call."""
+        return self._current.executable.program
 
     @property
     def graph(self) -> OpGraph:

@@ -13,6 +13,7 @@ import contextlib
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -38,49 +39,64 @@ class _Stopped(Exception):  # noqa: N818 (no error of its own: another lane has 
 class _Worker:
     """A thread that does one task after the other; the last one's end is awaited before the next.
 
-    A lock is the fastest hand-over there is in Python: no queue, no condition, no polling.
+    A lock is the fastest hand-over there is in Python: no queue, no condition, no polling. Each is
+    only a bell; what is to be done and what is done is told beside it. So a bell that nobody heard,
+    because a Ctrl-C came first, does no harm.
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._start, self._done = threading.Lock(), threading.Lock()
-        self._start.acquire()
-        self._done.acquire()
-        self._task: list[Callable[[], None]] = []
-        arguments = (self._start, self._done, self._task, threads)
+        self._shared = _Shared()
+        self._submitted = 1  # its own start
+        arguments = (self._shared, threads)
         threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-        self._done.acquire()
+        self.wait()
 
     def submit(self, task: Callable[[], None]) -> None:
         """Begin a task."""
-        self._task.append(task)
-        self._start.release()
+        self._shared.tasks.append(task)
+        self._submitted += 1
+        _ring(self._shared.start)
 
     def wait(self) -> None:
         """Return when the task has ended."""
-        self._done.acquire()
+        while self._shared.ended < self._submitted:
+            self._shared.done.acquire()
 
     def close(self) -> None:
         """End the thread, after its task."""
-        with contextlib.suppress(RuntimeError):  # closed already
-            self._start.release()
+        self._shared.closed = True
+        _ring(self._shared.start)
 
 
-def _serve(
-    start: threading.Lock,
-    done: threading.Lock,
-    tasks: list[Callable[[], None]],
-    threads: int,
-) -> None:
+@final
+class _Shared:
+    """What a worker's thread and its owner both see; the thread does not keep the owner alive."""
+
+    def __init__(self) -> None:
+        self.start, self.done = threading.Lock(), threading.Lock()
+        self.tasks: deque[Callable[[], None]] = deque()
+        self.ended = 0
+        self.closed = False
+
+
+def _ring(bell: threading.Lock) -> None:
+    """Let one who waits at the lock go on, now or when he comes."""
+    with contextlib.suppress(RuntimeError):  # it was rung, and nobody has come yet
+        bell.release()
+
+
+def _serve(shared: _Shared, threads: int) -> None:
     # torch sets a thread's number at its first look at it, from the process's: look, then set.
     torch.get_num_threads()
     torch.set_num_threads(threads)
-    done.release()
     while True:
-        start.acquire()
-        if not tasks:
-            return
-        tasks.pop()()  # not kept: a step that is done must not wait for the next to be freed
-        done.release()
+        shared.ended += 1
+        _ring(shared.done)
+        while not shared.tasks:
+            if shared.closed:
+                return
+            shared.start.acquire()
+        shared.tasks.popleft()()  # not kept: a step that is done must not wait for the next
 
 
 @final
@@ -156,17 +172,17 @@ class CpuExecutor:
 
         def open_gates(step: Step) -> None:  # noqa: ARG001
             for number in numbers:
-                with contextlib.suppress(RuntimeError):  # opened by a failure
-                    gates[number].release()
+                _ring(gates[number])  # a failure may have opened it
 
         return open_gates
 
     def _reset(self) -> None:
         """Close all gates, after a failure or at first."""
-        self._failure = None
         for number in range(len(self._gates)):
-            self._gates[number] = threading.Lock()
-            self._gates[number].acquire()
+            gate = threading.Lock()
+            gate.acquire()
+            self._gates[number] = gate
+        self._failure = None
 
     def give(self, value: Any) -> Any:
         """The same value."""
@@ -199,16 +215,19 @@ class CpuExecutor:
     def _run_side_by_side(
         self, step: Step, lanes: Sequence[Sequence[Action]], state: "_ThreadState"
     ) -> None:
-        active = [device for device, actions in enumerate(lanes) if actions]
-        for device in active:
-            self._workers[device].submit(self._task(step, lanes[device], state))
-        for device in active:
-            while True:
-                try:
-                    self._workers[device].wait()
-                    break
-                except BaseException as error:  # Ctrl-C: stop the workers, then let it through
-                    self._fail(error)
+        if self._failure is not None:  # a Ctrl-C came while the last failure was cleared away
+            self._reset()
+        left = [device for device, actions in enumerate(lanes) if actions]
+        while True:  # until all that was begun has ended, whatever happens here meanwhile
+            try:
+                while left and self._failure is None:
+                    device = left.pop()
+                    self._workers[device].submit(self._task(step, lanes[device], state))
+                for worker in self._workers:
+                    worker.wait()
+                break
+            except BaseException as error:  # Ctrl-C: stop the workers, then let it through
+                self._fail(error)
         failure = self._failure
         if failure is not None:
             self._reset()
@@ -234,8 +253,7 @@ class CpuExecutor:
         if self._failure is None:
             self._failure = error
         for gate in self._gates:
-            with contextlib.suppress(RuntimeError):  # open already
-                gate.release()
+            _ring(gate)
 
 
 def _actions_of(
