@@ -24,7 +24,7 @@ from baechi.runtime.tapes import Entry, Output, TapeCode
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many
 # bytes of them; below, the Python that this takes costs more than the memory is worth.
-_LARGE_BYTES: Final = 1 << 20
+_LARGE_BYTES: Final = 1 << 18
 
 
 @final

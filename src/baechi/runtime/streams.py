@@ -60,6 +60,9 @@ class CudaExecutor:
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._events[number, row.lane, row.position] = event
 
+        # What a launch has read is read on CPUs; a stream may still have to.
+        self._last = {} if gpus else _last_reads(program, bound)
+
     def close(self) -> None:
         """Nothing runs between calls."""
 
@@ -115,7 +118,10 @@ class CudaExecutor:
                 if isinstance(row, Run):
                     for tape in self._program.phases[phase].segments[row.segment].tapes:
                         code = self._bound.tapes[tape]
-                        (code.backward if phase else code.forward)(step)
+                        if phase:
+                            code.backward(step)
+                        else:
+                            code.forward(step, self._last.get(tape, ()))
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     _move(step, moves, lambda t: self._bring(step.meter, t, row, streams))
@@ -172,6 +178,25 @@ class CudaExecutor:
         finally:
             for lane in lanes:
                 torch.cuda.current_stream(lane.device).wait_stream(lane)
+
+
+def _last_reads(program: Program, bound: Bound) -> dict[int, tuple[int, ...]]:
+    """For every tape the slots that nothing reads after its forward, in launch order."""
+    phase = program.phases[0]
+    left = [len(rows) for rows in phase.lanes]
+    later: set[int] = set()
+    last: dict[int, tuple[int, ...]] = {}
+    for lane in reversed(phase.launch):
+        left[lane] -= 1
+        row = phase.lanes[lane][left[lane]]
+        if isinstance(row, Copy):
+            later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
+        elif isinstance(row, Run):
+            for tape in reversed(phase.segments[row.segment].tapes):
+                read = {slot for _, slot in bound.tapes[tape].fills}
+                last[tape] = tuple(sorted(read - later))
+                later |= read
+    return last
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
