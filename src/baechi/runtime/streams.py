@@ -21,6 +21,7 @@ from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.steps import Step
+from baechi.runtime.workers import forward_of, freed_after
 
 Event = tuple[int, int, int]  # phase, lane, position
 
@@ -54,7 +55,18 @@ class CudaExecutor:
         gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._out = {gpu: _stream(gpu) for gpu in gpus}  # where copies leave a GPU
         self._events: dict[Event, torch.cuda.Event] = {}
+        self._actions: list[dict[int, list[Callable[[Step], None]]]] = []
         for number, phase in enumerate(program.phases):
+            self._actions.append({})
+            for rows in phase.lanes:
+                for position, row in enumerate(rows):
+                    if isinstance(row, Run):
+                        tapes = [bound.tapes[t] for t in phase.segments[row.segment].tapes]
+                        freed = frozenset() if number else freed_after(rows, position, bound)
+                        self._actions[-1][row.segment] = [
+                            tape.backward if number else forward_of(tapes, index, freed)
+                            for index, tape in enumerate(tapes)
+                        ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -113,9 +125,8 @@ class CudaExecutor:
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    for tape in self._program.phases[phase].segments[row.segment].tapes:
-                        code = self._bound.tapes[tape]
-                        (code.backward if phase else code.forward)(step)
+                    for action in self._actions[phase][row.segment]:
+                        action(step)
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     _move(step, moves, lambda t: self._bring(step.meter, t, row, streams))
