@@ -261,7 +261,7 @@ ALLOWED = {
     "runtime.gradients": {"runtime.tapes"},
     "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
-    "runtime.streams": {"runtime.binding", "runtime.steps"},
+    "runtime.streams": {"runtime.binding", "runtime.steps", "runtime.workers"},
     "runtime.executors": {
         "runtime.binding",
         "runtime.steps",

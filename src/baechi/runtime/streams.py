@@ -21,6 +21,7 @@ from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.steps import Step
+from baechi.runtime.workers import forward_of, freed_after
 
 Event = tuple[int, int, int]  # phase, lane, position
 
@@ -54,14 +55,25 @@ class CudaExecutor:
         gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._out = {gpu: _stream(gpu) for gpu in gpus}  # where copies leave a GPU
         self._events: dict[Event, torch.cuda.Event] = {}
+        self._actions: list[dict[int, list[Callable[[Step], None]]]] = []
+        # What a launch has read is read on CPUs; a stream may still have to.
+        last = {} if gpus else _last_reads(program, bound)
         for number, phase in enumerate(program.phases):
+            self._actions.append({})
+            for rows in phase.lanes:
+                for position, row in enumerate(rows):
+                    if isinstance(row, Run):
+                        tapes = [bound.tapes[t] for t in phase.segments[row.segment].tapes]
+                        freed = freed_after(rows, position, bound) if number == 0 else frozenset()
+                        freed |= last.get(row.segment, frozenset())
+                        self._actions[-1][row.segment] = [
+                            tape.backward if number else forward_of(tapes, index, freed)
+                            for index, tape in enumerate(tapes)
+                        ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._events[number, row.lane, row.position] = event
-
-        # What a launch has read is read on CPUs; a stream may still have to.
-        self._last = {} if gpus else _last_reads(program, bound)
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -116,12 +128,8 @@ class CudaExecutor:
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    for tape in self._program.phases[phase].segments[row.segment].tapes:
-                        code = self._bound.tapes[tape]
-                        if phase:
-                            code.backward(step)
-                        else:
-                            code.forward(step, self._last.get(tape, ()))
+                    for action in self._actions[phase][row.segment]:
+                        action(step)
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     _move(step, moves, lambda t: self._bring(step.meter, t, row, streams))
@@ -180,22 +188,22 @@ class CudaExecutor:
                 torch.cuda.current_stream(lane.device).wait_stream(lane)
 
 
-def _last_reads(program: Program, bound: Bound) -> dict[int, tuple[int, ...]]:
-    """For every tape the slots that nothing reads after its forward, in launch order."""
+def _last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
+    """For every segment of the forward the slots that nothing reads after it, in launch order."""
     phase = program.phases[0]
     left = [len(rows) for rows in phase.lanes]
     later: set[int] = set()
-    last: dict[int, tuple[int, ...]] = {}
+    last: dict[int, frozenset[int]] = {}
     for lane in reversed(phase.launch):
         left[lane] -= 1
         row = phase.lanes[lane][left[lane]]
         if isinstance(row, Copy):
             later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
         elif isinstance(row, Run):
-            for tape in reversed(phase.segments[row.segment].tapes):
-                read = {slot for _, slot in bound.tapes[tape].fills}
-                last[tape] = tuple(sorted(read - later))
-                later |= read
+            tapes = phase.segments[row.segment].tapes
+            read = {slot for tape in tapes for _, slot in bound.tapes[tape].fills}
+            last[row.segment] = frozenset(read - later)
+            later |= read
     return last
 
 

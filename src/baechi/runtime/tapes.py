@@ -230,7 +230,7 @@ class TapeCode:
             return
         published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
         record = step.records[self.index] = Record(entered, published)
-        if self.large:
+        if self.large or step.meter is not None:  # small models are metered as large ones run
             graded = [tensor for tensor in leaving if tensor.requires_grad]
             end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()

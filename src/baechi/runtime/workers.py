@@ -270,11 +270,11 @@ def _actions_of(
     tapes = [bound.tapes[tape] for tape in segment.tapes]
     if number:
         return [tape.backward for tape in tapes]
-    freed = _freed_after(rows, position, bound)
+    freed = freed_after(rows, position, bound)
     return [forward_of(tapes, index, freed) for index in range(len(tapes))]
 
 
-def _freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
+def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
     """The slots that the lane frees right after a segment: nobody reads them meanwhile."""
     slots: set[int] = set()
     for row in rows[position + 1 :]:
