@@ -24,6 +24,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from baechi.calls import Call, canonical_call, flatten
 from baechi.costs import OpCost, Profile
@@ -181,17 +182,31 @@ class _Steps:
         roots = next(([root] for root in roots if root.dim() == 0), roots)
         if not roots:
             return forward_ns
-        gradients = self._given(roots, meter)
         outputs.clear()
-        return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
-
-    def _given(self, roots: Sequence[torch.Tensor], meter: Meter | None) -> list[torch.Tensor]:
         if meter is not None:
-            with meter.counting(self._loss_device):
-                return [torch.ones_like(root) for root in roots]
+            loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
+            return forward_ns + reading(lambda: torch.autograd.backward(loss))
         if self._gradients is None:
             self._gradients = [torch.ones_like(root) for root in roots]
-        return self._gradients
+        gradients = self._gradients
+        return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose backward makes the outputs' gradients, and holds on to none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, account: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.meter, ctx.account = meter, account
+        ctx.outputs = [(t.shape, t.dtype, t.device) for t in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        with ctx.meter.counting(ctx.account):
+            rows = (torch.ones(s, dtype=dtype, device=on) for s, dtype, on in ctx.outputs)
+            return (None, None, *rows)
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
