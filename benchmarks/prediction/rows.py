@@ -83,7 +83,7 @@ def measure(
             if threads not in profiles:
                 say(f"{name} {batch} {mode}: profiling")
                 profiles[threads] = baechi.profile(
-                    traced, names[0], threads=threads, progress=False
+                    traced, names[0], threads=threads, progress=False, cache=False
                 )
             graph = traced.graph(profiles[threads], training=training)
             cluster = baechi.probe(names)

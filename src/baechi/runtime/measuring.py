@@ -140,6 +140,19 @@ def _untimed(part: Callable[[], object]) -> int:
     return 0
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in this thread alone: threads of its pool that have just worked look for
+    more for some milliseconds, on the cores that the devices' workers are to have.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 @final
 class _Steps:
     """Runs a step at a time, with the same inputs."""
@@ -164,10 +177,11 @@ class _Steps:
         A meter counts the gradients of the outputs too, which a loss would make.
         """
         self.clear()
-        inputs = tuple(
-            tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            for tensor in self._call.tensors
-        )
+        with _one_thread():
+            inputs = tuple(
+                tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                for tensor in self._call.tensors
+            )
         args, kwargs = self._call.structure.fill(inputs)
         outputs: list[torch.Tensor] = []
 
@@ -187,7 +201,8 @@ class _Steps:
             loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
             return forward_ns + reading(lambda: torch.autograd.backward(loss))
         if self._gradients is None:
-            self._gradients = [torch.ones_like(root) for root in roots]
+            with _one_thread():
+                self._gradients = [torch.ones_like(root) for root in roots]
         gradients = self._gradients
         return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
 
