@@ -15,6 +15,7 @@ from baechi.operands import Operands, operator_name
 from baechi.profile_store import Measured
 from baechi.profiling import Addition, _additions, _Bench
 from baechi.timing import CpuTimer, rounds, summary
+from baechi.value_dependence import value_remark
 
 
 def test_a_deep_model_is_measured_as_its_distinct_layers() -> None:
@@ -352,3 +353,22 @@ def test_a_meter_follows_a_storage_that_grows_and_counts_no_stranger() -> None:
         assert meter.live_bytes == (256,)
     del grown, view
     assert meter.live_bytes == (0,)
+
+
+def test_the_groups_of_a_grouped_product_share_its_rows() -> None:
+    model, args, kwargs = zoo.MODELS["mixtral"]()
+    traced = baechi.trace(model, args, kwargs)
+    operands = Operands(traced.module, torch.device("cpu"))
+    found = 0
+    for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
+        for node in nodes:
+            if "grouped_mm" not in operator_name(node):
+                continue
+            rows, _, ends = node.args[:3]
+            made = operands.make(ends, nodes).tolist()
+            assert made == sorted(made)
+            assert made[-1] == traced.module.facts.nodes[rows].values[0].shape[0]
+            assert min(b - a for a, b in zip([0, *made], made, strict=False)) > 0
+            assert "rows each expert" in value_remark(nodes), op.name
+            found += 1
+    assert found > 0

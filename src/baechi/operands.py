@@ -43,6 +43,8 @@ _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
     "cross_entropy_loss": (0, None, 1),
     "cross_entropy": (0, None, 1),
 }
+# Products of a group of rows with a matrix each: (input, weight, where each group ends).
+GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _MAX_INDEX: Final = 1 << 31
 _CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
 
@@ -93,6 +95,13 @@ class Operands:
             return pytree.tree_map_only(  # a copy: an operator may count in it
                 torch.Tensor, lambda t: t.to(self._device, copy=True), self._known[node]
             )
+        for reader in readers:
+            rows = self._grouped_rows(node, reader)
+            if rows is not None:
+                (ends,) = facts.values
+                (groups,) = ends.shape
+                even = torch.arange(1, groups + 1, device=self._device) * rows // groups
+                return even.to(ends.dtype)
         limit = min((self._index_limit(node, reader) for reader in readers), default=1)
         assert facts.structure is not None
         return facts.structure.fill([self._made_up(value, limit) for value in facts.values])
@@ -113,6 +122,15 @@ class Operands:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
         tensor = flat.as_strided(value.shape, value.stride)
         return tensor.requires_grad_(value.requires_grad)
+
+    def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
+        """How many rows `reader` has for its groups, if `node` says where each ends."""
+        if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
+            return None
+        rows, _, ends = _positional(reader)[:3]
+        if ends is not node or not isinstance(rows, fx.Node):
+            return None
+        return int(self._module.facts.nodes[rows].values[0].shape[0])
 
     def _index_limit(self, node: fx.Node, reader: fx.Node) -> int:
         """The number of valid indices if `reader` indexes something with `node`; else 1."""

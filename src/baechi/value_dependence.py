@@ -5,7 +5,7 @@ from typing import Final
 
 from torch import fx
 
-from baechi.operands import operator_name
+from baechi.operands import GROUPED, operator_name
 
 # Operator -> what its time depends on. Their backwards add up where indices repeat.
 _REASONS: Final = {
@@ -25,7 +25,7 @@ _REASONS: Final = {
     **dict.fromkeys(("argmax", "argmin"), "where the extreme values are"),
     **dict.fromkeys(("masked_fill", "masked_scatter", "where"), "how many elements are masked"),
     **dict.fromkeys(("cond", "while_loop", "scan"), "which branch is taken, and how often"),
-    **dict.fromkeys(("_grouped_mm", "grouped_mm"), "how many rows each expert gets"),
+    **dict.fromkeys(GROUPED, "how many rows each expert gets"),
 }
 _ATTENTION: Final = (
     "scaled_dot_product_attention",

@@ -142,8 +142,10 @@ def _untimed(part: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Let torch compute in this thread alone: threads of its pool that have just worked look for
-    more for some milliseconds, on the cores that the devices' workers are to have.
+    """Let torch compute in this thread alone.
+
+    Threads of its pool that have just worked look for more for some milliseconds, on the cores that
+    the devices' workers are to have.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
