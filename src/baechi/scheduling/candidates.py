@@ -132,7 +132,9 @@ def candidates(
     roomy = sorted(usable, key=lambda at: (-memory[at], work[at], at))
     most = min(len(usable), limits.max_devices or len(usable))
     # The fastest single devices that hold all: no decision is slower than the best of them.
-    alone = (at for at in ranked if memory[at] >= demand.single_bytes and needed in ([], [at]))
+    single = [at for at in ranked if needed in ([], [at]) and memory[at] >= demand.total_bytes]
+    # Where none holds all in the order of indices, another order may need less.
+    alone = [at for at in single if memory[at] >= demand.single_bytes] or single
     by_size: dict[int, list[Candidate]] = {
         1: [Candidate((at,), work[at], memory[at]) for at in islice(alone, _OFFERED)]
     }

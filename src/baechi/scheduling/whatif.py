@@ -121,6 +121,10 @@ def whatif(
     wish = Wish() if wish is None else wish
     found = explore(graph, snapshot, wish)
     shortage = None if found else _shortage(graph, snapshot, wish)
+    if shortage is not None and shortage.extra_bytes == 0:
+        # It does fit, by a denser packing, which only more effort tries.
+        found = explore(graph, snapshot, replace(wish, effort="balanced"))
+        shortage = None if found else replace(shortage, extra_bytes=None, extra_device="")
     now = choose(found, wish.slack_milli).step_ns if found else None
     waits = tuple(_waiting(graph, snapshot, wish, job, now) for job in after)
     return WhatIf(snapshot.version, found, shortage, waits, _curve(graph, snapshot, wish, up_to))
