@@ -341,3 +341,12 @@ def test_candidates_are_few_and_the_most_promising_come_first():
 def test_a_wish_that_makes_no_sense_is_refused(fields):
     with pytest.raises(InputError):
         Wish(**fields)
+
+
+def test_a_forward_needs_no_room_for_gradients_that_come_late():
+    ops = (
+        Op("f", 10, persistent_bytes=100, workspace_bytes=30, group="g"),
+        Op("b", 10, group="g", late_bytes=40),
+    )
+    demand = Demand.of(OpGraph(ops))
+    assert (demand.total_bytes, demand.largest_bytes, demand.single_bytes) == (100, 100, 100)

@@ -70,7 +70,8 @@ class Demand:
     def of(graph: OpGraph) -> "Demand":
         """The demand of a graph. O(kinds * (ops + tensors))."""
         tables = {"": tuple(op.time_ns for op in graph.ops), **graph.times}
-        arrays = graph.arrays
+        explicit = graph.explicit  # a forward need not share its device with late gradients
+        arrays = explicit.arrays
         running = arrays.workspace.tolist()
         for op, nbytes in zip(arrays.producer.tolist(), arrays.nbytes.tolist(), strict=True):
             running[op] += nbytes
@@ -79,14 +80,14 @@ class Demand:
             running = [nbytes if time else 0 for nbytes, time in zip(running, times, strict=True)]
         kept: dict[str, int] = {}
         most: dict[str, int] = {}
-        for index, op in enumerate(graph.ops):
+        for index, op in enumerate(explicit.ops):
             key = f"op:{index}" if op.group is None else f"group:{op.group}"
             kept[key] = kept.get(key, 0) + op.persistent_bytes
             most[key] = max(most.get(key, 0), running[index])
         return Demand(
             {kind: sum(times) for kind, times in tables.items()},
             {kind: _chain(graph, times) for kind, times in tables.items()},
-            sum(kept.values()),
+            sum(op.persistent_bytes for op in graph.ops),
             max((nbytes + most[key] for key, nbytes in kept.items()), default=0),
             _single(graph),
         )
