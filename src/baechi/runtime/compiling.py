@@ -16,8 +16,8 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.placement import Placement
-from baechi.runtime.cutting import Arrival, Event, Piece, cut, tapes_of
+from baechi.placement import Placement, Schedule
+from baechi.runtime.cutting import Arrival, Clock, Event, Piece, cut, tapes_of
 from baechi.runtime.program import (
     Copy,
     Free,
@@ -41,6 +41,7 @@ def compile_program(
     copy_lanes: bool = False,
     one_thread: bool = False,
     in_turn: Sequence[int] = (),
+    schedule: Schedule | None = None,
 ) -> Program:
     """The program of a placement of this graph.
 
@@ -63,7 +64,9 @@ def compile_program(
             f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
             f"this one (digest {graph.digest[:12]}...); solve this graph."
         )
-    return _Compiler(graph, placement, copy_lanes, one_thread, frozenset(in_turn)).program()
+    return _Compiler(
+        graph, placement, copy_lanes, one_thread, frozenset(in_turn), schedule
+    ).program()
 
 
 @final
@@ -77,8 +80,10 @@ class _Compiler:
         copy_lanes: bool,
         one_thread: bool,
         in_turn: frozenset[int],
+        schedule: Schedule | None,
     ) -> None:
         self._graph = graph
+        self._schedule = schedule
         self._one_thread = one_thread
         self._devices = placement.devices
         self._copy_lanes = copy_lanes
@@ -107,11 +112,15 @@ class _Compiler:
 
     def program(self) -> Program:
         """The whole program."""
+        clock = None if self._schedule is None else Clock(self._graph, self._schedule)
         events = [
-            cut(self._graph, self._devices, order, self._copy_lanes) for order in self._orders
+            cut(self._graph, self._devices, order, self._copy_lanes, clock)
+            for order in self._orders
         ]
         if self._one_thread:
             events = [self._at_once(row) for row in events]
+        if clock is not None:
+            events = [sorted(row, key=clock.start_ns) for row in events]
         pieces = [[event for event in row if isinstance(event, Piece)] for row in events]
         backward_piece: dict[int, int] = {}
         if len(pieces) > 1:
@@ -241,7 +250,8 @@ class _Writer:
 
     def __init__(self, n_lanes: int, copy_lanes: bool, one_thread: bool) -> None:
         self._copy_lanes = copy_lanes
-        self._holder_frees = copy_lanes and not one_thread
+        self._holder_frees = copy_lanes
+        self._one_thread = one_thread
         self._lanes: list[list[Instruction]] = [[] for _ in range(n_lanes)]
         # After each of them: [lane][other] is how much of the other had ended by then, ascending.
         self._known: list[list[list[int]]] = [[[] for _ in range(n_lanes)] for _ in range(n_lanes)]
@@ -311,6 +321,13 @@ class _Writer:
     ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
         """The lanes and the launch order, with all frees."""
         after: dict[tuple[int, int], list[Free]] = {}
+        if self._one_thread:
+            before: dict[tuple[int, int], list[Wait]] = {}
+            for place, uses in self._uses.items():
+                if place not in kept:
+                    last = self._last(uses, before)
+                    after.setdefault(last, []).append(Free(place.tensor, place.device))
+            return self._with_frees(before, after)
         late: dict[int, list[tuple[Free, list[int]]]] = {}
         for place, uses in self._uses.items():
             if place in kept:
@@ -329,7 +346,20 @@ class _Writer:
             self._wait(lane, [(other, n - 1) for other, n in enumerate(needs) if n])
             last = (lane, len(self._lanes[lane]) - 1)
             after.setdefault(last, []).extend(free for free, _ in late[lane])
-        return self._with_frees(after)
+        return self._with_frees({}, after)
+
+    def _last(
+        self,
+        uses: Sequence[tuple[int, int]],
+        before: dict[tuple[int, int], list[Wait]],
+    ) -> tuple[int, int]:
+        """The last use in launch order; it waits for those that its lane does not know of."""
+        last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
+        waits = before.setdefault(last, [])
+        for lane, position in uses:
+            if lane != last[0] and self._known[last[0]][lane][last[1]] <= position:
+                waits.append(Wait(lane, position))
+        return last
 
     def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
         """The instruction after which a lane knows that all this has ended, launched first."""
@@ -345,23 +375,29 @@ class _Writer:
         return best
 
     def _with_frees(
-        self, after: dict[tuple[int, int], list[Free]]
+        self,
+        before: dict[tuple[int, int], list[Wait]],
+        after: dict[tuple[int, int], list[Free]],
     ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
-        """Put the frees in, and let waits name the positions that instructions have then."""
+        """Put waits and frees in, and let waits name the positions that instructions have then."""
         moved: list[list[int]] = []
         for lane, rows in enumerate(self._lanes):
             shift, places = 0, []
             for position in range(len(rows)):
+                shift += len(before.get((lane, position), ()))
                 places.append(position + shift)
                 shift += len(after.get((lane, position), ()))
             moved.append(places)
         lanes: list[list[Instruction]] = [[] for _ in self._lanes]
         launch: list[int] = []
         for lane, position in self._launch:
-            row = self._lanes[lane][position]
-            if isinstance(row, Wait):
-                row = Wait(row.lane, moved[row.lane][row.position])
-            frees = after.get((lane, position), [])
-            lanes[lane] += [row, *frees]
-            launch += [lane] * (1 + len(frees))
+            rows = [
+                *before.get((lane, position), ()),
+                self._lanes[lane][position],
+                *after.get((lane, position), ()),
+            ]
+            for row in rows:
+                waits = isinstance(row, Wait)
+                lanes[lane].append(Wait(row.lane, moved[row.lane][row.position]) if waits else row)
+            launch += [lane] * len(rows)
         return tuple(map(tuple, lanes)), tuple(launch)

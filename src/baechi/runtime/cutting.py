@@ -9,11 +9,13 @@ each depends on earlier ones only, and lanes that run theirs in this order canno
 Complexity: O(ops + reads), with a sort of what arrives at each op.
 """
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from baechi.graph import OpGraph
+from baechi.placement import Schedule
 
 
 @final
@@ -48,7 +50,47 @@ class _Open:
     leaving: bool = False
 
 
-def cut(graph: OpGraph, devices: Sequence[int], order: Sequence[int], apart: bool) -> list[Event]:
+@final
+class Clock:
+    """When the clock begins what a program does.
+
+    Args:
+        graph: The graph.
+        schedule: Of its placement.
+    """
+
+    def __init__(self, graph: OpGraph, schedule: Schedule) -> None:
+        self._graph = graph
+        self._spans = {span.op: span for span in schedule.spans}
+        self._sent = {(row.tensor, row.dst): row.start_ns for row in schedule.transfers}
+        self._leaving: dict[int, list[int]] = {}
+        for row in schedule.transfers:
+            self._leaving.setdefault(row.src, []).append(row.start_ns)
+        for starts in self._leaving.values():
+            starts.sort()
+
+    def start_ns(self, event: Event) -> int:
+        """When a piece begins, or the transfer of what arrives; at once where there is none."""
+        if isinstance(event, Piece):
+            return self._spans[event.ops[0]].start_ns
+        made = self._spans[self._graph.tensors[event.tensor].producer].end_ns
+        return self._sent.get((event.tensor, event.device), made)
+
+    def sends_between(self, device: int, op: int, later: int) -> bool:
+        """Whether something begins to leave the device after one op's start, by another's."""
+        moments = self._leaving.get(device, [])
+        ends = (self._spans[op].start_ns, self._spans[later].start_ns)
+        first, last = (bisect_right(moments, end) for end in ends)
+        return first < last
+
+
+def cut(
+    graph: OpGraph,
+    devices: Sequence[int],
+    order: Sequence[int],
+    apart: bool,
+    clock: Clock | None = None,
+) -> list[Event]:
     """Pieces and arrivals of a phase, in launch order.
 
     What has to leave ends a piece; but operators that take no time may still follow it there.
@@ -59,8 +101,10 @@ def cut(graph: OpGraph, devices: Sequence[int], order: Sequence[int], apart: boo
         order: The operators of the phase, topological; inputs made by others are there already.
         apart: Whether copies run beside the operators. Then everything that arrives begins a
             piece. Else a copy that can be made before the piece under way began is made there.
+        clock: With it a piece ends, too, where the clock begins to send something from its device
+            that was made before: what it holds is let go of then, and not at the end of the piece.
     """
-    cutter = _Cutter(graph, devices, order, apart)
+    cutter = _Cutter(graph, devices, order, apart, clock)
     for op in order:
         cutter.add(op)
     for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
@@ -73,9 +117,15 @@ class _Cutter:
     """What `cut` knows on its way through the order."""
 
     def __init__(
-        self, graph: OpGraph, devices: Sequence[int], order: Sequence[int], apart: bool
+        self,
+        graph: OpGraph,
+        devices: Sequence[int],
+        order: Sequence[int],
+        apart: bool,
+        clock: Clock | None,
     ) -> None:
         self._graph = graph
+        self._clock = clock
         self._devices = devices
         self._apart = apart
         self.rank = {op: i for i, op in enumerate(order)}
@@ -97,7 +147,9 @@ class _Cutter:
         piece = self.open.get(device)
         if piece is not None:
             late = bool(missing) and not self._in_time(piece, missing)
-            if late or (piece.leaving and self._graph.ops[op].time_ns > 0):
+            last = piece.ops[-1]
+            sends = self._clock is not None and self._clock.sends_between(device, last, op)
+            if late or sends or (piece.leaving and self._graph.ops[op].time_ns > 0):
                 self.close(device)
         piece = self.open.get(device)
         if piece is None:

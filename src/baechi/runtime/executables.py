@@ -22,7 +22,7 @@ from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
-from baechi.placement import Placement
+from baechi.placement import Placement, Schedule
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
@@ -65,7 +65,9 @@ class Executable:
         places: Sequence[torch.device],
         training: bool,
         threads: int | None,
+        schedule: Schedule | None = None,
     ) -> None:
+        self._schedule = schedule
         self._module: TracedModule = traced.module
         self.places = tuple(places)
         self.training = training
@@ -96,7 +98,7 @@ class Executable:
         """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
         if self._streams:
             return self._way
-        program = self._compiled(copy_lanes=True, one_thread=True)
+        program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 

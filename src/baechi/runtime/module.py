@@ -93,7 +93,9 @@ def apply(
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     placed = PlacedModule(traced.module.model, None, 1)
-    executable = Executable(traced, placement, places, training, threads_per_device)
+    known = graph is not None and cluster is not None
+    schedule = simulate(graph, cluster, placement) if known else None
+    executable = Executable(traced, placement, places, training, threads_per_device, schedule)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
