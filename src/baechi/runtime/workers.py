@@ -285,10 +285,12 @@ def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> fro
 
 
 def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
-    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
+    """The forward of a segment's tape, which lets go of what is freed after it once it has it.
+
+    Of all of that, since slots that it does not read may be views of what it does.
+    """
     later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
-    own = {slot for _, slot in tapes[index].fills}
-    last = tuple(sorted((own & freed) - later))
+    last = tuple(sorted(freed - later))
     return partial(tapes[index].forward, last=last) if last else tapes[index].forward
 
 
