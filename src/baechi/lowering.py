@@ -7,6 +7,7 @@ A tensor of the result is a storage, whichever views of it are read.
 Complexity: O(nodes + edges), with a sort.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -128,22 +129,51 @@ class _Lowering:
                 continue
             source = self._parts.is_source(storage)
             # A buffer that travels stays where it lives: kept, so that its bytes count once.
+            readers = sorted(consumers[storage])
+            differentiable = self._differentiable(storage)
             tensor = TracedTensor(
                 home,
-                tuple(sorted(consumers[storage])),
+                tuple(readers),
                 self._facts.storages[storage].nbytes,
                 kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
-                differentiable=self._differentiable(storage),
+                differentiable=differentiable,
+                gradient_bytes=self._gradient_bytes(home, readers, {storage}, differentiable),
             )
             rows.append((tensor, storage))
         returned = self._returned_elsewhere()
         for op in sorted(tokens.keys() | returned):
-            readers = tokens.get(op, set())
-            flows = op in returned or self._passes_gradient(op, readers)
-            tensor = TracedTensor(op, tuple(sorted(readers)), 0, op in returned, flows)
-            rows.append((tensor, None))
+            readers = sorted(tokens.get(op, ()))
+            flows = op in returned or self._passes_gradient(op, set(readers))
+            made = self._gradient_bytes(op, readers, None, flows)
+            rows.append((TracedTensor(op, tuple(readers), 0, op in returned, flows, made), None))
         rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
         return rows
+
+    def _gradient_bytes(
+        self, op: int, readers: Sequence[int], storages: set[int] | None, differentiable: bool
+    ) -> tuple[int, ...]:
+        """What each reader sends back to an operator: for each value that it reads one gradient.
+
+        Args:
+            op: Who made the values.
+            readers: Who read them.
+            storages: Those of the values; any if None.
+            differentiable: Whether anything is sent.
+        """
+        if not differentiable:
+            return ()
+        sent = dict.fromkeys(readers, 0)
+        for node in self._parts.nodes_of_op[op]:
+            values = [
+                value
+                for value in self._facts.nodes[node].values
+                if value.storage in self._graded and (storages is None or value.storage in storages)
+            ]
+            nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
+            for reader in {self._parts.op_of.get(user) for user in self._parts.users(node)}:
+                if reader in sent and reader != op:
+                    sent[reader] += nbytes
+        return tuple(sent.values())
 
     def _returned_elsewhere(self) -> set[int]:
         """Operators that return a view with a gradient of what another one made."""

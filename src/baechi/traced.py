@@ -65,7 +65,9 @@ class TracedTensor:
         consumers: Indices of the ops that read it.
         nbytes: Bytes of the storage.
         kept: Whether the caller gets it.
-        differentiable: Whether a gradient of its size flows back.
+        differentiable: Whether a gradient flows back.
+        gradient_bytes: For each consumer the bytes of the gradient that it sends back: of what it
+            reads, which may be a part of the storage. Where it says nothing, those of the storage.
     """
 
     producer: int
@@ -73,6 +75,7 @@ class TracedTensor:
     nbytes: int
     kept: bool = False
     differentiable: bool = False
+    gradient_bytes: tuple[int, ...] = ()
 
 
 @final

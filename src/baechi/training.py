@@ -191,6 +191,10 @@ def _mirror(
     graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
+    viewed = _viewed_whole(ops, tensors)
+    late = {op: _late_gradient_bytes(ops[op]) for op in order}
+    for op, reader in viewed.items():
+        late[reader] += late.pop(op)
     mirrored = [
         Op(
             BACKWARD + forward[op].name,
@@ -198,7 +202,7 @@ def _mirror(
             # A shared parameter's gradient of this op, and its sum with that so far.
             workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
             group=grouped[op].group,
-            late_bytes=_late_gradient_bytes(ops[op]),
+            late_bytes=late.get(op, 0),
         )
         for op in order
     ]
@@ -216,11 +220,43 @@ def _mirror(
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        sources = [loss] if tensor.kept else []
-        sources += [twin[consumer] for consumer in tensor.consumers if consumer in twin]
-        edges += [Tensor(source, (twin[tensor.producer],), tensor.nbytes) for source in sources]
+        reader = (twin[tensor.producer],)
+        if tensor.kept:
+            edges.append(Tensor(loss, reader, tensor.nbytes))
+        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        if tensor.producer in viewed:
+            sizes = (0,)
+        edges += [
+            Tensor(twin[consumer], reader, nbytes)
+            for consumer, nbytes in zip(tensor.consumers, sizes, strict=True)
+            if consumer in twin
+        ]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
     return [*grouped, loss_op, *mirrored], edges
+
+
+def _viewed_whole(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> dict[int, int]:
+    """Operators that only turn a whole parameter for one reader, and that reader.
+
+    The gradient that the reader sends back is the parameter's own, seen in another way: it is there
+    from the reader's backward on, once. A parameter that is read in parts gets a gradient put
+    together from theirs.
+    """
+    backward = set(backward_ops(ops, tensors))
+    sent: dict[int, list[TracedTensor]] = {}
+    for tensor in tensors:
+        if tensor.differentiable:
+            sent.setdefault(tensor.producer, []).append(tensor)
+    return {
+        op: rows[0].consumers[0]
+        for op, rows in sent.items()
+        if len(rows) == 1
+        and rows[0].nbytes == 0
+        and rows[0].gradient_bytes == (_late_gradient_bytes(ops[op]),)
+        and {op, rows[0].consumers[0]} <= backward
+        and ops[op].group is not None
+        and ops[op].group == ops[rows[0].consumers[0]].group
+    }
 
 
 def _with_group(op: Op) -> Op:

@@ -138,7 +138,11 @@ class _Binder:
         for tape, part in enumerate(parts):
             gradients.share_parameters(tape, part)
         entries = [gradients.entries(tape, part) for tape, part in enumerate(parts)]
-        tapes = [self._code(tape, part, entries[tape], number) for tape, part in enumerate(parts)]
+        sums = gradients.sums() if len(self._program.phases) > 1 else {}
+        tapes = [
+            replace(self._code(tape, part, entries[tape], number), sums=tuple(sums.get(tape, ())))
+            for tape, part in enumerate(parts)
+        ]
         inputs = tuple(self._value(node) for node in self._inputs)
         copies, frees = self._instructions()
         counts = len(self._slots), len(self._values), len(results), gradients.n, len(tapes)

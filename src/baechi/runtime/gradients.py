@@ -276,6 +276,23 @@ class Gradients:
             for parameter, rows in self._shares.items()
         }
 
+    def sums(self) -> dict[int, list[tuple[int, int]]]:
+        """For every tape what its backward adds to a parameter's gradient: (slot of the sum, slot).
+
+        The order of adding up is that of `of_parameters`; each is added as soon as those before it
+        have come, so that no more of them wait than must.
+        """
+        order = [t for segment in self._layout.program.phases[-1].segments for t in segment.tapes]
+        rank = {tape: i for i, tape in enumerate(order)}
+        sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for rows in self._shares.values():
+            (_, latest, total), *others = sorted(rows, reverse=True)
+            if len({self._layout.device(tape) for _, tape, _ in rows}) == 1:
+                for _, tape, slot in others:
+                    latest = max(latest, tape, key=rank.__getitem__)
+                    sums[latest].append((total, slot))
+        return sums
+
     def of_input(self, node: fx.Node) -> tuple[int, ...]:
         """The gradients of a tensor that the caller gave, in the order of adding up."""
         return _in_order(self._of[node, 0])

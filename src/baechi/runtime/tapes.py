@@ -90,6 +90,7 @@ class TapeCode:
             slots of the gradients that come back, in the order in which they are added up.
         large: Whether these are many bytes, so that each should go as soon as it is used.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
+        sums: (slot of the sum, slot) of what is added up after its backward, in this order.
     """
 
     index: int
@@ -109,6 +110,7 @@ class TapeCode:
     seeds: tuple[tuple[int, ...], ...]
     large: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
+    sums: tuple[tuple[int, int], ...] = ()
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
@@ -241,6 +243,15 @@ class TapeCode:
         Raises:
             ExecutionError: An operator's backward failed.
         """
+        self._differentiate(step)
+        grads = step.grads
+        for total, slot in self.sums:
+            gradient, grads[slot] = grads[slot], None
+            if gradient is not None:
+                so_far = grads[total]
+                grads[total] = gradient if so_far is None else so_far + gradient
+
+    def _differentiate(self, step: Step) -> None:
         record = step.records[self.index]
         if record is None:
             return
