@@ -57,34 +57,43 @@ std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
   return rows;
 }
 
-// One member of every row, as an array that owns its memory.
+// One member of every row, as an array that shares the rows.
 template <typename T, typename R>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const LargeVector<R>& rows, T R::* member) {
-  T* values = new T[rows.size()];
-  for (size_t i = 0; i < rows.size(); ++i) values[i] = rows[i].*member;
-  nb::capsule owner(values, [](void* data) noexcept { delete[] static_cast<T*>(data); });
-  return nb::ndarray<nb::numpy, T, nb::ndim<1>>(values, {rows.size()}, owner);
+nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const std::shared_ptr<LargeVector<R>>& rows,
+                                              T R::* member) {
+  static_assert(sizeof(R) % sizeof(T) == 0);
+  using Kept = std::shared_ptr<LargeVector<R>>;
+  nb::capsule owner(new Kept(rows), [](void* p) noexcept { delete static_cast<Kept*>(p); });
+  const int64_t stride = sizeof(R) / sizeof(T);
+  T* first = rows->empty() ? nullptr : &(rows->front().*member);
+  return {first, {rows->size()}, owner, {stride}};
 }
 
-void init_problem(Problem* problem, Array<int64_t> workspace, Array<int32_t> group,
-                  Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
-                  Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers,
-                  Array<int32_t> device_class, Array<int64_t> durations, Array<int32_t> pool,
-                  Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, int ports,
-                  Array<uint8_t> allowed, int32_t max_devices) {
+void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
+                Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
+                Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers) {
+  new (graph) Graph();
+  graph->ops = size_of(workspace.shape(0));
+  graph->tensors = size_of(producer.shape(0));
+  graph->groups = size_of(group_persistent.shape(0));
+  graph->workspace = vector_of(workspace);
+  graph->group = vector_of(group);
+  graph->group_persistent = vector_of(group_persistent);
+  graph->producer = vector_of(producer);
+  graph->nbytes = vector_of(nbytes);
+  graph->kept = vector_of(kept);
+  graph->consumers = Rows{vector_of(consumer_begin), vector_of(consumers)};
+  graph->derive();
+}
+
+void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_class,
+                  Array<int64_t> durations, Array<int32_t> pool, Array<int64_t> memory,
+                  Array<int64_t> latency, Array<int64_t> rate, int ports, Array<uint8_t> allowed,
+                  int32_t max_devices) {
   new (problem) Problem();
-  problem->ops = size_of(workspace.shape(0));
-  problem->tensors = size_of(producer.shape(0));
+  static_cast<Graph&>(*problem) = graph;
   problem->devices = size_of(device_class.shape(0));
   problem->pools = size_of(memory.shape(0));
-  problem->groups = size_of(group_persistent.shape(0));
-  problem->workspace = vector_of(workspace);
-  problem->group = vector_of(group);
-  problem->group_persistent = vector_of(group_persistent);
-  problem->producer = vector_of(producer);
-  problem->nbytes = vector_of(nbytes);
-  problem->kept = vector_of(kept);
-  problem->consumers = {vector_of(consumer_begin), vector_of(consumers)};
   problem->device_class = vector_of(device_class);
   problem->durations = vector_of(durations);
   problem->pool = vector_of(pool);
@@ -245,11 +254,17 @@ std::tuple<std::vector<double>, double, double, int32_t> shares(
 }  // namespace
 
 NB_MODULE(_core, m) {
+  // A graph keeps its rows as long as it lives, be it to the end of the process: no leak to warn
+  // of.
+  nb::set_leak_warnings(false);
+
+  nb::class_<Graph>(m, "Graph")
+      .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
+           "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a);
+
   nb::class_<Problem>(m, "Problem")
-      .def("__init__", &init_problem, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
-           "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a, "device_class"_a,
-           "durations"_a, "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a, "allowed"_a,
-           "max_devices"_a);
+      .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,
+           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a, "allowed"_a, "max_devices"_a);
 
   nb::class_<Timeline>(m, "Timeline")
       .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())
@@ -281,13 +296,13 @@ NB_MODULE(_core, m) {
       .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
       .def("span_columns",
            [](const Timeline& timeline) {
-             const LargeVector<Span>& rows = timeline.spans();
+             const auto& rows = timeline.kept_spans();
              return std::make_tuple(column(rows, &Span::op), column(rows, &Span::device),
                                     column(rows, &Span::start), column(rows, &Span::end));
            })
       .def("transfer_columns",
            [](const Timeline& timeline) {
-             const LargeVector<Transfer>& rows = timeline.transfers();
+             const auto& rows = timeline.kept_transfers();
              return std::make_tuple(column(rows, &Transfer::tensor), column(rows, &Transfer::src),
                                     column(rows, &Transfer::dst), column(rows, &Transfer::start),
                                     column(rows, &Transfer::end));

@@ -343,7 +343,7 @@ class Relaxation {
 };
 
 Groups groups_of(const Problem& problem, const Sites& sites) {
-  return {problem.group, problem.group_persistent, sites.allowed};
+  return {problem.group.copy(), problem.group_persistent.copy(), sites.allowed};
 }
 
 // At most `guess`, and at most the makespan of every valid schedule.

@@ -31,7 +31,7 @@ struct Edge {
   double weight;
 };
 
-struct Graph {
+struct GroupGraph {
   std::vector<Edge> edges;  // u < v, each pair once, ascending
   std::vector<double> work, bytes;
   std::vector<int32_t> color;
@@ -80,9 +80,9 @@ std::pair<double, double> mean_link(const Problem& problem) {
   return {1.0 + latency / static_cast<double>(paths), per_byte / static_cast<double>(paths)};
 }
 
-Graph group_graph(const Problem& problem, const std::vector<int32_t>& color) {
+GroupGraph group_graph(const Problem& problem, const std::vector<int32_t>& color) {
   const int32_t n = problem.groups;
-  Graph graph;
+  GroupGraph graph;
   graph.color = color.empty() ? std::vector<int32_t>(n, 0) : color;
   graph.bytes.assign(problem.group_persistent.begin(), problem.group_persistent.end());
   graph.work.assign(n, 1.0);  // so that no product of two is 0
@@ -108,7 +108,7 @@ Graph group_graph(const Problem& problem, const std::vector<int32_t>& color) {
 }
 
 // A matching: per vertex its partner, or itself.
-std::vector<int32_t> match(const Graph& graph, double largest_work, double largest_bytes) {
+std::vector<int32_t> match(const GroupGraph& graph, double largest_work, double largest_bytes) {
   const auto may_join = [&](int32_t u, int32_t v) {
     return graph.color[u] == graph.color[v] && graph.work[u] + graph.work[v] <= largest_work &&
            graph.bytes[u] + graph.bytes[v] <= largest_bytes;
@@ -146,9 +146,9 @@ std::vector<int32_t> match(const Graph& graph, double largest_work, double large
 }
 
 // Joins the partners; per vertex its vertex in the result.
-std::vector<int32_t> contract(Graph& graph, const std::vector<int32_t>& partner) {
+std::vector<int32_t> contract(GroupGraph& graph, const std::vector<int32_t>& partner) {
   std::vector<int32_t> next(graph.size());
-  Graph result;
+  GroupGraph result;
   for (int32_t u = 0; u < graph.size(); ++u) {
     const int32_t v = partner[u];
     if (v < u) {
@@ -174,7 +174,7 @@ std::vector<int32_t> contract(Graph& graph, const std::vector<int32_t>& partner)
 
 std::vector<std::vector<int32_t>> group_clusters(const Problem& problem,
                                                  const std::vector<int32_t>& color) {
-  Graph graph = group_graph(problem, color);
+  GroupGraph graph = group_graph(problem, color);
   std::vector<int32_t> cluster(graph.size());
   std::iota(cluster.begin(), cluster.end(), 0);
   std::vector<std::vector<int32_t>> levels = {cluster};

@@ -84,27 +84,32 @@ Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
   result.ops = parts;
   result.tensors = static_cast<int32_t>(tensors.tensors.size());
   result.workspace = coarse_workspace(problem, part_of, parts);
-  result.group.assign(parts, 0);
+  std::vector<int32_t> part_group(parts, 0);
   result.groups = 0;
   for (int32_t part = 0; part < parts; ++part) {
     const int32_t first = group_of[part];
-    result.group[part] = first == part ? result.groups++ : result.group[first];
+    part_group[part] = first == part ? result.groups++ : part_group[first];
   }
-  result.group_persistent.assign(result.groups, 0);
+  std::vector<int64_t> persistent(result.groups, 0);
   std::vector<int32_t> group_in(problem.groups);
   for (int32_t group = 0; group < problem.groups; ++group) {
-    group_in[group] = result.group[part_of[*problem.group_ops.first(group)]];
-    result.group_persistent[group_in[group]] += problem.group_persistent[group];
+    group_in[group] = part_group[part_of[*problem.group_ops.first(group)]];
+    persistent[group_in[group]] += problem.group_persistent[group];
   }
+  result.group = std::move(part_group);
+  result.group_persistent = std::move(persistent);
   result.allowed = allowed_together(problem, group_in, result.groups);
-  result.producer.clear();
-  result.nbytes.clear();
-  result.kept.clear();
+  std::vector<int32_t> producer;
+  std::vector<int64_t> nbytes;
+  std::vector<uint8_t> kept;
   for (int32_t tensor : tensors.tensors) {
-    result.producer.push_back(part_of[problem.producer[tensor]]);
-    result.nbytes.push_back(problem.nbytes[tensor]);
-    result.kept.push_back(problem.kept[tensor]);
+    producer.push_back(part_of[problem.producer[tensor]]);
+    nbytes.push_back(problem.nbytes[tensor]);
+    kept.push_back(problem.kept[tensor]);
   }
+  result.producer = std::move(producer);
+  result.nbytes = std::move(nbytes);
+  result.kept = std::move(kept);
   result.consumers = std::move(tensors.consumers);
   const size_t classes = problem.ops == 0 ? 0 : problem.durations.size() / problem.ops;
   result.durations.assign(classes * parts, 0);
@@ -113,6 +118,7 @@ Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
       result.durations[row * parts + part_of[op]] += problem.durations[row * problem.ops + op];
     }
   }
+  result.derive();
   result.finish();
   return result;
 }
@@ -120,12 +126,16 @@ Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster) {
   Problem result = problem;
   result.groups = problem.groups == 0 ? 0 : 1 + *std::max_element(cluster.begin(), cluster.end());
-  result.group_persistent.assign(result.groups, 0);
+  std::vector<int64_t> persistent(result.groups, 0);
   for (int32_t group = 0; group < problem.groups; ++group) {
-    result.group_persistent[cluster[group]] += problem.group_persistent[group];
+    persistent[cluster[group]] += problem.group_persistent[group];
   }
-  for (int32_t& group : result.group) group = cluster[group];
+  std::vector<int32_t> op_group = problem.group.copy();
+  for (int32_t& group : op_group) group = cluster[group];
+  result.group = std::move(op_group);
+  result.group_persistent = std::move(persistent);
   result.allowed = allowed_together(problem, cluster, result.groups);
+  result.derive();
   result.finish();
   return result;
 }

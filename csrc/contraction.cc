@@ -182,9 +182,9 @@ Parts parts_of(const Problem& problem, const std::vector<uint8_t>& idle,
     parts.bytes[g] += problem.output_bytes[op];
     parts.workspace[g] = std::max(parts.workspace[g], problem.workspace[op]);
   }
-  parts.producer = problem.producer;
-  parts.nbytes = problem.nbytes;
-  parts.consumers = problem.consumers;
+  parts.producer = problem.producer.copy();
+  parts.nbytes = problem.nbytes.copy();
+  parts.consumers = {problem.consumers.begin.copy(), problem.consumers.values.copy()};
   return parts;
 }
 

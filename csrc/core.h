@@ -7,11 +7,13 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
 #include "large.h"
+#include "shared.h"
 
 namespace baechi {
 
@@ -29,10 +31,24 @@ struct Rows {
   int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
 };
 
+// Rows that nobody changes any more; copies share them.
+struct SharedRows {
+  Shared<int64_t> begin;
+  Shared<int32_t> values;
+
+  SharedRows() = default;
+  SharedRows(Rows&& rows) : begin(std::move(rows.begin)), values(std::move(rows.values)) {}
+
+  const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
+  const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
+  int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
+};
+
 // Lets a range-for walk one row.
 struct Row {
   const int32_t *from, *to;
-  Row(const Rows& rows, int32_t row) : from(rows.first(row)), to(rows.last(row)) {}
+  template <typename AnyRows>
+  Row(const AnyRows& rows, int32_t row) : from(rows.first(row)), to(rows.last(row)) {}
   const int32_t* begin() const { return from; }
   const int32_t* end() const { return to; }
 };
@@ -46,20 +62,29 @@ struct PairTable {
   }
 };
 
-struct Problem {
-  int32_t ops = 0, tensors = 0, devices = 0, pools = 0, groups = 0;
+// What a problem knows of the graph alone. Copies share its rows, so that all problems of one graph
+// have them once.
+struct Graph {
+  int32_t ops = 0, tensors = 0, groups = 0;
 
-  std::vector<int64_t> workspace;         // per op
-  std::vector<int32_t> group;             // per op; an op without a group is alone in its own
-  std::vector<int64_t> group_persistent;  // per group, the sum of its ops
-  Rows group_ops;                         // per group, ops ascending
-  Rows inputs, outputs;                   // per op, tensors ascending
-  std::vector<int64_t> output_bytes;      // per op, the sum of its outputs
+  Shared<int64_t> workspace;         // per op
+  Shared<int32_t> group;             // per op; an op without a group is alone in its own
+  Shared<int64_t> group_persistent;  // per group, the sum of its ops
+  SharedRows group_ops;              // per group, ops ascending
+  SharedRows inputs, outputs;        // per op, tensors ascending
+  Shared<int64_t> output_bytes;      // per op, the sum of its outputs
 
-  std::vector<int32_t> producer;  // per tensor
-  std::vector<int64_t> nbytes;    // per tensor
-  std::vector<uint8_t> kept;      // per tensor
-  Rows consumers;                 // per tensor, ops ascending
+  Shared<int32_t> producer;  // per tensor
+  Shared<int64_t> nbytes;    // per tensor
+  Shared<uint8_t> kept;      // per tensor
+  SharedRows consumers;      // per tensor, ops ascending
+
+  // Derives group_ops, inputs, outputs and output_bytes from the rest.
+  void derive();
+};
+
+struct Problem : Graph {
+  int32_t devices = 0, pools = 0;
 
   std::vector<int32_t> device_class;  // per device: devices of one class take the same times
   std::vector<int64_t> durations;     // durations[device_class * ops + op]
@@ -73,7 +98,7 @@ struct Problem {
   std::vector<int32_t> only;        // per group, the one device that is allowed, or -1; or empty
   std::vector<int64_t> sent_ns;     // per tensor, where all links are equal: its transfer; or empty
 
-  // Derives group_ops, inputs, outputs, output_bytes, pool_devices, only and sent_ns from the rest.
+  // Derives pool_devices, only and sent_ns from the rest.
   void finish();
 
   int64_t duration(int32_t op, int32_t device) const {
@@ -106,6 +131,8 @@ class Profile {
     total_ += delta;
     if (delta > 0) bound_ += delta;
   }
+  // Has the processor fetch where changes will be added soon.
+  void fetch_end() const { fetch_after(waiting_); }
   // Makes room for so many changes more.
   void expect(size_t changes) { waiting_.reserve(waiting_.size() + changes); }
   // The level after the last change.
@@ -164,6 +191,8 @@ class Timeline {
  public:
   // The problem must outlive the timeline.
   explicit Timeline(const Problem& problem);
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
 
   const Problem& problem() const { return problem_; }
   bool committed(int32_t op) const { return device_[op] >= 0; }
@@ -200,8 +229,11 @@ class Timeline {
   // before its producers, or an index that is too large. No index is negative.
   int32_t fold(const int32_t* devices, const int32_t* order, int32_t count);
 
-  const LargeVector<Span>& spans() const { return spans_; }
-  const LargeVector<Transfer>& transfers() const { return transfers_; }
+  const LargeVector<Span>& spans() const { return *spans_; }
+  const LargeVector<Transfer>& transfers() const { return *transfers_; }
+  // The same, for who wants to keep them longer than the timeline.
+  const std::shared_ptr<LargeVector<Span>>& kept_spans() const { return spans_; }
+  const std::shared_ptr<LargeVector<Transfer>>& kept_transfers() const { return transfers_; }
   // The pools in which the last commit let a tensor go, with repetitions.
   const std::vector<int32_t>& released() const { return released_; }
   int64_t makespan() const { return makespan_; }
@@ -235,7 +267,8 @@ class Timeline {
   // Have the processor fetch what `fold` will read soon.
   void fetch_op(int32_t op, int32_t device) const;
   void fetch_tensors(int32_t op) const;
-  // Makes room for what `fold` adds. Where an index in `order` or its device is none, its place.
+  void fetch_ends(int32_t device) const;
+  // Makes room for what `fold` adds. The first op that is none, or is on no device; or -1.
   int32_t expect(const int32_t* devices, const int32_t* order, int32_t count);
 
   const Problem& problem_;
@@ -247,8 +280,9 @@ class Timeline {
   int32_t devices_used_ = 0;
   std::vector<int64_t> persistent_, held_back_;  // per pool
   std::vector<Profile> profiles_;                // per pool, all but persistent
-  LargeVector<Span> spans_;
-  LargeVector<Transfer> transfers_;
+  // With room for all that a step can have, so that no row ever moves.
+  std::shared_ptr<LargeVector<Span>> spans_ = std::make_shared<LargeVector<Span>>();
+  std::shared_ptr<LargeVector<Transfer>> transfers_ = std::make_shared<LargeVector<Transfer>>();
   std::vector<int32_t> released_;
   int64_t makespan_ = 0;
   // The last answer of `arrival`, good until the next commit, the transfers that it needs, and the

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <new>
 #include <vector>
@@ -55,5 +56,13 @@ struct LargePages {
 
 template <typename T>
 using LargeVector = std::vector<T, LargePages<T>>;
+
+// Has the processor fetch what a row will soon grow into: fresh memory, which no cache holds.
+template <typename T>
+void fetch_after(const LargeVector<T>& row) {
+  constexpr std::uintptr_t kBytesAhead = 1024;
+  const auto end = reinterpret_cast<std::uintptr_t>(row.data() + row.size());
+  __builtin_prefetch(reinterpret_cast<const void*>(end + kBytesAhead), 1);
+}
 
 }  // namespace baechi

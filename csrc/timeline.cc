@@ -13,11 +13,8 @@ constexpr uint64_t kNsPerS = 1'000'000'000;
 // Sizes below it times kNsPerS plus any rate are below 2^64, and the division needs no 128 bits.
 constexpr uint64_t kShort = (uint64_t{1} << 63) / kNsPerS;
 
-// So many ops ahead `fold` fetches what it will read.
-constexpr int32_t kAhead = 16;
-
 // The transpose of `rows`, whose values are below `count`; each row of it is ascending.
-Rows transpose(const Rows& rows, int32_t count) {
+Rows transpose(const SharedRows& rows, int32_t count) {
   Rows result;
   result.begin.assign(static_cast<size_t>(count) + 1, 0);
   for (int32_t value : rows.values) ++result.begin[value + 1];
@@ -32,7 +29,8 @@ Rows transpose(const Rows& rows, int32_t count) {
 }
 
 // Per value below `count` the places that have it, ascending.
-Rows places(const std::vector<int32_t>& values, int32_t count) {
+template <typename Values>
+Rows places(const Values& values, int32_t count) {
   Rows result;
   result.begin.assign(static_cast<size_t>(count) + 1, 0);
   result.values.resize(values.size());
@@ -54,13 +52,17 @@ Rows places(const std::vector<int32_t>& values, int32_t count) {
 
 }  // namespace
 
-void Problem::finish() {
+void Graph::derive() {
   group_ops = places(group, groups);
   inputs = transpose(consumers, ops);
   outputs = places(producer, ops);
+  std::vector<int64_t> sums(ops, 0);
+  for (int32_t t = 0; t < tensors; ++t) sums[producer[t]] += nbytes[t];
+  output_bytes = std::move(sums);
+}
+
+void Problem::finish() {
   pool_devices = places(pool, pools);
-  output_bytes.assign(ops, 0);
-  for (int32_t t = 0; t < tensors; ++t) output_bytes[producer[t]] += nbytes[t];
   if (rate.values.size() == 1 && rate[0] > 0) {
     sent_ns.resize(tensors);
     for (int32_t t = 0; t < tensors; ++t) sent_ns[t] = divided_ns(t, 0);
@@ -91,7 +93,6 @@ Timeline::Timeline(const Problem& problem)
     : problem_(problem),
       device_(problem.ops, -1),
       group_device_(problem.groups, -1),
-      presences_(problem.tensors),
       device_free_(problem.devices, 0),
       send_free_(problem.devices, 0),
       receive_free_(problem.devices, 0),
@@ -99,10 +100,14 @@ Timeline::Timeline(const Problem& problem)
       persistent_(problem.pools, 0),
       held_back_(problem.pools, 0),
       profiles_(problem.pools) {
+  // Untouched pages cost nothing, and growing costs a copy and fresh pages each time.
+  const size_t copies = problem.consumers.values.size();
+  presences_.reserve(problem.tensors + copies);
+  transfers_->reserve(copies);
+  spans_->reserve(problem.ops);
   for (int32_t t = 0; t < problem.tensors; ++t) {
-    presences_[t] = {-1, -1, -1, static_cast<int32_t>(problem.consumers.size(t)), 0, 0};
+    presences_.push_back({-1, -1, -1, static_cast<int32_t>(problem.consumers.size(t)), 0, 0});
   }
-  spans_.reserve(problem.ops);
   // What has but one place takes it at once, so that nobody else takes its room.
   for (int32_t g = 0; g < static_cast<int32_t>(problem.only.size()); ++g) {
     if (problem.only[g] >= 0) reserve(*problem.group_ops.first(g), problem.only[g]);
@@ -273,7 +278,7 @@ void Timeline::release(int32_t tensor) {
 
 const Span& Timeline::commit(int32_t op, int32_t device) {
   place(op, device, *arrival(op, device));
-  return spans_.back();
+  return spans_->back();
 }
 
 void Timeline::place(int32_t op, int32_t device, int64_t ready) {
@@ -296,7 +301,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
   }
   for (const Planned& transfer : planned_) {
     const int32_t tensor = transfer.tensor, src = transfer.src;
-    transfers_.push_back({tensor, src, device, transfer.start, transfer.end});
+    transfers_->push_back({tensor, src, device, transfer.start, transfer.end});
     if (problem_.ports != Ports::kNone) {
       send_free_[src] = receive_free_[device] = transfer.end;
       if (problem_.ports == Ports::kShared) receive_free_[src] = send_free_[device] = transfer.end;
@@ -315,70 +320,7 @@ void Timeline::place(int32_t op, int32_t device, int64_t ready) {
   }
   device_free_[device] = end;
   makespan_ = std::max(makespan_, end);
-  spans_.push_back({op, device, start, end});
-}
-
-int32_t Timeline::fold(const int32_t* devices, const int32_t* order, int32_t count) {
-  const int32_t outside = expect(devices, order, count);
-  if (outside >= 0) return order[outside];
-  for (int32_t i = 0; i < count; ++i) {
-    if (i + 2 * kAhead < count) fetch_op(order[i + 2 * kAhead], devices[order[i + 2 * kAhead]]);
-    if (i + kAhead < count) fetch_tensors(order[i + kAhead]);
-    const int32_t op = order[i], device = devices[op];
-    const int32_t home = group_device_[problem_.group[op]];
-    if (committed(op) || (home >= 0 && home != device)) return op;
-    for (int32_t tensor : Row(problem_.inputs, op)) {
-      if (presences_[tensor].holder < 0) return op;
-    }
-    const std::optional<int64_t> ready = plan(op, device);
-    if (!ready) return op;
-    place(op, device, *ready);
-  }
-  return -1;
-}
-
-// A launch order jumps to and fro among the ops, which the processor cannot foresee, but we can.
-void Timeline::fetch_op(int32_t op, int32_t device) const {
-  __builtin_prefetch(&problem_.inputs.begin[op]);
-  __builtin_prefetch(&problem_.outputs.begin[op]);
-  __builtin_prefetch(&problem_.workspace[op]);
-  __builtin_prefetch(&problem_.output_bytes[op]);
-  __builtin_prefetch(&problem_.group[op]);
-  __builtin_prefetch(&device_[op], 1);
-  __builtin_prefetch(
-      &problem_.durations[static_cast<int64_t>(problem_.device_class[device]) * problem_.ops + op]);
-}
-
-void Timeline::fetch_tensors(int32_t op) const {
-  const int32_t group = problem_.group[op];
-  __builtin_prefetch(&group_device_[group], 1);
-  __builtin_prefetch(&problem_.group_persistent[group]);
-  for (int32_t tensor : Row(problem_.inputs, op)) {
-    __builtin_prefetch(&presences_[tensor], 1);
-    __builtin_prefetch(&problem_.nbytes[tensor]);
-    if (!problem_.sent_ns.empty()) __builtin_prefetch(&problem_.sent_ns[tensor]);
-    __builtin_prefetch(&problem_.kept[tensor]);
-  }
-  for (int32_t tensor : Row(problem_.outputs, op)) __builtin_prefetch(&presences_[tensor], 1);
-}
-
-// Untouched pages cost nothing, and growing costs a copy and fresh pages each time.
-int32_t Timeline::expect(const int32_t* devices, const int32_t* order, int32_t count) {
-  std::vector<size_t> changes(problem_.pools, 0);
-  size_t copies = 0;
-  for (int32_t i = 0; i < count; ++i) {
-    const int32_t op = order[i];
-    if (op < 0 || op >= problem_.ops) return i;
-    const int32_t device = devices[op];
-    if (device < 0 || device >= problem_.devices) return i;
-    const size_t inputs = problem_.inputs.size(op);
-    copies += inputs;
-    changes[problem_.pool[device]] += 2 + 2 * inputs + problem_.outputs.size(op);
-  }
-  presences_.reserve(presences_.size() + copies);
-  transfers_.reserve(transfers_.size() + copies);
-  for (int32_t pool = 0; pool < problem_.pools; ++pool) profiles_[pool].expect(changes[pool]);
-  return -1;
+  spans_->push_back({op, device, start, end});
 }
 
 std::vector<int64_t> Timeline::peaks() const {

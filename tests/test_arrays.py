@@ -1,7 +1,7 @@
 """Columns of graphs and schedules: the same as the values that they stand for."""
 
 import pickle
-from copy import copy
+from copy import copy, deepcopy
 from dataclasses import replace
 
 import numpy as np
@@ -133,3 +133,39 @@ def test_the_bound_of_a_schedule_is_computed_once_and_only_when_asked_for():
     assert pickle.loads(pickle.dumps(copy(unasked))) == late
     with pytest.raises(AttributeError, match="'bound'"):
         _ = late.bound
+
+
+@given(graphs())
+def test_a_graph_that_was_solved_still_travels(graph):
+    """What problems share of it is the core's, and made anew on the other side."""
+    cluster = Cluster.uniform(2, 2**60, Link(1, 10**9))
+    order = tuple(range(len(graph.ops)))
+    placement = Placement(graph.digest, (0,) * len(order), order)
+    schedule = simulate(graph, cluster, placement)
+    twin = pickle.loads(pickle.dumps(graph))
+    assert twin == graph == deepcopy(graph)
+    assert simulate(twin, cluster, placement) == schedule
+
+
+def test_problems_of_one_graph_share_its_rows():
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 7),))
+    first = Problem(graph, Cluster.uniform(2, 100, Link(1, 10**9))).timeline()
+    shared = graph.arrays.core
+    second = Problem(graph, Cluster.uniform(3, 50, Link(2, 10**9))).timeline()
+    assert graph.arrays.core is shared
+    del graph, shared
+    assert (first.need(1), second.need(1), second.left()) == (7, 7, [50, 50, 50])
+
+
+def test_the_rows_of_a_schedule_outlive_its_timeline_and_stay_when_it_grows():
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 7),))
+    timeline = Problem(graph, Cluster.uniform(2, 100, Link(1, 10**9))).timeline()
+    timeline.commit(0, 0)
+    before = timeline.span_columns()
+    assert [column.tolist() for column in before] == [[0], [0], [0], [5]]
+    timeline.commit(1, 1)
+    after, sent = timeline.span_columns(), timeline.transfer_columns()
+    del timeline
+    assert [column.tolist() for column in before] == [[0], [0], [0], [5]]
+    assert [column.tolist() for column in after] == [[0, 1], [0, 1], [0, 13], [5, 18]]
+    assert [column.tolist() for column in sent] == [[0], [0], [1], [5], [13]]

@@ -1,7 +1,7 @@
 from numpy import float64, int32, int64, uint8
 from numpy.typing import NDArray
 
-class Problem:
+class Graph:
     def __init__(
         self,
         *,
@@ -13,6 +13,13 @@ class Problem:
         kept: NDArray[uint8],
         consumer_begin: NDArray[int64],
         consumers: NDArray[int32],
+    ) -> None: ...
+
+class Problem:
+    def __init__(
+        self,
+        *,
+        graph: Graph,
         device_class: NDArray[int32],
         durations: NDArray[int64],
         pool: NDArray[int32],

@@ -6,17 +6,20 @@ same graph pays for them once.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from baechi import _core
 
 # Sums of at most this much of int64 values are computed as int64; larger ones as Python's integers.
 _SAFE: Final = 2**62
 
 
 @final
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class GraphArrays:
     """The columns of a graph; nobody writes to them.
 
@@ -52,6 +55,33 @@ class GraphArrays:
     def groups(self) -> int:
         """The number of groups."""
         return int(self.op_group.max()) + 1 if len(self.op_group) else 0
+
+    @cached_property
+    def group_persistent(self) -> NDArray[np.int64]:
+        """The persistent bytes of every group."""
+        if self.groups == len(self.persistent):
+            return self.persistent  # every op is alone
+        sums = np.zeros(self.groups, np.int64)
+        np.add.at(sums, self.op_group, self.persistent)
+        return sums
+
+    @cached_property
+    def core(self) -> _core.Graph:
+        """The same for C++, which every problem of this graph shares."""
+        return _core.Graph(
+            workspace=self.workspace,
+            group=self.op_group,
+            group_persistent=self.group_persistent,
+            producer=self.producer,
+            nbytes=self.nbytes,
+            kept=self.kept,
+            consumer_begin=self.consumer_begin,
+            consumers=self.consumers,
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The columns alone: what is derived is made anew where they are loaded or copied."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Producer and consumer of every pair of a tensor and its consumer, in tensor order."""

@@ -265,14 +265,7 @@ class Problem:
     @cached_property
     def group_persistent(self) -> tuple[int, ...]:
         """The persistent bytes of every group."""
-        return tuple(self._sum_per_group(self.graph.arrays.persistent).tolist())
-
-    def _sum_per_group(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        if self.graph.arrays.groups == len(values):
-            return values  # every op is alone
-        sums = np.zeros(self.graph.arrays.groups, np.int64)
-        np.add.at(sums, self.graph.arrays.op_group, values)
-        return sums
+        return tuple(self.graph.arrays.group_persistent.tolist())
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
@@ -280,7 +273,7 @@ class Problem:
         arrays = self.graph.arrays
         most = np.zeros(arrays.groups, np.int64)
         np.maximum.at(most, arrays.op_group, arrays.workspace)
-        sums = self._sum_per_group(arrays.persistent) + most
+        sums = arrays.group_persistent + most
         np.add.at(sums, arrays.op_group[arrays.producer], arrays.nbytes)
         return tuple(sums.tolist())
 
@@ -292,18 +285,10 @@ class Problem:
     @cached_property
     def core(self) -> _core.Problem:
         """The same for C++."""
-        arrays = self.graph.arrays
         latency, rate = self.links
         free = self.constraints is None or self.allowed.all()
         return _core.Problem(
-            workspace=arrays.workspace,
-            group=arrays.op_group,
-            group_persistent=self._sum_per_group(arrays.persistent),
-            producer=arrays.producer,
-            nbytes=arrays.nbytes,
-            kept=arrays.kept,
-            consumer_begin=arrays.consumer_begin,
-            consumers=arrays.consumers,
+            graph=self.graph.arrays.core,
             device_class=self.device_class,
             durations=self.durations.reshape(-1),
             pool=np.array(self.device_pool, np.int32),
