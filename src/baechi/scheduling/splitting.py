@@ -38,7 +38,7 @@ class Baechi(Scheme):
 
     Attributes:
         links: Between GPUs.
-        effort: As `solve`'s.
+        effort: As `solve`'s, or `steps.LISTED` for simulations of many jobs.
         fewest: Whether a job is split over as few GPUs as possible; if not, over as many as make
             its predicted step shortest.
     """

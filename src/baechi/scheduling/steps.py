@@ -15,6 +15,9 @@ from typing import Final, final
 from baechi.devices import Cluster, Device, Link
 from baechi.graph import OpGraph
 from baechi.placement import Placement
+from baechi.placers.auto import best
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT
 from baechi.problem import Problem
 from baechi.scheduling.fleet import Gpu
 from baechi.scheduling.jobs import WHOLE, Job
@@ -27,6 +30,11 @@ AMPLE: Final = 2**61  # bytes, where memory is not modeled
 # 16 lanes of PCIe 4 and more; a network of 100 Gbit/s.
 NEAR: Final = Link(10_000, 50 * 10**9)
 FAR: Final = Link(30_000, 10 * 10**9)
+
+
+# Instead of an effort of `solve`: the better of two list schedules, as a service's fast decisions.
+# That takes milliseconds, whether something fits or nothing does, and may miss what `solve` finds.
+LISTED: Final = "list"
 
 
 @final
@@ -59,7 +67,7 @@ class Left:
 
 
 def shape_of(left: Sequence[Left]) -> tuple[Left, ...]:
-    """What an answer depends on: equal where only the indices of GPUs, nodes and switches differ."""
+    """Equal for GPUs on which a graph has the same answer: without indices, nodes renumbered."""
     nodes = {node: rank for rank, node in enumerate(dict.fromkeys(row.gpu.node for row in left))}
     return tuple(
         Left(0, row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0, held_bytes=0))
@@ -87,7 +95,8 @@ def solved(
 ) -> Grant | None:
     """Where `solve` places the graph on what is left; the grant's GPUs are places in `left`."""
     cluster = cluster_of(left, links, job)
-    placement = find(Problem(graph, cluster), effort)
+    problem = Problem(graph, cluster)
+    placement = _listed(problem) if effort == LISTED else find(problem, effort)
     return None if placement is None else stepped(job, graph, placement, cluster, left)
 
 
@@ -116,6 +125,10 @@ def stepped(
     slowest = min(left[place].gpu.speed for place in used)
     rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
     return Grant(tuple(used), parts, max(1, rate))
+
+
+def _listed(problem: Problem) -> Placement | None:
+    return best([(placer.name, placer.place(problem)) for placer in (METF(), HEFT())], LISTED)
 
 
 def _speed(gpu: Gpu, job: Job) -> float:
