@@ -92,7 +92,7 @@ def checked(room, change, seen):
             assert self.sharing.used(parts, device.share) <= WORK * device.share // WHOLE
             if device.memory_bytes is not None:
                 held = sum(part.memory_bytes for part in parts)
-                assert held + self.memory_left[gpu] == device.memory_bytes
+                assert held + self.memory_left[gpu] == device.free_bytes
                 assert self.memory_left[gpu] >= 0
         idle, partly, full, free, busy = self.row()
         assert busy == sum(map(bool, self.owners))

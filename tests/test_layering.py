@@ -136,13 +136,20 @@ ALLOWED = {
     "scheduling.las": {"scheduling.policies", "scheduling.runs"},
     "scheduling.slicing": {"scheduling.policies", "scheduling.runs"},
     "scheduling.packing": {"scheduling.policies"},
-    "scheduling.splitting": {
+    "scheduling.steps": {
         "scheduling.fleet",
+        "scheduling.jobs",
+        "scheduling.rooms",
+        "scheduling.sharing",
+    },
+    "scheduling.splitting": {
         "scheduling.jobs",
         "scheduling.policies",
         "scheduling.rooms",
+        "scheduling.runs",
         "scheduling.schemes",
         "scheduling.sharing",
+        "scheduling.steps",
     },
     "scheduling.catalog": {
         "scheduling.las",

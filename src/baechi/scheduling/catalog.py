@@ -13,7 +13,7 @@ from baechi.scheduling.policies import (
     LongestPending,
     Policy,
 )
-from baechi.scheduling.schemes import BestFit, Consolidated, LeastLoaded, Random, Scheme
+from baechi.scheduling.schemes import BestFit, Consolidated, FirstFit, LeastLoaded, Random, Scheme
 from baechi.scheduling.sharing import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.scheduling.shortest import ShortestGpuTime, ShortestTime
 from baechi.scheduling.slicing import FinishTimeFairness, TimeSlicing
@@ -96,6 +96,7 @@ def policy_named(
 
 _SCHEMES: Final[dict[str, Callable[[], Scheme | None]]] = {
     "count": lambda: None,
+    "first-fit": FirstFit,
     "consolidated": Consolidated,
     "yarn": Consolidated,
     "random": Random,

@@ -20,6 +20,8 @@ class Gpu:
         speed: How fast it runs a job, in thousandths of the GPU that durations were measured on.
         share: The part of a GPU's compute that it has, in thousandths; below 1,000 for a slice.
         kind: The kind of hardware, in the words of `OpGraph.times`.
+        held_bytes: What others hold of its memory all the time; not the jobs that are simulated.
+            What they take of its compute is missing in `share`.
     """
 
     node: int
@@ -28,6 +30,12 @@ class Gpu:
     speed: int = WHOLE
     share: int = WHOLE
     kind: str = ""
+    held_bytes: int = 0
+
+    @property
+    def free_bytes(self) -> int | None:
+        """What is left for jobs; `None` where memory is not modeled."""
+        return None if self.memory_bytes is None else self.memory_bytes - self.held_bytes
 
 
 @final
@@ -50,7 +58,7 @@ class Fleet:
         gpus_per_node: Of the largest node.
 
     Raises:
-        InputError: No GPUs, nodes out of order, or a speed or share out of range.
+        InputError: No GPUs, nodes out of order, or a speed, a share or held memory out of range.
     """
 
     gpus: tuple[Gpu, ...]
@@ -70,6 +78,11 @@ class Fleet:
                 raise InputError(
                     f"GPU {index} has speed {gpu.speed} and share {gpu.share}; give thousandths, "
                     f"a share of at most {WHOLE}."
+                )
+            if not 0 <= gpu.held_bytes <= (gpu.memory_bytes or 0):
+                raise InputError(
+                    f"others hold {gpu.held_bytes} bytes of GPU {index}, which has "
+                    f"{gpu.memory_bytes}; give its memory, and not more than that."
                 )
 
     @staticmethod

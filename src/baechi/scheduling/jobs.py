@@ -5,6 +5,7 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.placement import Placement
 from baechi.values import check_count, check_name
 
 # A whole GPU's compute, in the thousandths that shares are counted in.
@@ -26,9 +27,11 @@ class Job:
         compute: The share of a GPU that it keeps busy when alone on it, in thousandths.
         limit: The share of a GPU that it may use at most (an MPS limit), in thousandths.
         graph: Its operators, for the scheme `baechi`, which then decides on how many devices and
-            with how much memory on each; `gpus` is the most that it may use.
+            with how much memory on each.
+        placement: How its graph is split over `gpus` devices, for the scheme `AsPlaced`.
         step_ns: What one step of the graph takes where `duration` was measured; the prediction on
             one device with room for everything if 0.
+        most_gpus: Over how many GPUs its graph may be split; `gpus` if 0.
 
     Raises:
         InputError: A value is out of its range.
@@ -43,11 +46,14 @@ class Job:
     compute: int = WHOLE
     limit: int = WHOLE
     graph: OpGraph | None = None
+    placement: Placement | None = None
     step_ns: int = 0
+    most_gpus: int = 0
 
     def __post_init__(self) -> None:
         check_name(self.name, "a job's name")
-        for field in ("gpus", "submit_time", "duration", "memory_bytes", "step_ns"):
+        counts = ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus")
+        for field in counts:
             check_count(getattr(self, field), f"{field} of job {self.name!r}")
         if self.gpus < 1:
             raise InputError(f"job {self.name!r} asks for {self.gpus} GPUs; give at least 1.")
@@ -76,6 +82,7 @@ class Outcome:
         promote: How often it was put back into the first queue because it had waited for long.
         overhead: Ticks of work that preemptions and restarts added.
         gpus: The GPUs that it held last; empty where the scheme only counts.
+        held_bytes: The memory that it held on each of them.
     """
 
     job: Job
@@ -87,6 +94,7 @@ class Outcome:
     promote: int = 0
     overhead: int = 0
     gpus: tuple[int, ...] = ()
+    held_bytes: tuple[int, ...] = ()
 
     @property
     def completion_time(self) -> int:

@@ -1,6 +1,6 @@
 """What the simulator asks about a job's place: held, offered, or never to be had."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from baechi.scheduling.jobs import Job
@@ -21,13 +21,14 @@ class RoomOffer(Offer):
     running: Collection[Run]
     room: Room
 
-    def rate_after(self, other: Run) -> int:
-        """As if it were given back; then it is taken again."""
-        held = held_by(other)
-        self.room.give(other.index, other.job, held)
+    def rate_after(self, ended: Sequence[Run]) -> int:
+        """As if what they hold were given back; then it is taken again."""
+        for other in ended:
+            self.room.give(other.index, other.job, held_by(other))
         grant = self.room.place(self.run.job)
         rate = self.room.rate(grant, joins=True) if grant is not None else 0
-        self.room.take(other.index, other.job, held)
+        for other in reversed(ended):
+            self.room.take(other.index, other.job, held_by(other))
         return rate
 
 
@@ -39,7 +40,8 @@ def held_by(run: Run) -> Grant:
 
 def shape_of(job: Job) -> object:
     """What a scheme looks at: jobs of one shape fit in the same places."""
-    return job.gpus, job.memory_bytes, job.compute, job.limit, id(job.graph), job.step_ns
+    asked = job.gpus, job.memory_bytes, job.compute, job.limit
+    return *asked, id(job.graph), id(job.placement), job.step_ns, job.most_gpus
 
 
 def reason_for(job: Job, gpus: int) -> str:

@@ -40,8 +40,8 @@ class Offer(ABC):
     running: Collection[Run]
 
     @abstractmethod
-    def rate_after(self, other: Run) -> int:
-        """Its work per tick in the place that it would get if another had ended; 0 for none."""
+    def rate_after(self, ended: Sequence[Run]) -> int:
+        """Its work per tick in the place that it would get if others had ended; 0 for none."""
 
 
 class Policy(ABC):

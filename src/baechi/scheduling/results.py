@@ -23,7 +23,7 @@ class Result:
         outcomes: The jobs that ended, in the order in which they did; of one moment, by arrival.
         refused: The jobs that fit no empty cluster.
         rows: The cluster after every event, in the columns of `ROW`.
-        memory_bytes: The memory of all GPUs; 0 where it is not modeled.
+        memory_bytes: The memory of all GPUs that others leave; 0 where it is not modeled.
         byte_ticks: The memory that jobs held, times how long.
     """
 

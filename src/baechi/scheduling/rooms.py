@@ -127,7 +127,8 @@ class Machines(Room):
         parts: What each of them has there, in the same order.
         memory_left: The memory that is left on every GPU; `None` where it is not modeled.
         random: For schemes that draw; seeded.
-        memo: For schemes that remember what they have found out.
+        memo: What schemes have found out; other simulations may have, too.
+        refused: What schemes were asked in this simulation, and found no room for.
     """
 
     def __init__(
@@ -136,16 +137,18 @@ class Machines(Room):
         sharing: Sharing,
         choose: "Callable[[Job, Machines], Grant | None]",
         seed: int,
+        memo: dict[object, object],
     ) -> None:
         self.fleet = fleet
         self.sharing = sharing
         self.random = Random(seed)
-        self.memo: dict[object, object] = {}
+        self.memo = memo
+        self.refused: dict[object, list[tuple[int, ...]]] = {}
         self._choose = choose
         count = len(fleet.gpus)
         self.owners: list[list[int]] = [[] for _ in range(count)]
         self.parts: list[list[Part]] = [[] for _ in range(count)]
-        self.memory_left = [gpu.memory_bytes for gpu in fleet.gpus]
+        self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
         self._size = [0] * fleet.nodes
         for gpu in fleet.gpus:
             self._size[gpu.node] += 1
@@ -156,6 +159,8 @@ class Machines(Room):
         """Whether a GPU has room for one more."""
         left = self.memory_left[gpu]
         fits = left is None or part.memory_bytes <= left
+        if self.sharing.wants_whole and self.fleet.gpus[gpu].held_bytes:
+            return False
         return fits and self.sharing.admits(self.parts[gpu], part)
 
     def open(self, part: Part) -> list[int]:

@@ -98,4 +98,5 @@ class Run:
             self.promote,
             self.overhead,
             self.grant.gpus if self.grant is not None else (),
+            tuple(part.memory_bytes for part in self.grant.parts) if self.grant is not None else (),
         )

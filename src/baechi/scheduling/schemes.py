@@ -3,6 +3,7 @@
 | scheme | takes |
 |---|---|
 | `count` | as many GPUs as there are free, wherever (`rooms.Counter`) |
+| `first-fit` | the first GPUs that have room, in order |
 | `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
 | `random` | any GPUs with room |
 | `best-fit` | the node that would have the least left; else as few nodes as possible |
@@ -44,6 +45,17 @@ def by_node(room: Machines, gpus: Sequence[int]) -> dict[int, list[int]]:
     for gpu in gpus:
         nodes.setdefault(room.fleet.gpus[gpu].node, []).append(gpu)
     return nodes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FirstFit(Scheme):
+    """On the first GPUs that have room, whatever node they are on."""
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """In the order of the cluster."""
+        free = room.open(part_of(job))
+        return granted(job, free[: job.gpus]) if len(free) >= job.gpus else None
 
 
 @final

@@ -15,7 +15,7 @@ use of its compute is never above the whole.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import ClassVar, Final, final
 
 from baechi.errors import InputError
 from baechi.scheduling.jobs import WHOLE
@@ -44,9 +44,11 @@ class Sharing(ABC):
 
     Attributes:
         most: At most so many jobs on one GPU.
+        wants_whole: Whether a GPU that others hold memory of is left out.
     """
 
     most: int
+    wants_whole: ClassVar[bool] = False
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """Whether a job may join those that are there, memory apart."""
@@ -76,9 +78,10 @@ def _alone(part: Part, share: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Exclusive(Sharing):
-    """One job per GPU or slice."""
+    """One job per GPU or slice, and nobody else."""
 
     most: int = 1
+    wants_whole: ClassVar[bool] = True
 
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
         """All of it."""

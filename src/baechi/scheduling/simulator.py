@@ -41,6 +41,7 @@ def simulate_cluster(
     preempt_cost: int = 0,
     restart_cost: int = 0,
     seed: int = 0,
+    memo: dict[object, object] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Runs jobs on a cluster until all have ended; the same input gives the same result.
@@ -54,6 +55,8 @@ def simulate_cluster(
         preempt_cost: Ticks of work that a job loses when it is preempted.
         restart_cost: Ticks of work that going on costs it.
         seed: For schemes that draw.
+        memo: What schemes find out about the graphs of jobs goes here; given again to a simulation
+            of jobs with the same graphs, it saves finding it out again and changes nothing.
         progress: Called with the jobs that are done and all jobs, after events.
 
     Raises:
@@ -75,7 +78,8 @@ def simulate_cluster(
             "least-loaded."
         )
     simulation = _Simulation(
-        fleet, copy.deepcopy(policy), scheme, sharing, preempt_cost + restart_cost, seed
+        *(fleet, copy.deepcopy(policy), scheme, sharing, preempt_cost + restart_cost, seed),
+        memo if memo is not None else {},
     )
     return simulation.run(jobs, progress)
 
@@ -91,14 +95,15 @@ class _Simulation:
         sharing: Sharing,
         restart_cost: int,
         seed: int,
+        memo: dict[object, object],
     ) -> None:
         self._policy = policy
         self._make_room: Callable[[], Room] = lambda: (
-            Counter(fleet) if scheme is None else Machines(fleet, sharing, scheme.place, seed)
+            Counter(fleet) if scheme is None else Machines(fleet, sharing, scheme.place, seed, memo)
         )
         self._room = self._make_room()
         self._gpus = len(fleet.gpus)
-        self._memory_bytes = sum(gpu.memory_bytes or 0 for gpu in fleet.gpus)
+        self._memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
         self._byte_ticks = 0
         self._restart_cost = restart_cost
         self._shared = sharing.most > 1
@@ -110,6 +115,7 @@ class _Simulation:
         self._selects = False
         self._waiting = 0
         self._done: list[Run] = []
+        self._hopeless: set[object] = set()  # shapes that found no room since a job last left
 
     def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> Result:
         """Until nothing waits, runs or arrives."""
@@ -324,7 +330,12 @@ class _Simulation:
 
     def _begin(self, run: Run, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""
+        shape = shape_of(run.job)
+        if shape in self._hopeless:
+            return False
         grant = self._room.place(run.job)
+        if grant is None:
+            self._hopeless.add(shape)
         if grant is None or not self._accepts(run, grant, now):
             return False
         self._start(run, grant, now)
@@ -368,6 +379,7 @@ class _Simulation:
         run.version += 1
         run.preempt += 1
         del self._running[run.index]
+        self._hopeless.clear()
         self._waiting += 1
 
     def _release(self, run: Run, now: int) -> None:
@@ -376,6 +388,7 @@ class _Simulation:
         run.running = False
         run.version += 1
         del self._running[run.index]
+        self._hopeless.clear()
         self._room.give(run.index, run.job, held_by(run))
 
     def _refresh(self, run: Run, now: int) -> None:

@@ -1,15 +1,14 @@
 """Splitting a job over left-overs: its operator graph, what is left, and whether to wait instead.
 
 `Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit another
-job: whole on one where that is possible, else on as few as possible, at most `Job.gpus`. The
-predicted step gives the job's rate, the predicted peaks what it holds on each GPU, the busy time
-what share of each GPU's compute it keeps busy. The rate is that of the placement on free GPUs; what
-others on them take away is the sharing model's matter. A job without a graph is placed as by
-`best-fit`.
+job: whole on one where that is possible, else on as few as possible, at most `Job.most_gpus`. What
+the job then takes and holds is told in `steps.py`. A job without a graph is placed as by
+`best-fit`. `AsPlaced` is for comparison: it leaves a graph split as its user has split it.
 
 `SplitOrWait` is a policy: a job that is offered a place compares when it would end there with when
-it would end in the place that it would get once one of the next running jobs has ended, and waits
-if that is sooner. Both assume that nothing else changes.
+it would end in the place that it would get once the next running jobs have ended, and waits if that
+is sooner. Both assume that nothing else changes, but for this: what ends is there for one job, so
+one that waits for it is not waited for by those behind.
 
 A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops, more where
 none fits. So questions are not asked twice (`Machines.memo`): whether a job fits whole is one for
@@ -19,44 +18,17 @@ less than the whole job holds at its peak, which leaves out splits that would ho
 """
 
 import operator
-from dataclasses import dataclass, replace
-from typing import Final, final
+from dataclasses import dataclass, field, replace
+from typing import final
 
-from baechi.devices import Cluster, Device, Link
 from baechi.graph import OpGraph
-from baechi.problem import Problem
-from baechi.scheduling.fleet import Gpu
-from baechi.scheduling.jobs import WHOLE, Job
+from baechi.scheduling.jobs import Job
 from baechi.scheduling.policies import Offer, Policy
 from baechi.scheduling.rooms import Grant, Machines
+from baechi.scheduling.runs import Run
 from baechi.scheduling.schemes import BestFit, Scheme
 from baechi.scheduling.sharing import WORK, Part
-from baechi.simulation import simulate
-from baechi.solving import find
-
-_AMPLE: Final = 2**61  # bytes, where memory is not modeled
-NEAR: Final = Link(10_000, 50 * 10**9)
-FAR: Final = Link(30_000, 10 * 10**9)
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class _Left:
-    """What is left on a GPU."""
-
-    index: int
-    nbytes: int
-    gpu: Gpu
-
-    def rounded(self) -> "_Left":
-        """With memory in 64ths of the GPU's, rounded down, so that fewer questions differ."""
-        unit = (self.gpu.memory_bytes or 0) // 64
-        return replace(self, nbytes=self.nbytes // unit * unit) if unit else self
-
-    def device(self, place: int) -> Device:
-        """As `solve` reads it: a slice is a slower GPU."""
-        speed = self.gpu.speed * self.gpu.share / WHOLE**2
-        return Device(f"gpu{place}", self.nbytes, speed, self.gpu.kind)
+from baechi.scheduling.steps import AMPLE, Left, Links, cluster_of, shape_of, solved, stepped
 
 
 @final
@@ -65,15 +37,13 @@ class Baechi(Scheme):
     """Places graphs as `baechi.solve` does, on what is left.
 
     Attributes:
-        link: Between GPUs of a node.
-        node_link: Between GPUs of different nodes.
-        effort: As `solve`'s.
+        links: Between GPUs.
+        effort: As `solve`'s, or `steps.LISTED` for simulations of many jobs.
         fewest: Whether a job is split over as few GPUs as possible; if not, over as many as make
             its predicted step shortest.
     """
 
-    link: Link = NEAR
-    node_link: Link = FAR
+    links: Links = field(default_factory=Links)
     effort: str = "fast"
     fewest: bool = True
 
@@ -83,14 +53,14 @@ class Baechi(Scheme):
             return BestFit().place(job, room)
         left = self._left(job, room)
         if not self.fewest:
-            return self._split(job, job.graph, room, left, job.gpus)
+            return self._split(job, job.graph, room, left, _most(job))
         found = self._whole(job, job.graph, room, left)
-        for most in range(2, min(job.gpus, len(left)) + 1):
+        for most in range(2, min(_most(job), len(left)) + 1):
             if found is None:
                 found = self._split(job, job.graph, room, left, most)
         return found
 
-    def _whole(self, job: Job, graph: OpGraph, room: Machines, left: list[_Left]) -> Grant | None:
+    def _whole(self, job: Job, graph: OpGraph, room: Machines, left: list[Left]) -> Grant | None:
         """On one GPU: where it is fastest, and among those where the least memory is left."""
         best: tuple[tuple[int, int, int], Grant] | None = None
         for row in left:
@@ -103,26 +73,30 @@ class Baechi(Scheme):
                 best = order, grant
         return None if best is None else best[1]
 
-    def _alone(self, job: Job, graph: OpGraph, room: Machines, row: _Left) -> Grant | None:
+    def _alone(self, job: Job, graph: OpGraph, room: Machines, row: Left) -> Grant | None:
         """On one GPU of its kind that has memory for anything."""
-        ample = _Left(0, _AMPLE, replace(row.gpu, node=0, switch=0, memory_bytes=None))
-        question = (id(graph), job.step_ns, job.limit, ample)
+        ample = Left(0, AMPLE, replace(row.gpu, node=0, switch=0, memory_bytes=None, held_bytes=0))
+        question = (*self._asked(job, graph), ample)
         if question not in room.memo:
-            room.memo[question] = self._answer(job, graph, [ample])
+            room.memo[question] = solved(job, graph, [ample], self.links, self.effort)
         answer = room.memo[question]
         return answer if isinstance(answer, Grant) else None
 
-    def _least(self, job: Job, graph: OpGraph, room: Machines, row: _Left) -> int:
+    def _asked(self, job: Job, graph: OpGraph) -> tuple[object, ...]:
+        """What an answer depends on besides the GPUs."""
+        return self, id(graph), job.step_ns, job.compute, job.limit
+
+    def _least(self, job: Job, graph: OpGraph, room: Machines, row: Left) -> int:
         """What the whole job holds at its peak."""
         alone = self._alone(job, graph, room, row)
         return alone.parts[0].memory_bytes if alone is not None else 0
 
     def _split(
-        self, job: Job, graph: OpGraph, room: Machines, left: list[_Left], most: int
+        self, job: Job, graph: OpGraph, room: Machines, left: list[Left], most: int
     ) -> Grant | None:
         """On at most `most` GPUs, those with the most memory: of one node if that is enough."""
         least = max((self._least(job, graph, room, row) for row in left[:1]), default=0)
-        nodes_left: dict[int, list[_Left]] = {}
+        nodes_left: dict[int, list[Left]] = {}
         for row in left:
             nodes_left.setdefault(row.gpu.node, []).append(row)
         choices = [*nodes_left.values(), left]
@@ -133,80 +107,71 @@ class Baechi(Scheme):
         near = [row for row in enough[:-1] if len(row) == most] or enough[-1:]
         left = [row.rounded() for row in max(near, key=lambda row: sum(one.nbytes for one in row))]
         memory = tuple(row.nbytes for row in left)
-        nodes = {
-            node: rank for rank, node in enumerate(dict.fromkeys(row.gpu.node for row in left))
-        }
-        shape = (
-            memory,
-            tuple(replace(row.gpu, node=nodes[row.gpu.node], switch=0) for row in left),
-        )
-        question = (id(graph), most, job.step_ns, job.limit)
-        failed = room.memo.setdefault((*question, shape[1]), [])
-        assert isinstance(failed, list)
-        if any(all(map(operator.le, memory, before)) for before in failed):
+        question = (*self._asked(job, graph), shape_of(left))
+        refused = room.refused.setdefault((*self._asked(job, graph), most), [])
+        if any(all(map(operator.le, memory, before)) for before in refused):
             return None
-        if (*question, shape) not in room.memo:
-            room.memo[*question, shape] = self._answer(job, graph, left)
-        answer = room.memo[*question, shape]
+        if question not in room.memo:
+            room.memo[question] = solved(job, graph, left, self.links, self.effort)
+        answer = room.memo[question]
         if not isinstance(answer, Grant):
-            failed.append(memory)
+            refused.append(memory)
             return None
         gpus = tuple(left[place].index for place in answer.gpus)
         if not all(map(room.admits, gpus, answer.parts)):
             return None
         return Grant(gpus, answer.parts, answer.rate)
 
-    def _left(self, job: Job, room: Machines) -> list[_Left]:
+    def _left(self, job: Job, room: Machines) -> list[Left]:
         """What is left of the GPUs that admit a job."""
         rows = []
         for index in room.open(Part(0, 1, job.limit)):
             memory = room.memory_left[index]
-            rows.append(_Left(index, _AMPLE if memory is None else memory, room.fleet.gpus[index]))
+            rows.append(Left(index, AMPLE if memory is None else memory, room.fleet.gpus[index]))
         return [row for row in rows if row.nbytes]
 
-    def _answer(self, job: Job, graph: OpGraph, left: list[_Left]) -> Grant | None:
-        """A grant whose GPUs are places in `left`."""
-        links = tuple(
-            tuple(
-                None if a is b else self.link if a.gpu.node == b.gpu.node else self.node_link
-                for b in left
-            )
-            for a in left
-        )
-        cluster = Cluster(tuple(row.device(place) for place, row in enumerate(left)), links)
-        placement = find(Problem(graph, cluster), self.effort)
-        if placement is None:
-            return None
-        schedule = simulate(graph, cluster, placement)
-        if any(peak > row.nbytes for peak, row in zip(schedule.peak_bytes, left, strict=True)):
-            return None
-        step_ns = max(1, schedule.makespan_ns)
-        busy_ns = [0] * len(left)
-        for span in schedule.spans:
-            busy_ns[span.device] += span.end_ns - span.start_ns
-        used = sorted({span.device for span in schedule.spans})
-        parts = tuple(
-            Part(
-                schedule.peak_bytes[place],
-                max(1, -(-busy_ns[place] * left[place].gpu.share // step_ns)),
-                job.limit,
-            )
-            for place in used
-        )
-        whole_ns = job.step_ns or sum(op.time_ns for op in graph.ops)
-        # Speeds are in the predicted step; `Machines.rate` multiplies by the slowest once more.
-        slowest = min(left[place].gpu.speed for place in used)
-        rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
-        return Grant(tuple(used), parts, max(1, rate))
+
+@final
+@dataclass(frozen=True, slots=True)
+class AsPlaced(Scheme):
+    """Takes GPUs as another scheme does, and splits a graph over them as `Job.placement` says.
+
+    Attributes:
+        scheme: Which GPUs; each has room for `Job.memory_bytes`.
+        links: Between GPUs.
+    """
+
+    scheme: Scheme
+    links: Links = field(default_factory=Links)
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """Where the scheme says; the rate is that of the predicted step there."""
+        grant = self.scheme.place(job, room)
+        if grant is None or job.graph is None or job.placement is None:
+            return grant
+        left = [Left(index, AMPLE, room.fleet.gpus[index]) for index in grant.gpus]
+        asked = (id(job.graph), id(job.placement), job.step_ns, job.compute, job.limit)
+        question = (self, *asked, shape_of(left))
+        if question not in room.memo:
+            cluster = cluster_of(left, self.links, job)
+            room.memo[question] = stepped(job, job.graph, job.placement, cluster, left)
+        answer = room.memo[question]
+        assert isinstance(answer, Grant), "a placement did not fit ample memory"
+        gpus = tuple(grant.gpus[place] for place in answer.gpus)
+        return Grant(gpus, answer.parts, answer.rate)
 
 
-def _most_memory(row: _Left) -> tuple[int, int]:
+def _most(job: Job) -> int:
+    return job.most_gpus or job.gpus
+
+
+def _most_memory(row: Left) -> tuple[int, int]:
     return -row.nbytes, row.index
 
 
 @final
 class SplitOrWait(Policy):
-    """Takes what is left, split if need be, unless waiting for one of the next ends is sooner.
+    """Takes what is left, split if need be, unless waiting for the next ends is sooner.
 
     Args:
         looks: How many of the next ends are looked at.
@@ -216,17 +181,31 @@ class SplitOrWait(Policy):
 
     def __init__(self, looks: int = 3) -> None:
         self._looks = looks
+        self._claimed: set[int] = set()
+
+    def order(self, runs: list[Run], now: int) -> list[Run]:
+        """In order of arrival; and nobody waits for an end yet."""
+        del now
+        self._claimed.clear()
+        return runs
 
     def accepts(self, offer: Offer) -> bool:
         """Whether no wait that was looked at ends sooner."""
         remaining = offer.run.remaining(offer.now) * WORK
         here = offer.now - (-remaining // offer.rate)
-        soonest = sorted((other.ends_at(), other.index) for other in offer.running)
-        known = {other.index: other for other in offer.running}
-        for end, index in soonest[: self._looks]:
+        soonest = sorted(
+            ((other.ends_at(), other.index, other) for other in offer.running),
+            key=lambda row: row[:2],
+        )
+        ended = []
+        for end, index, other in soonest[: self._looks]:
             if end >= here:
                 break
-            rate = offer.rate_after(known[index])
+            if index in self._claimed:
+                continue
+            ended.append(other)
+            rate = offer.rate_after(ended)
             if rate and end - (-remaining // rate) < here:
+                self._claimed.update(each.index for each in ended)
                 return False
         return True
