@@ -40,6 +40,7 @@ def trace(
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
+    What is traced holds for the autocast that is on here, or for none.
     A model on the `meta` device traces too, without its weights. The model is not changed.
 
     Args:
@@ -82,6 +83,14 @@ def _finish(
     return Traced(name, ops, tensors, attempts, model.training, module)
 
 
+# Their fake kernels know nothing of autocast (2.13): `submodule.forward` is right, as a leaf.
+_RECURRENT = tuple(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
 def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
     def capture(model: nn.Module, call: Call) -> _Capture:
         flat, returned = flat_model(model, call)
@@ -91,6 +100,10 @@ def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
             # Shape guards: `placing` compares shapes before it runs a program.
             if node.op == "call_module" and node.target == "_guards_fn":
                 module.graph.erase_node(node)
+            elif call.autocast.dtypes and str(node.target) in _RECURRENT:
+                raise TypeError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                )
         if not returned:
             _run_fake(flat, call)
         return _Capture(module, returned[-1])
