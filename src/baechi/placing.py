@@ -120,6 +120,11 @@ class _Maker:
     effort: str | None
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
+        # A first call without gradients must not make a plan that has none.
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._made(model, call)
+
+    def _made(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
         shapes = ", ".join(
             f"{n} {list(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)

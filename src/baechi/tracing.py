@@ -12,7 +12,7 @@ failed, with the model's own line, are kept in `Traced.attempts`.
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -40,8 +40,8 @@ def trace(
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
-    What is traced holds for the autocast that is on here, or for none.
-    A model on the `meta` device traces too, without its weights. The model is not changed.
+    A model on the `meta` device traces too, without its weights. The model is not changed. What is
+    traced holds for the autocast that is on here, or for none; and for every mode of gradients.
 
     Args:
         model: Any module.
@@ -55,12 +55,17 @@ def trace(
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
     call = canonical_call(model, args, dict(kwargs or {}))
+    with quiet(), torch.inference_mode(False), torch.enable_grad():
+        return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
+
+
+def _climb(model: nn.Module, call: Call) -> Traced:
+    """What the first rung yields that can."""
     attempts: list[Attempt] = []
     for rung, capture in _LADDER.items():
         try:
-            with quiet():
-                captured = capture(model, call)
-                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+            captured = capture(model, call)
+            return _finish(model, call, captured, (*attempts, Attempt(rung)))
         except (InputError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
@@ -72,6 +77,11 @@ def trace(
         "tensor values must be inside a submodule, which then stays whole; the outermost forward "
         "must be free of it."
     )
+
+
+def _versioned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that autograd can follow of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 def _finish(

@@ -70,8 +70,11 @@ def verify(
             one.
     """
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
-    modes = torch.inference_mode(False), torch.set_grad_enabled(executable.training)
-    with modes[0], modes[1], torch.random.fork_rng(gpus):
+    with (
+        torch.inference_mode(False),
+        torch.set_grad_enabled(executable.training),
+        torch.random.fork_rng(gpus),
+    ):
         _Verification(unsplit, executable, module, call, torch.initial_seed()).run(every)
 
 
