@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import baechi
+from baechi.calls import flatten
 
 
 def at_random(
@@ -83,7 +83,7 @@ def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Le
     args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
     model.zero_grad()
     returned = model(*args, **kwargs)
-    outputs = [t for t in pytree.tree_leaves(returned) if isinstance(t, torch.Tensor)]
+    outputs, _ = flatten(returned, lambda leaf: isinstance(leaf, torch.Tensor))
     own = getattr(returned, "loss", None)
     if own is None:
         roots = [t.float().square().mean() for t in outputs if t.requires_grad]

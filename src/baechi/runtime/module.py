@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, NoReturn, final
 
 import torch
@@ -126,6 +127,7 @@ class PlacedModule(nn.Module):
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
+        self._planning = Lock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
@@ -160,12 +162,16 @@ class PlacedModule(nn.Module):
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         key = _key(model, call)
         special = self._specializations.get(key)
-        if special is None or not special.executable.takes(call):
-            special = self._specializations[key] = self._make(model, call)
-        if special is not self._latest:
-            special.executable.settle()
-            self._latest = special
-        return special
+        if special is self._latest and special is not None and special.executable.takes(call):
+            return special
+        with self._planning:  # of calls from several threads one plans, and the others wait
+            special = self._specializations.get(key)
+            if special is None or not special.executable.takes(call):
+                special = self._specializations[key] = self._make(model, call)
+            if special is not self._latest:
+                special.executable.settle()
+                self._latest = special
+            return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
         """Make a specialization that `apply` made the one for its shape of call."""
