@@ -20,9 +20,9 @@ LAYERS = {
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
-    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
-    "workspace kernels workload estimation calibration",
+    4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
+    "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
+    "in_place workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -239,6 +239,7 @@ ALLOWED = {
         "scheduling.wishes",
     },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
+    "calls": {"autocast"},
     "propagation": {"calls"},
     "partition": {"propagation"},
     "naming": {"propagation"},
@@ -284,7 +285,9 @@ ALLOWED = {
     },
     "runtime.measuring": {"runtime.executables"},
     "runtime.handover": {"runtime.module"},
-    "runtime.module": {"runtime.executables", "runtime.measuring"},
+    "runtime.stepwise": {"runtime.binding", "runtime.tapes"},
+    "runtime.verifying": {"runtime.executables", "runtime.stepwise"},
+    "runtime.module": {"runtime.executables", "runtime.matching", "runtime.measuring"},
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

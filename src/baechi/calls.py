@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from baechi.autocast import Autocast
 from baechi.errors import InputError
 
 _PLAIN = (
@@ -135,18 +136,20 @@ class Call:
         tensors: The tensors among the arguments, in order.
         structure: The arguments `(args, kwargs)` without them.
         names: A readable name per tensor.
+        autocast: What was on.
     """
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     names: tuple[str, ...]
+    autocast: Autocast
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal keys can run the same traced program: shapes, dtypes and constants."""
+        """Equal keys can run the same traced program: shapes, dtypes, constants, autocast."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
-        return (str(self.structure.spec), constants, shapes)
+        return (str(self.structure.spec), constants, shapes, self.autocast)
 
 
 def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
@@ -179,7 +182,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
             )
     paths, _ = pytree.tree_flatten_with_path(_take_apart((positional, named)))
     names = tuple(_readable(path) for path, leaf in paths if isinstance(leaf, torch.Tensor))
-    return Call(tuple(tensors), structure, names)
+    return Call(tuple(tensors), structure, names, Autocast.current())
 
 
 def _canonical_arguments(

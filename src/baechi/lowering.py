@@ -10,7 +10,7 @@ Complexity: O(nodes + edges), with a sort.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import final
 
 import torch
@@ -58,7 +58,10 @@ def lower(
     nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
     travelling = lowering.partition.travelling
     traced = TracedModule(model, module, facts, call, returned, nodes, travelling)
-    return lowering.ops(rows), tuple(tensor for tensor, _ in rows), traced
+    ops = lowering.ops(rows)
+    if str(call.autocast):  # the same operator costs something else
+        ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
+    return ops, tuple(tensor for tensor, _ in rows), traced
 
 
 @final

@@ -1,23 +1,23 @@
 """The one call: trace, profile, solve and apply, when the shapes are known."""
 
-import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
-from baechi.calls import Call, canonical_call, flatten
+from baechi.calls import Call, canonical_call
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import InputError
 from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile
 from baechi.runtime.module import PlacedModule, Specialization, apply
+from baechi.runtime.verifying import Unsplit, verify
 from baechi.solving import solve
 from baechi.torch_devices import device_kind, torch_device
 from baechi.traced import Traced
@@ -59,8 +59,9 @@ def place(
         optimizer: Whose state must fit too: a name of `optimizers.OPTIMIZERS`, with options.
         costs: `"measure"`; `"estimate"`, computed for every kind of device in the cluster; or a
             `Profile` of this model at this shape.
-        verify: Compare the first call of each shape with the unsplit model's, outputs and
-            gradients; needs memory for a copy of the model on its present device.
+        verify: Compare the first call of each shape with the unsplit model's: outputs, gradients
+            and buffers. If they differ, the first operator that does is named. Needs memory for a
+            copy of the model on its present device.
         progress: Say what is going on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         max_shapes: How many shapes of call to specialize for.
@@ -71,6 +72,7 @@ def place(
         InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
         TraceError: The model cannot be traced.
         InfeasibleError: It does not fit; says what is missing.
+        ExecutionError: It was verified, and is not the unsplit model.
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
@@ -118,6 +120,11 @@ class _Maker:
     effort: str | None
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
+        # A first call without gradients must not make a plan that has none.
+        with torch.inference_mode(False), torch.enable_grad():
+            return self._made(model, call)
+
+    def _made(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
         shapes = ", ".join(
             f"{n} {list(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)
@@ -136,7 +143,7 @@ class _Maker:
             effort=self.effort,
             constraints=self.constraints,
         )
-        reference = copy.deepcopy(model) if self.verify else None
+        unsplit = Unsplit(model) if self.verify else None
         placed = apply(
             traced,
             placement,
@@ -145,8 +152,8 @@ class _Maker:
             threads_per_device=self.threads,
         )
         special = placed._current
-        if reference is not None:
-            _verify(reference, model, special, call)
+        if unsplit is not None:
+            verify(unsplit, special.executable, traced.module, call)
         return special
 
     def _profiles(self, traced: Traced) -> list[Profile]:
@@ -181,63 +188,3 @@ def _say(text: str) -> None:
 
 def _hush(text: str) -> None:
     """Say nothing."""
-
-
-def _verify(reference: nn.Module, model: nn.Module, special: Specialization, call: Call) -> None:
-    """Run one step both ways and compare; the model's buffers and gradients stay as they were.
-
-    Raises:
-        ExecutionError: An output, a gradient or a buffer differs.
-    """
-    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    state = torch.get_rng_state()
-    args, kwargs = call.structure.fill(_copies(call))
-    expected = reference(*args, **kwargs)
-    torch.set_rng_state(state)
-    actual = special.executable(replace(call, tensors=_copies(call)))
-    torch.set_rng_state(state)
-    rows = list(zip(_floats(expected), _floats(actual), strict=True))
-    if special.executable.training:
-        trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        twins = dict(reference.named_parameters())
-        ours = [a for _, a in rows if a.requires_grad]
-        theirs = [e for e, _ in rows if e.requires_grad]
-        if ours and trained:
-            grads = torch.autograd.grad(_total(ours), list(trained.values()), allow_unused=True)
-            wanted = torch.autograd.grad(
-                _total(theirs), [twins[n] for n in trained], allow_unused=True
-            )
-            pairs = zip(wanted, grads, strict=True)
-            # A gradient that only one of them has is compared with zero.
-            rows += [
-                (torch.zeros_like(g) if w is None else w, torch.zeros_like(w) if g is None else g)
-                for w, g in pairs
-                if w is not None or g is not None
-            ]
-    rows += list(zip(dict(reference.named_buffers()).values(), model.buffers(), strict=True))
-    try:
-        for one, other in rows:
-            torch.testing.assert_close(other.to(one.device), one)
-    except AssertionError as error:
-        raise ExecutionError(
-            f"the placed {type(model).__name__} differs from the unsplit one: {error}"
-        ) from None
-    finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                buffer.copy_(before[name])
-
-
-def _copies(call: Call) -> tuple[torch.Tensor, ...]:
-    """The call's tensors anew, for a run that may write into them."""
-    return tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
-
-
-def _floats(value: Any) -> list[torch.Tensor]:
-    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
-    return tensors
-
-
-def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar that every element of every tensor has a say in."""
-    return torch.stack([(t.double() ** 2).mean().cpu() for t in tensors]).sum()

@@ -77,6 +77,7 @@ def profile(
     with contextlib.ExitStack() as stack:
         count = stack.enter_context(_threads(threads))
         stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
+        stack.enter_context(traced.module.call.autocast.applied())
         torch.manual_seed(0)  # made-up values are the same each time
         store = None
         if cache is not False:

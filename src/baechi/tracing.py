@@ -12,7 +12,7 @@ failed, with the model's own line, are kept in `Traced.attempts`.
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -40,7 +40,8 @@ def trace(
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
-    A model on the `meta` device traces too, without its weights. The model is not changed.
+    A model on the `meta` device traces too, without its weights. The model is not changed. What is
+    traced holds for the autocast that is on here, or for none; and for every mode of gradients.
 
     Args:
         model: Any module.
@@ -54,12 +55,17 @@ def trace(
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
     call = canonical_call(model, args, dict(kwargs or {}))
+    with quiet(), torch.inference_mode(False), torch.enable_grad():
+        return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
+
+
+def _climb(model: nn.Module, call: Call) -> Traced:
+    """What the first rung yields that can."""
     attempts: list[Attempt] = []
     for rung, capture in _LADDER.items():
         try:
-            with quiet():
-                captured = capture(model, call)
-                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+            captured = capture(model, call)
+            return _finish(model, call, captured, (*attempts, Attempt(rung)))
         except (InputError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
@@ -73,6 +79,11 @@ def trace(
     )
 
 
+def _versioned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that autograd can follow of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def _finish(
     model: nn.Module, call: Call, captured: _Capture, attempts: tuple[Attempt, ...]
 ) -> Traced:
@@ -80,6 +91,14 @@ def _finish(
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
     name = type(model).__name__
     return Traced(name, ops, tensors, attempts, model.training, module)
+
+
+# Their fake kernels know nothing of autocast (2.13): `submodule.forward` is right, as a leaf.
+_RECURRENT = tuple(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
 
 
 def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
@@ -91,6 +110,10 @@ def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
             # Shape guards: `placing` compares shapes before it runs a program.
             if node.op == "call_module" and node.target == "_guards_fn":
                 module.graph.erase_node(node)
+            elif call.autocast.dtypes and str(node.target) in _RECURRENT:
+                raise TypeError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                )
         if not returned:
             _run_fake(flat, call)
         return _Capture(module, returned[-1])

@@ -4,7 +4,8 @@ To autograd the whole step is one node, whose inputs are the caller's tensors an
 so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -16,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
@@ -80,6 +81,7 @@ class Executable:
         self._homes = self._state_homes()
         self.settle()
         bound = bind(self._module, self._graph, self.program, places)
+        self._threads = threads
         self._way = _Way(bound, make_executor(self.program, bound, places, threads))
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -144,6 +146,19 @@ class Executable:
         planned = zip(call.tensors, self._module.call.tensors, strict=True)
         thawed = any(parameter.requires_grad for parameter in self._frozen)
         return not thawed and all(mine.requires_grad <= own.requires_grad for mine, own in planned)
+
+    @contextmanager
+    def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
+        """Run another code of the same program inside the block, on workers of its own."""
+        usual = self._way
+        bound = change(bind(self._module, self._graph, self.program, self.places))
+        executor = make_executor(self.program, bound, self.places, self._threads)
+        self._way = _Way(bound, executor)
+        try:
+            yield
+        finally:
+            self._way = usual
+            executor.close()
 
     def close(self) -> None:
         """Stop the workers."""
@@ -353,16 +368,3 @@ class _Result(torch.autograd.Function):
 def _graph_is_kept() -> bool:
     """Whether the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
-
-
-def check_places(n_devices: int, places: Sequence[torch.device]) -> None:
-    """Refuse a list of torch devices that is too short for the placement.
-
-    Raises:
-        InputError: There are fewer torch devices than logical ones.
-    """
-    if len(places) < n_devices:
-        raise InputError(
-            f"the placement uses {n_devices} logical devices, but {len(places)} torch devices "
-            "were given; name one for each, the same one several times if they share it."
-        )

@@ -70,7 +70,7 @@ def measure_steps(
         raise InputError(f"steps is {steps!r}; measure at least one step.")
     places = executable.places
     clock = _Clock(places)
-    with _kept(model, places):
+    with _kept(model, places), call.autocast.applied():
         run = _Steps(executable, model, call, loss_device)
         for _ in range(_WARM_UP):
             run.step(clock.reading, None)

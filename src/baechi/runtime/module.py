@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any, NoReturn, final
 
 import torch
@@ -17,12 +18,12 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
-from baechi.runtime.executables import Executable, check_places, move
+from baechi.runtime.executables import Executable, move
+from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
-from baechi.training import backward_ops
 
 
 @final
@@ -84,7 +85,7 @@ def apply(
             f"this {traced.name} is on the meta device and has no weights to run with; load them "
             "(`model.to_empty(device=...)`, `load_state_dict`), then trace and apply it."
         )
-    training = _check_placement(traced, placement, graph)
+    training = check_placement(traced, placement, graph)
     if devices is None:
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
@@ -98,41 +99,6 @@ def apply(
     executable = Executable(traced, placement, places, training, threads_per_device, schedule)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
-
-
-def _check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
-    """Whether the placement has the backward too.
-
-    Raises:
-        InputError: It is of another graph, parts a group, or is in no topological order.
-    """
-    n = len(traced.ops)
-    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)): True}
-    if len(placement.devices) not in sizes:
-        raise InputError(
-            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
-            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
-            "Solve the graph of this trace."
-        )
-    if graph is not None and graph.digest != placement.graph_digest:
-        raise InputError(
-            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
-            f"the one given (digest {graph.digest[:12]}...). Solve the graph of this trace."
-        )
-    place = {op: i for i, op in enumerate(placement.order)}
-    for tensor in traced.tensors:
-        for consumer in tensor.consumers:
-            if place[consumer] < place[tensor.producer]:
-                raise InputError(
-                    f"the placement's order runs {traced.ops[consumer].name!r} before "
-                    f"{traced.ops[tensor.producer].name!r}, whose result it reads; "
-                    "it is of another graph."
-                )
-    device_of: dict[str, int] = {}
-    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
-        if op.group is not None and device_of.setdefault(op.group, device) != device:
-            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
-    return sizes[len(placement.devices)]
 
 
 def _key(model: nn.Module, call: Call) -> tuple[Any, ...]:
@@ -163,6 +129,7 @@ class PlacedModule(nn.Module):
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
+        self._planning = Lock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
@@ -197,12 +164,16 @@ class PlacedModule(nn.Module):
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         key = _key(model, call)
         special = self._specializations.get(key)
-        if special is None or not special.executable.takes(call):
-            special = self._specializations[key] = self._make(model, call)
-        if special is not self._latest:
-            special.executable.settle()
-            self._latest = special
-        return special
+        if special is self._latest and special is not None and special.executable.takes(call):
+            return special
+        with self._planning:  # of calls from several threads one plans, and the others wait
+            special = self._specializations.get(key)
+            if special is None or not special.executable.takes(call):
+                special = self._specializations[key] = self._make(model, call)
+            if special is not self._latest:
+                special.executable.settle()
+                self._latest = special
+            return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
         """Make a specialization that `apply` made the one for its shape of call."""
@@ -219,7 +190,7 @@ class PlacedModule(nn.Module):
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
                 f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-                "mode, or in what needs a gradient. Trace and apply that call, or use "
+                "mode, autocast, or in what needs a gradient. Trace and apply that call, or use "
                 "`baechi.place`, which traces each new shape."
             )
         if len(self._specializations) >= self._limit:

@@ -333,6 +333,7 @@ class _ThreadState:
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
         self._autocast_dtype = torch.get_autocast_dtype("cpu")
+        self._caching = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -341,5 +342,7 @@ class _ThreadState:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
-                stack.enter_context(torch.autocast("cpu", self._autocast_dtype))
+                stack.enter_context(
+                    torch.autocast("cpu", self._autocast_dtype, cache_enabled=self._caching)
+                )
             yield

@@ -1,0 +1,59 @@
+"""Whether a placement is one of a traced model, on as many torch devices as it needs."""
+
+from collections.abc import Sequence
+
+import torch
+
+from baechi.errors import InputError
+from baechi.graph import OpGraph
+from baechi.placement import Placement
+from baechi.traced import Traced
+from baechi.training import backward_ops
+
+
+def check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
+    """Whether the placement has the backward too.
+
+    Raises:
+        InputError: It is of another graph, parts a group, or is in no topological order.
+    """
+    n = len(traced.ops)
+    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)): True}
+    if len(placement.devices) not in sizes:
+        raise InputError(
+            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
+            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
+            "Solve the graph of this trace."
+        )
+    if graph is not None and graph.digest != placement.graph_digest:
+        raise InputError(
+            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
+            f"the one given (digest {graph.digest[:12]}...). Solve the graph of this trace."
+        )
+    place = {op: i for i, op in enumerate(placement.order)}
+    for tensor in traced.tensors:
+        for consumer in tensor.consumers:
+            if place[consumer] < place[tensor.producer]:
+                raise InputError(
+                    f"the placement's order runs {traced.ops[consumer].name!r} before "
+                    f"{traced.ops[tensor.producer].name!r}, whose result it reads; "
+                    "it is of another graph."
+                )
+    device_of: dict[str, int] = {}
+    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
+        if op.group is not None and device_of.setdefault(op.group, device) != device:
+            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
+    return sizes[len(placement.devices)]
+
+
+def check_places(n_devices: int, places: Sequence[torch.device]) -> None:
+    """Refuse a list of torch devices that is too short for the placement.
+
+    Raises:
+        InputError: There are fewer torch devices than logical ones.
+    """
+    if len(places) < n_devices:
+        raise InputError(
+            f"the placement uses {n_devices} logical devices, but {len(places)} torch devices "
+            "were given; name one for each, the same one several times if they share it."
+        )
