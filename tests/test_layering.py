@@ -257,9 +257,14 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.steps"},
+    "runtime.tapes": {"runtime.compiled", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
-    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
+    "runtime.binding": {
+        "runtime.compiled",
+        "runtime.gradients",
+        "runtime.steps",
+        "runtime.tapes",
+    },
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
     "runtime.streams": {"runtime.binding", "runtime.steps", "runtime.workers"},
     "runtime.executors": {
@@ -270,13 +275,15 @@ ALLOWED = {
     },
     "runtime.executables": {
         "runtime.binding",
+        "runtime.compiled",
         "runtime.executors",
         "runtime.steps",
         "runtime.streams",
+        "runtime.workers",
     },
     "runtime.measuring": {"runtime.executables"},
     "runtime.handover": {"runtime.module"},
-    "runtime.module": {"runtime.executables", "runtime.measuring"},
+    "runtime.module": {"runtime.compiled", "runtime.executables", "runtime.measuring"},
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

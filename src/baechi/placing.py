@@ -17,6 +17,7 @@ from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile
+from baechi.runtime.compiled import compile_options
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.solving import solve
 from baechi.torch_devices import device_kind, torch_device
@@ -42,6 +43,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -66,9 +68,10 @@ def place(
         max_shapes: How many shapes of call to specialize for.
         constraints: What the placement must respect besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        compile: Hand every segment to `torch.compile`, as in `apply`.
 
     Raises:
-        InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
+        InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
         TraceError: The model cannot be traced.
         InfeasibleError: It does not fit; says what is missing.
     """
@@ -82,6 +85,7 @@ def place(
         )
     check_optimizer(optimizer)
     cluster = probe(devices)
+    compile_options(compile, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
         cluster,
         placer,
@@ -93,6 +97,7 @@ def place(
         threads_per_device,
         constraints,
         effort,
+        compile,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -116,6 +121,7 @@ class _Maker:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    compile: bool | Mapping[str, Any]
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
@@ -143,6 +149,7 @@ class _Maker:
             graph=graph,
             cluster=self.cluster,
             threads_per_device=self.threads,
+            compile=self.compile,
         )
         special = placed._current
         if reference is not None:
