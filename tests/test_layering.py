@@ -266,9 +266,14 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.steps"},
+    "runtime.tapes": {"runtime.compiled", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
-    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
+    "runtime.binding": {
+        "runtime.compiled",
+        "runtime.gradients",
+        "runtime.steps",
+        "runtime.tapes",
+    },
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
     "runtime.streams": {"runtime.binding", "runtime.steps", "runtime.workers"},
     "runtime.executors": {
@@ -279,15 +284,18 @@ ALLOWED = {
     },
     "runtime.executables": {
         "runtime.binding",
+        "runtime.compiled",
         "runtime.executors",
         "runtime.steps",
         "runtime.streams",
+        "runtime.workers",
     },
     "runtime.measuring": {"runtime.executables"},
     "runtime.handover": {"runtime.module"},
     "runtime.stepwise": {"runtime.binding", "runtime.tapes"},
     "runtime.verifying": {"runtime.executables", "runtime.stepwise"},
     "runtime.module": {"runtime.executables", "runtime.matching", "runtime.measuring"},
+    "runtime.module": {"runtime.compiled", "runtime.executables", "runtime.measuring"},
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

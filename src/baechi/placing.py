@@ -16,6 +16,7 @@ from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile
+from baechi.runtime.compiled import compile_options
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.runtime.verifying import Unsplit, verify
 from baechi.solving import solve
@@ -42,6 +43,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -67,9 +69,10 @@ def place(
         max_shapes: How many shapes of call to specialize for.
         constraints: What the placement must respect besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        compile: Hand every segment to `torch.compile`, as in `apply`.
 
     Raises:
-        InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
+        InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
         TraceError: The model cannot be traced.
         InfeasibleError: It does not fit; says what is missing.
         ExecutionError: It was verified, and is not the unsplit model.
@@ -84,6 +87,7 @@ def place(
         )
     check_optimizer(optimizer)
     cluster = probe(devices)
+    compile_options(compile, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
         cluster,
         placer,
@@ -95,6 +99,7 @@ def place(
         threads_per_device,
         constraints,
         effort,
+        compile,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -118,6 +123,7 @@ class _Maker:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    compile: bool | Mapping[str, Any]
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         # A first call without gradients must not make a plan that has none.
@@ -150,6 +156,7 @@ class _Maker:
             graph=graph,
             cluster=self.cluster,
             threads_per_device=self.threads,
+            compile=self.compile,
         )
         special = placed._current
         if unsplit is not None:

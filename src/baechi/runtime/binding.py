@@ -6,7 +6,7 @@ slots. `gradients` does the same for what goes backward.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -17,6 +17,8 @@ from baechi.errors import ExecutionError
 from baechi.extraction import Extract, extract
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
+from baechi.naming import op_name
+from baechi.runtime.compiled import CompiledTape, CompileOptions
 from baechi.runtime.gradients import Gradients, Layout
 from baechi.runtime.program import Copy, Free, Place, Program
 from baechi.runtime.steps import Sizes
@@ -82,7 +84,11 @@ class Bound:
 
 
 def bind(
-    module: TracedModule, graph: OpGraph, program: Program, places: Sequence[torch.device]
+    module: TracedModule,
+    graph: OpGraph,
+    program: Program,
+    places: Sequence[torch.device],
+    options: CompileOptions | None = None,
 ) -> Bound:
     """The program, bound to a traced model and to torch devices.
 
@@ -91,11 +97,12 @@ def bind(
         graph: What was compiled.
         program: The compiled placement of the graph.
         places: The torch device of every logical device.
+        options: Of `torch.compile`, for every tape; None leaves them as generated.
 
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
     """
-    return _Binder(module, graph, program, places).bound()
+    return _Binder(module, graph, program, places, options).bound()
 
 
 @final
@@ -108,7 +115,9 @@ class _Binder:
         graph: OpGraph,
         program: Program,
         places: Sequence[torch.device],
+        options: CompileOptions | None,
     ) -> None:
+        self._options = options
         self._module = module
         self._graph = graph
         self._program = program
@@ -127,7 +136,7 @@ class _Binder:
     def bound(self) -> Bound:
         """The bound program."""
         layout, gradients = self._layout, self._gradients
-        parts = [self._extract(tape) for tape in range(len(self._program.tapes))]
+        parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
         results = {
             node: Result(self._value(node), layout.device(layout.tape(node)), slots)
             for node in self._returned
@@ -157,7 +166,7 @@ class _Binder:
             results,
         )
 
-    def _extract(self, tape: int) -> Extract:
+    def _extract(self, tape: int, *, boxed: bool) -> Extract:
         place = self._places[self._layout.device(tape)]
         nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
         outputs = [node for node in nodes if self._leaves(node, tape)]
@@ -168,7 +177,7 @@ class _Binder:
             apart=self._gradients.read_apart(nodes),
             exits=self._gradients.exits(nodes, outputs),
             device=place if place.type == "cuda" else None,
-            boxed=True,
+            boxed=boxed,
         )
 
     def _leaves(self, node: fx.Node, tape: int) -> bool:
@@ -229,7 +238,7 @@ class _Binder:
             device=device,
             place=self._places[device],
             nodes=tuple(nodes),
-            function=part.function,
+            function=self._function(tape, part),
             template=tuple(template),
             fills=tuple(fills),
             inputs=tuple(self._inputs[node] for node in inputs),
@@ -246,6 +255,15 @@ class _Binder:
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             parameters=self._gradients.of_tape(tape),
         )
+
+    def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
+        nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+        if self._options is None or not nodes:
+            return part.function
+        count = f"{len(nodes)} operators from" if len(nodes) > 1 else "operator"
+        label = f"{count} {op_name(nodes[0])} on logical device {self._layout.device(tape)}"
+        plain = self._extract(tape, boxed=False).function
+        return CompiledTape(part.function, plain, self._options, nodes, label)
 
     def _is_written(self, node: fx.Node) -> bool:
         return any(v.storage in self._written for v in self._module.facts.nodes[node].values)

@@ -26,11 +26,13 @@ from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.checking import check_program
+from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import Executor, make_executor
 from baechi.runtime.program import Program
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
+from baechi.runtime.workers import CpuExecutor
 from baechi.traced import Traced
 
 
@@ -57,6 +59,7 @@ class Executable:
         places: The torch device of every logical device.
         training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
+        options: Of `torch.compile`, for every tape; None leaves them as generated.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Executable:
         training: bool,
         threads: int | None,
         schedule: Schedule | None = None,
+        options: CompileOptions | None = None,
     ) -> None:
         self._schedule = schedule
         self._module: TracedModule = traced.module
@@ -80,8 +84,9 @@ class Executable:
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
         self._homes = self._state_homes()
         self.settle()
-        bound = bind(self._module, self._graph, self.program, places)
+        bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
+        self._modes: set[Any] | None = None if options is None else set()
         self._way = _Way(bound, make_executor(self.program, bound, places, threads))
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -164,9 +169,37 @@ class Executable:
         """Stop the workers."""
         self._way.executor.close()
 
+    @cached_property
+    def _alone(self) -> _Way:
+        """How a mode's first step runs, which compiles: the same tapes, in one thread."""
+        executor = self._way.executor
+        if not isinstance(executor, CpuExecutor) or executor.threads is None:
+            return self._way
+        bound = self._way.bound
+        return _Way(bound, CudaExecutor(self.program, bound, self.places))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What does not run as asked for, and why."""
+        functions = (tape.function for tape in self._way.bound.tapes)
+        compiled = (f for f in functions if isinstance(f, CompiledTape))
+        return tuple(function.remark for function in compiled if function.reason is not None)
+
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
-        way = self._way_of(meter)
+        if self._modes is None or meter is not None:
+            return self._run(self._way_of(meter), call, meter)
+        differentiate = self.training and torch.is_grad_enabled()
+        mode = mode_of(call, tuple(self._way.bound.parameters), differentiate)
+        if mode in self._modes:
+            return self._run(self._way, call, None)
+        executor = self._way.executor
+        with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
+            result = self._run(self._alone, call, None)
+        self._modes.add(mode)
+        return result
+
+    def _run(self, way: _Way, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, way.bound.sizes)

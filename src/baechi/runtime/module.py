@@ -1,6 +1,6 @@
 """The placed module: the user's model, with another way of running it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -18,6 +18,7 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
+from baechi.runtime.compiled import compile_options
 from baechi.runtime.executables import Executable, move
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
@@ -57,6 +58,7 @@ def apply(
     graph: OpGraph | None = None,
     cluster: Cluster | None = None,
     threads_per_device: int | None = None,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
 ) -> "PlacedModule":
     """The traced model as an executable that runs the placement.
 
@@ -69,10 +71,12 @@ def apply(
             `report` need it.
         cluster: What it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
+        compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
 
     Raises:
         InputError: The placement is of another model, parts a group, is in no topological order,
-            or names more devices than there are; or a torch device is not there.
+            or names more devices than there are; a torch device is not there; or torch.compile
+            does not know an option.
     """
     if traced.module is None:
         raise InputError(
@@ -93,10 +97,13 @@ def apply(
     places = [torch_device(name) for name in devices]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
+    options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
     known = graph is not None and cluster is not None
     schedule = simulate(graph, cluster, placement) if known else None
-    executable = Executable(traced, placement, places, training, threads_per_device, schedule)
+    executable = Executable(
+        traced, placement, places, training, threads_per_device, schedule, options
+    )
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
@@ -225,6 +232,11 @@ class PlacedModule(nn.Module):
         return self._current.executable.program
 
     @property
+    def remarks(self) -> tuple[str, ...]:
+        """What does not run as asked for, such as a segment that torch cannot compile, and why."""
+        return self._current.executable.remarks
+
+    @property
     def graph(self) -> OpGraph:
         """What was placed."""
         graph: OpGraph = self._known(self._current.graph, "graph")
@@ -264,7 +276,8 @@ class PlacedModule(nn.Module):
             write_html(path, *parts, traced=self.traced, measured=measured)
         if trace is not None:
             write_trace(trace, *parts)
-        return str(text_report(*parts, traced=self.traced, measured=measured))
+        text = str(text_report(*parts, traced=self.traced, measured=measured))
+        return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(
         self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None

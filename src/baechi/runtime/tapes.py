@@ -11,6 +11,7 @@ Which slot holds what is settled once, by `binding`; here values are only moved.
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
+from baechi.runtime.compiled import CompiledTape, keeping
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -274,15 +276,17 @@ class TapeCode:
         try:
             # torch.autograd.grad, without its checks of what is right by construction: they take
             # as long as the engine itself.
-            found = _engine_run_backward(
-                outputs,
-                seeds,
-                step.keep,
-                False,
-                tuple(inputs),
-                allow_unreachable=True,
-                accumulate_grad=False,
-            )
+            kept = step.keep and isinstance(self.function, CompiledTape)
+            with keeping() if kept else nullcontext():
+                found = _engine_run_backward(
+                    outputs,
+                    seeds,
+                    step.keep,
+                    False,
+                    tuple(inputs),
+                    allow_unreachable=True,
+                    accumulate_grad=False,
+                )
         except Exception as error:
             raise self._located(error) from error
         grads = step.grads
@@ -330,11 +334,26 @@ class TapeCode:
 
     def _running(self, error: Exception) -> fx.Node | None:
         """The node whose generated line the error came through; fx gives each a line of its own."""
+        function = self.function
+        if isinstance(function, CompiledTape) and function.reason is None:
+            return self._calling(error)
         by_name = {node.name: node for node in self.nodes}
         for frame, number in traceback.walk_tb(error.__traceback__):
             if "eval_with_key" in frame.f_code.co_filename:
                 line = linecache.getline(frame.f_code.co_filename, number)
                 return by_name.get(line.split("=")[0].split(":")[0].strip())
+        return None
+
+    def _calling(self, error: Exception) -> fx.Node | None:
+        """The only node whose operator a line of compiled code calls that the error came through.
+
+        What is fused into a kernel has no line of its own.
+        """
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            line = linecache.getline(frame.f_code.co_filename, number)
+            callers = [node for node in self.nodes if f"torch.ops.{node.target}(" in line]
+            if callers:
+                return callers[0] if len(callers) == 1 else None
         return None
 
 

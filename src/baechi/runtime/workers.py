@@ -109,6 +109,9 @@ class CpuExecutor:
         n_devices: Logical devices.
         threads: torch threads per worker; `None` gives each an equal share of torch's own, and a
             single device all of them.
+
+    Attributes:
+        threads: torch threads per worker; None if there are no workers.
     """
 
     def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
@@ -117,10 +120,12 @@ class CpuExecutor:
         self._lanes = [self._actions(program, bound, number) for number in range(2)]
         self._reset()
         self._workers: list[_Worker] = []
+        self.threads: int | None = None
         used = sorted({tape.device for tape in program.tapes})
         if len(used) > 1 or threads is not None:
             total = torch.get_num_threads()
             share = threads or max(total // len(used), 1)
+            self.threads = share
             self._workers = [_Worker(f"baechi-{device}", share) for device in range(n_devices)]
             # A worker's setting is also the process's default for threads to come: restore that.
             torch.set_num_threads(total)
