@@ -17,6 +17,7 @@ from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile
+from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.solving import solve
 from baechi.torch_devices import device_kind, torch_device
@@ -42,6 +43,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    cuda_graphs: CudaGraphs = False,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -66,6 +68,7 @@ def place(
         max_shapes: How many shapes of call to specialize for.
         constraints: What the placement must respect besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs, as in `apply`.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
@@ -82,6 +85,8 @@ def place(
         )
     check_optimizer(optimizer)
     cluster = probe(devices)
+    if cuda_graphs is not False:
+        check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
         cluster,
         placer,
@@ -93,6 +98,7 @@ def place(
         threads_per_device,
         constraints,
         effort,
+        cuda_graphs,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -116,6 +122,7 @@ class _Maker:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    cuda_graphs: CudaGraphs
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
@@ -143,6 +150,7 @@ class _Maker:
             graph=graph,
             cluster=self.cluster,
             threads_per_device=self.threads,
+            cuda_graphs=self.cuda_graphs,
         )
         special = placed._current
         if reference is not None:

@@ -17,6 +17,7 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
+from baechi.runtime.capturing import CudaGraphs
 from baechi.runtime.executables import Executable, check_places, move
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
@@ -56,6 +57,7 @@ def apply(
     graph: OpGraph | None = None,
     cluster: Cluster | None = None,
     threads_per_device: int | None = None,
+    cuda_graphs: CudaGraphs = False,
 ) -> "PlacedModule":
     """The traced model as an executable that runs the placement.
 
@@ -68,6 +70,8 @@ def apply(
             `report` need it.
         cluster: What it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
+        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
+            `"auto"` where that can be, and `placed.eager` says where it cannot; `True` everywhere.
 
     Raises:
         InputError: The placement is of another model, parts a group, is in no topological order,
@@ -93,7 +97,7 @@ def apply(
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     placed = PlacedModule(traced.module.model, None, 1)
-    executable = Executable(traced, placement, places, training, threads_per_device)
+    executable = Executable(traced, placement, places, training, threads_per_device, cuda_graphs)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
@@ -250,6 +254,11 @@ class PlacedModule(nn.Module):
     def program(self) -> Program:
         """What runs, proved free of races, for the latest shape of call."""
         return self._current.executable.program
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """For every tape of `program` why it is no CUDA graph; empty if it is, or will be."""
+        return self._current.executable.eager
 
     @property
     def graph(self) -> OpGraph:

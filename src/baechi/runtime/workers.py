@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -184,10 +184,6 @@ class CpuExecutor:
             self._gates[number] = gate
         self._failure = None
 
-    def give(self, value: Any) -> Any:
-        """The same value."""
-        return value
-
     def close(self) -> None:
         """Stop the workers; the placed module does not run any more."""
         _close_all(self._workers)
@@ -286,10 +282,15 @@ def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> fro
 
 def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
     """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
+    last = last_of(tapes, index, freed)
+    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
+
+
+def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tuple[int, ...]:
+    """The slots that a segment's tape is the last to read, of those that are freed after it."""
     later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
     own = {slot for _, slot in tapes[index].fills}
-    last = tuple(sorted((own & freed) - later))
-    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
+    return tuple(sorted((own & freed) - later))
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
