@@ -22,8 +22,9 @@ class Recording(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
+        given = _bare(args), _bare(kwargs or {})  # shapes as they are now, whatever `t_` does later
         result = func(*args, **(kwargs or {}))
-        self.calls.append((func, args, kwargs or {}, result))
+        self.calls.append((func, *given, _bare(result)))
         return result
 
 
@@ -63,7 +64,7 @@ class CpuRecorder:
                 rows = zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True)
                 for old, new in rows:
                     if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
-                        old.data.copy_(new)
+                        old.copy_(new)
 
         return replay
 
