@@ -17,6 +17,7 @@ from baechi.optimizers import check_optimizer
 from baechi.probing import probe
 from baechi.profiling import profile
 from baechi.runtime.compiled import compile_options
+from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.module import PlacedModule, Specialization, apply
 from baechi.runtime.verifying import Unsplit, verify
 from baechi.solving import solve
@@ -44,6 +45,7 @@ def place(
     constraints: Constraints | None = None,
     effort: str | None = None,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
+    cuda_graphs: CudaGraphs = False,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -70,6 +72,7 @@ def place(
         constraints: What the placement must respect besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
         compile: Hand every segment to `torch.compile`, as in `apply`.
+        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs, as in `apply`.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -88,6 +91,8 @@ def place(
     check_optimizer(optimizer)
     cluster = probe(devices)
     compile_options(compile, [torch_device(device.name) for device in cluster.devices])
+    if cuda_graphs is not False:
+        check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
         cluster,
         placer,
@@ -100,6 +105,7 @@ def place(
         constraints,
         effort,
         compile,
+        cuda_graphs,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -124,6 +130,7 @@ class _Maker:
     constraints: Constraints | None
     effort: str | None
     compile: bool | Mapping[str, Any]
+    cuda_graphs: CudaGraphs
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         # A first call without gradients must not make a plan that has none.
@@ -157,6 +164,7 @@ class _Maker:
             cluster=self.cluster,
             threads_per_device=self.threads,
             compile=self.compile,
+            cuda_graphs=self.cuda_graphs,
         )
         special = placed._current
         if unsplit is not None:

@@ -25,10 +25,12 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.runtime.binding import Bound, bind
+from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
-from baechi.runtime.executors import Executor, make_executor
+from baechi.runtime.executors import Executor, graphs_of, make_executor
+from baechi.runtime.graphed import Graphs
 from baechi.runtime.program import Program
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
@@ -60,6 +62,10 @@ class Executable:
         training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
+        cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
+
+    Raises:
+        InputError: CUDA graphs are demanded, and a tape cannot be one.
     """
 
     def __init__(
@@ -71,7 +77,9 @@ class Executable:
         threads: int | None,
         schedule: Schedule | None = None,
         options: CompileOptions | None = None,
+        cuda_graphs: CudaGraphs = False,
     ) -> None:
+        check_wish(cuda_graphs, places)
         self._schedule = schedule
         self._module: TracedModule = traced.module
         self.places = tuple(places)
@@ -87,7 +95,13 @@ class Executable:
         bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
-        self._way = _Way(bound, make_executor(self.program, bound, places, threads))
+        self._graphs: Graphs | None = None
+        if cuda_graphs is not False:
+            self._graphs = graphs_of(self._module, self.program, bound, places)
+            if cuda_graphs is True:
+                self._demand(self._graphs)
+        executor = make_executor(self.program, bound, places, threads, self._graphs)
+        self._way = _Way(bound, executor)
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._given = {node: i for i, node in enumerate(placeholders)}
@@ -99,6 +113,23 @@ class Executable:
         program = compile_program(self._graph, self._placement, **options)
         check_program(program)
         return program
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """For every tape of the program why it is no CUDA graph; empty if it is, or will be."""
+        if self._graphs is None:
+            return ("CUDA graphs were not asked for",) * len(self.program.tapes)
+        return self._graphs.reasons
+
+    @staticmethod
+    def _demand(graphs: Graphs) -> None:
+        refused = [f"tape {i}: {reason}" for i, reason in enumerate(graphs.reasons) if reason]
+        if refused:
+            raise InputError(
+                f"cuda_graphs=True, but {len(refused)} of {len(graphs.reasons)} tapes cannot be "
+                f'captured ({"; ".join(refused[:3])}). Give cuda_graphs="auto", which runs these '
+                "eagerly."
+            )
 
     @cached_property
     def _counted(self) -> _Way:
@@ -204,7 +235,7 @@ class Executable:
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, way.bound.sizes)
                 way.executor.run(step, 0)
-            return self._finish(call, [way.executor.give(value) for value in step.results])
+            return self._finish(call, step.results)
         step = Step(True, meter, call.tensors, way.bound.sizes)
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
@@ -283,7 +314,7 @@ class _Plan:
             for leaf, i in enumerate(tensors):
                 if flag is True or (flag is not False and flag[leaf]):
                     places[i] = len(self.outputs)
-                    self.outputs.append(way.executor.give(leaves[i]))
+                    self.outputs.append(leaves[i])
                     self.slots.append((row.grads[leaf], row.device))
                     leaves[i] = None
             self._parts.append((leaves, spec, places))
@@ -334,7 +365,7 @@ class _Plan:
                 with step.meter.charged_to(device):
                     result.append(self._taken(slots))
         step.grads = [None] * len(step.grads)
-        return [self.way.executor.give(gradient) for gradient in result]
+        return result
 
     def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""

@@ -3,13 +3,18 @@
 An executor decides nothing: it does each lane's instructions in their order.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from baechi.errors import ExecutionError
+from baechi.lowering import TracedModule
 from baechi.runtime.binding import Bound
+from baechi.runtime.capturing import obstacle
+from baechi.runtime.cuda_graphs import CudaRecorder
+from baechi.runtime.graphed import Graphs, Recorder
 from baechi.runtime.program import Program
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
@@ -20,19 +25,30 @@ class Executor(Protocol):
     """Runs the phases of a program on their devices."""
 
     def run(self, step: Step, phase: int) -> None:
-        """Do every lane's instructions; returns when all are done, or launched on a stream."""
+        """Do every lane's instructions; returns when all are done, or launched on a stream.
 
-    def give(self, value: Any) -> Any:
-        """A result, safe for the caller to use and to free."""
+        Results and gradients are then the caller's, to use and to let go of.
+        """
 
     def close(self) -> None:
         """Stop what the executor started."""
 
 
 def make_executor(
-    program: Program, bound: Bound, places: Sequence[torch.device], threads: int | None
+    program: Program,
+    bound: Bound,
+    places: Sequence[torch.device],
+    threads: int | None,
+    graphs: Graphs | None = None,
 ) -> Executor:
     """The executor for these torch devices, one per logical device.
+
+    Args:
+        program: What to run.
+        bound: To what.
+        places: The torch devices.
+        threads: torch threads per CPU worker; `None` gives each an equal share.
+        graphs: The tapes as CUDA graphs, where they are wanted.
 
     Raises:
         ExecutionError: The devices are neither CPUs nor CUDA.
@@ -41,5 +57,42 @@ def make_executor(
     if kinds == {"cpu"}:
         return CpuExecutor(program, bound, len(places), threads)
     if kinds <= {"cpu", "cuda"}:
-        return CudaExecutor(program, bound, places)
+        return CudaExecutor(program, bound, places, graphs)
     raise ExecutionError(f"no executor runs devices of kinds {', '.join(sorted(kinds))}.")
+
+
+def graphs_of(
+    module: TracedModule,
+    program: Program,
+    bound: Bound,
+    places: Sequence[torch.device],
+    *,
+    recorder: Callable[[int], Recorder] | None = None,
+) -> Graphs:
+    """The tapes as graphs, as far as they can be captured.
+
+    Args:
+        module: The traced model.
+        program: What runs.
+        bound: To what.
+        places: The torch device of every logical device.
+        recorder: Records for a logical device of any kind; by default CUDA devices alone are
+            recorded for.
+    """
+    lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
+    obstacles = [
+        obstacle(
+            module,
+            code,
+            alone=lanes[code.place] == 1,
+            on_cuda=recorder is not None or code.place.type == "cuda",
+        )
+        for code in bound.tapes
+    ]
+    return Graphs(
+        program,
+        bound.tapes,
+        bound.sizes,
+        obstacles,
+        recorder or (lambda device: CudaRecorder(places[device])),
+    )

@@ -18,6 +18,7 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
+from baechi.runtime.capturing import CudaGraphs
 from baechi.runtime.compiled import compile_options
 from baechi.runtime.executables import Executable, move
 from baechi.runtime.matching import check_placement, check_places
@@ -59,6 +60,7 @@ def apply(
     cluster: Cluster | None = None,
     threads_per_device: int | None = None,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
+    cuda_graphs: CudaGraphs = False,
 ) -> "PlacedModule":
     """The traced model as an executable that runs the placement.
 
@@ -72,6 +74,8 @@ def apply(
         cluster: What it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
+        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
+            `"auto"` where that can be, and `placed.eager` says where it cannot; `True` everywhere.
 
     Raises:
         InputError: The placement is of another model, parts a group, is in no topological order,
@@ -102,7 +106,7 @@ def apply(
     known = graph is not None and cluster is not None
     schedule = simulate(graph, cluster, placement) if known else None
     executable = Executable(
-        traced, placement, places, training, threads_per_device, schedule, options
+        traced, placement, places, training, threads_per_device, schedule, options, cuda_graphs
     )
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
@@ -235,6 +239,11 @@ class PlacedModule(nn.Module):
     def remarks(self) -> tuple[str, ...]:
         """What does not run as asked for, such as a segment that torch cannot compile, and why."""
         return self._current.executable.remarks
+
+    @property
+    def eager(self) -> tuple[str, ...]:
+        """For every tape of `program` why it is no CUDA graph; empty if it is, or will be."""
+        return self._current.executable.eager
 
     @property
     def graph(self) -> OpGraph:

@@ -30,11 +30,15 @@ class Step:
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
         keep: Whether the running backward leaves the graph for another.
+        apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
+            for the stream on which a parameter was first used.
+        graphed: The tapes whose forward was a replay; their backward must be one.
+        own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "keep"),
+        *("records", "keep", "apart", "graphed", "own", "__weakref__"),
     )
 
     def __init__(
@@ -53,6 +57,9 @@ class Step:
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
         self.keep = False
+        self.apart = False
+        self.graphed: set[int] = set()
+        self.own: Any = None
 
 
 @final
@@ -63,12 +70,14 @@ class Record:
     Attributes:
         entered: The edge of every entry that has a gradient, or None.
         published: The edge of every tensor that left with one, or None.
+        parameters: The edges of the tape's parameters where they are cut off.
         end: The edge behind all of them, and an empty tensor to begin with, if `seeds` is used.
         seeds: Where the end takes their gradients from.
     """
 
     entered: Edges
     published: Edges
+    parameters: "dict[torch.nn.Parameter, GradientEdge]" = field(default_factory=dict)
     end: tuple[GradientEdge, torch.Tensor] | None = None
     seeds: list[torch.Tensor | None] = field(default_factory=list)
 

@@ -6,12 +6,24 @@
 
 (1) the lane that copies waits for the producer's; (2) the copy runs beside both that compute; (3)
 the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
-lane is a stream, and every wait an event. Memory that crosses lanes is told to torch's allocator
-(`record_stream`), since autograd may let go of a copy at any time.
+lane is a stream, and every wait an event, made once.
+
+Whose memory a tensor is, and when it goes back, without `record_stream`:
+
+- What a lane makes is memory of its stream. The program frees it on that lane, after waits for all
+  that read it; so do replays of CUDA graphs, whose memory nobody else takes.
+- What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
+  read by another. It is held to the end of the phase, where all streams wait for all (`holding`).
+  So are the gradients that the caller gives. Backward holds again what autograd has saved of it.
+- What the caller gets is copied to memory of his stream if it may be another's; but not the
+  gradients of parameters: whoever uses these writes the parameters next, after all of this step.
+- A phase begins after the caller's streams. So what he lets go of between two calls is done.
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -19,11 +31,31 @@ from torch.utils import _pytree as pytree
 
 from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
+from baechi.runtime.fencing import Fence
+from baechi.runtime.graphed import Graphs
+from baechi.runtime.holding import Held
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.steps import Step
-from baechi.runtime.workers import forward_of, freed_after
+from baechi.runtime.workers import freed_after, last_of
 
 Event = tuple[int, int, int]  # phase, lane, position
+Streams = Sequence[torch.cuda.Stream | None]
+
+
+@final
+@dataclass
+class _Way:
+    """How one step runs.
+
+    Attributes:
+        callers: The caller's stream of every GPU when the forward began.
+        replayed: Whether tapes are CUDA graphs.
+        held: What crossed streams.
+    """
+
+    callers: dict[torch.device, torch.cuda.Stream]
+    replayed: bool
+    held: Held = field(default_factory=Held)
 
 
 @final
@@ -33,47 +65,74 @@ class CudaExecutor:
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. Every device copies what arrives there on another stream, so that copies block no
     computing. CPUs among the devices run inline; metered steps on CPUs alone run so, too, because
-    their peaks must not depend on how threads meet.
+    their peaks must not depend on how threads meet. Calls from several threads take turns.
 
     Args:
         program: What to run.
         bound: To what.
         places: The torch device of every logical device; CPUs may be among them.
+        graphs: The tapes as CUDA graphs.
     """
 
-    def __init__(self, program: Program, bound: Bound, places: Sequence[torch.device]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        bound: Bound,
+        places: Sequence[torch.device],
+        graphs: Graphs | None = None,
+    ) -> None:
         self._program = program
         self._bound = bound
         self._places = tuple(places)
+        self._graphs = graphs
+        self._busy = threading.Lock()
+        self._fence = Fence()
         seen: set[torch.device] = set()
-        self._own: list[torch.cuda.Stream | None] = []
-        for place in places:
-            own = place.type == "cuda" and place in seen
+        self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
+        used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
+        for lane, is_used in zip(program.lanes, used, strict=True):
+            place = places[lane.device]
+            own = is_used and place.type == "cuda" and (lane.copies or place in seen)
             self._own.append(_stream(place) if own else None)
-            seen.add(place)
-        self._copies = [_stream(place) if place.type == "cuda" else None for place in places]
+            if not lane.copies and is_used:
+                seen.add(place)
+        # GPUs on which several lanes compute.
+        self._shared = frozenset(
+            places[lane.device]
+            for lane, own in zip(program.lanes, self._own, strict=True)
+            if own is not None and not lane.copies
+        )
         gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
-        self._out = {gpu: _stream(gpu) for gpu in gpus}  # where copies leave a GPU
+        self._gpus = tuple(gpus)
+        self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._actions: list[dict[int, list[Callable[[Step], None]]]] = []
+        self._landings: dict[tuple[Any, ...], torch.Tensor] = {}
+        # Of every segment its tapes, with the slots that each is the last to read.
+        self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
         # What a launch has read is read on CPUs; a stream may still have to.
         last = {} if gpus else _last_reads(program, bound)
         for number, phase in enumerate(program.phases):
-            self._actions.append({})
+            self._runs.append({})
             for rows in phase.lanes:
                 for position, row in enumerate(rows):
                     if isinstance(row, Run):
-                        tapes = [bound.tapes[t] for t in phase.segments[row.segment].tapes]
+                        indices = phase.segments[row.segment].tapes
+                        tapes = [bound.tapes[tape] for tape in indices]
                         freed = freed_after(rows, position, bound) if number == 0 else frozenset()
                         freed |= last.get(row.segment, frozenset())
-                        self._actions[-1][row.segment] = [
-                            tape.backward if number else forward_of(tapes, index, freed)
-                            for index, tape in enumerate(tapes)
+                        self._runs[-1][row.segment] = [
+                            (tape, () if number else last_of(tapes, i, freed))
+                            for i, tape in enumerate(indices)
                         ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._events[number, row.lane, row.position] = event
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """What runs as CUDA graphs."""
+        return self._graphs
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -81,36 +140,51 @@ class CudaExecutor:
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
 
-    def _lane(self, lane: int) -> torch.cuda.Stream | None:
-        """The stream of a lane; None on a CPU."""
-        row = self._program.lanes[lane]
-        place = self._places[row.device]
-        if place.type != "cuda":
-            return None
-        if row.copies:
-            return self._copies[row.device]
-        return self._own[row.device] or torch.cuda.current_stream(place)
+    def _streams(self, way: _Way) -> Streams:
+        """The stream of every lane; None on a CPU."""
+        return [
+            own if own is not None else way.callers.get(self._place(lane))
+            for lane, own in enumerate(self._own)
+        ]
 
     def run(self, step: Step, phase: int) -> None:
-        """Launch every instruction."""
-        rows = self._program.phases[phase]
-        position = [0] * len(rows.lanes)
-        streams = [self._lane(lane) for lane in range(len(rows.lanes))]
-        with self._fenced():
-            for lane in rows.launch:
-                self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
-                event = self._events.get((phase, lane, position[lane]))
-                if event is not None:
-                    event.record(streams[lane])
-                position[lane] += 1
+        """Launch every instruction.
+
+        Raises:
+            ExecutionError: An operator failed.
+        """
+        with self._busy:
+            way: _Way = self._begun(step) if phase == 0 else step.own
+            if phase:
+                way.held.wake()
+                self._hold_seeds(step, way)
+            rows = self._program.phases[phase]
+            position = [0] * len(rows.lanes)
+            streams = self._streams(way)
+            with self._fenced(way):
+                for lane in rows.launch:
+                    self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
+                    event = self._events.get((phase, lane, position[lane]))
+                    if event is not None:
+                        event.record(streams[lane])
+                    position[lane] += 1
+            if phase == 0:
+                self._give_results(step, way)
+            else:
+                self._give_gradients(step, way)
+                if self._graphs is not None and not step.keep:
+                    self._graphs.end(step)
+            way.held.rest()
+
+    def _begun(self, step: Step) -> _Way:
+        replayed = self._graphs is not None and self._graphs.begin(step)
+        step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
+        step.apart = bool(self._gpus)
+        way: _Way = step.own
+        return way
 
     def _launch(
-        self,
-        step: Step,
-        phase: int,
-        row: Instruction,
-        lane: int,
-        streams: Sequence[torch.cuda.Stream | None],
+        self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
     ) -> None:
         stream = streams[lane]
         if isinstance(row, Wait):
@@ -128,64 +202,127 @@ class CudaExecutor:
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    for action in self._actions[phase][row.segment]:
-                        action(step)
+                    for index, last in self._runs[phase][row.segment]:
+                        tape = self._tape(step, index)
+                        if phase:
+                            tape.backward(step)
+                        else:
+                            tape.forward(step, last)
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
-                    _move(step, moves, lambda t: self._bring(step.meter, t, row, streams))
+                    _move(step, moves, lambda t, n: self._bring(step, t, row, streams, (phase, n)))
+
+    def _tape(self, step: Step, index: int) -> Any:
+        if self._graphs is not None and step.own.replayed:
+            return self._graphs.tape(step, index)
+        return self._bound.tapes[index]
 
     def _bring(
         self,
-        meter: Meter | None,
+        step: Step,
         tensor: torch.Tensor,
         row: Copy,
-        streams: Sequence[torch.cuda.Stream | None],
+        streams: Streams,
+        number: tuple[int, int],
     ) -> torch.Tensor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
+        way: _Way = step.own
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
-        if tensor.device == place and meter is not None:
-            tensor = meter.copy(row.dst, tensor)
+        if tensor.device == place and step.meter is not None:
+            tensor = step.meter.copy(row.dst, tensor)
         if tensor.device == place:
-            if reader is not None:
-                tensor.record_stream(reader)
-            return tensor
-        if reader is None or tensor.device.type != "cuda":  # to or from a CPU
+            moved = tensor
+        elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
             moved = tensor.to(place, non_blocking=reader is not None and tensor.is_pinned())
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
-            # queued on that of its destination (torch, aten/src/ATen/native/cuda/Copy.cu): so this
-            # stream's waits hold for it, and it blocks nobody who computes.
+            # queued on that of its destination, which then waits for it (torch,
+            # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
+            # nobody who computes.
+            landing = self._landing(step, tensor, place, (*number, row.tensor, row.dst))
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
                 # Dense first: a strided copy across devices is a slow kernel.
-                dense = tensor.contiguous()
-                moved = dense.to(place, non_blocking=True)
-            tensor.record_stream(out)
+                landing.data.copy_(tensor.contiguous(), non_blocking=True)
+            moved = landing
         if reader is not None:
-            moved.record_stream(reader)
+            way.held.add(moved)
         return moved
 
-    def give(self, value: Any) -> Any:
-        """The value, told to the allocator as used by the caller's stream."""
-        for leaf in pytree.tree_leaves(value):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                leaf.record_stream(torch.cuda.current_stream(leaf.device))
-        return value
+    def _landing(
+        self, step: Step, tensor: torch.Tensor, place: torch.device, key: tuple[int, ...]
+    ) -> torch.Tensor:
+        """Where a copy goes: memory of the current stream, static if the step is replayed."""
+        shape, dtype = tensor.shape, tensor.dtype
+        if self._graphs is None or not step.own.replayed:
+            return torch.empty(shape, dtype=dtype, device=place)
+        known = self._landings.get((step.differentiate, *key))
+        if known is None or known.shape != shape or known.dtype != dtype:
+            known = torch.empty(shape, dtype=dtype, device=place)
+            self._landings[step.differentiate, *key] = known
+        return self._graphs.statics(step).add(known)
+
+    def _hold_seeds(self, step: Step, way: _Way) -> None:
+        """Hold the caller's gradients: his memory, which lanes read that are not his."""
+        if self._shared:
+            for gradient in step.grads:
+                if gradient is not None and gradient.device in self._shared:
+                    way.held.add(gradient)
+
+    def _give_results(self, step: Step, way: _Way) -> None:
+        """Results in memory that is the caller's."""
+        if way.replayed or self._gpus:
+            with torch.no_grad():
+                step.results = pytree.tree_map_only(
+                    torch.Tensor, lambda t: t.clone() if self._is_ours(t, way) else t, step.results
+                )
+
+    def _give_gradients(self, step: Step, way: _Way) -> None:
+        """Gradients in memory that stays as it is; those of inputs in the caller's own."""
+        if way.replayed:
+            places = [i for i, g in enumerate(step.grads) if g is not None]
+            taken = [g for g in step.grads if g is not None]
+            for place, fresh in zip(places, _copies(taken), strict=True):
+                step.grads[place] = fresh
+        elif self._gpus:
+            for slot in (slot for slots in self._bound.input_grads for slot in slots):
+                gradient = step.grads[slot]
+                if gradient is not None and self._is_ours(gradient, way):
+                    step.grads[slot] = gradient.clone()
+
+    def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
+        """Whether its memory may be another stream's than the caller's, or a graph's."""
+        return way.replayed or tensor.device in self._shared or tensor in way.held
 
     @contextlib.contextmanager
-    def _fenced(self) -> Iterator[None]:
-        """Every lane begins after the caller's streams, and they go on after every lane."""
-        lanes = [s for s in (*self._own, *self._copies, *self._out.values()) if s is not None]
-        for lane in lanes:
-            lane.wait_stream(torch.cuda.current_stream(lane.device))
+    def _fenced(self, way: _Way) -> Iterator[None]:
+        """Every lane begins after the caller's streams, and at the end all wait for all.
+
+        Autograd calls from a thread of its own, with current streams of its own; and it waits for
+        what a node gives on the node's stream alone, though that may be on several GPUs.
+        """
+        if not self._gpus:
+            yield
+            return
+        now = [torch.cuda.current_stream(gpu) for gpu in self._gpus]
+        callers = [*way.callers.values(), *now]
+        lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
+        self._fence.join(callers, [*callers, *lanes])
         try:
             yield
         finally:
-            for lane in lanes:
-                torch.cuda.current_stream(lane.device).wait_stream(lane)
+            self._fence.join([*callers, *lanes], [*callers, *lanes])
+
+
+def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """A copy of each, all with few launches."""
+    fresh = [torch.empty_like(tensor) for tensor in tensors]
+    if fresh:
+        torch._foreach_copy_(fresh, list(tensors))
+    return fresh
 
 
 def _last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
@@ -216,13 +353,16 @@ def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextMan
     return contextlib.nullcontext() if meter is None else meter.counting(device)
 
 
-def _move(step: Step, moves: Moves, bring: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Fill the slots on the other side."""
+def _move(step: Step, moves: Moves, bring: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
+    """Fill the slots on the other side; every tensor of a copy has a number."""
+    count = iter(range(1 << 30))
     for src, dst in moves.slots:
-        step.slots[dst] = pytree.tree_map_only(torch.Tensor, bring, step.slots[src])
+        step.slots[dst] = pytree.tree_map_only(
+            torch.Tensor, lambda tensor: bring(tensor, next(count)), step.slots[src]
+        )
     for src, dst in moves.grads:
         gradient = step.grads[src]
-        step.grads[dst] = None if gradient is None else bring(gradient)
+        step.grads[dst] = None if gradient is None else bring(gradient, next(count))
 
 
 def _stream(place: torch.device) -> torch.cuda.Stream:

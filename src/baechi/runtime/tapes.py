@@ -136,12 +136,16 @@ class TapeCode:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
+        apart = self._part(arguments) if step.differentiate and step.apart else {}
         try:
             results = self.function(arguments)
         except Exception as error:
             raise self._located(error) from error
         if step.differentiate:
             self._publish(step, results, mine, entered)
+            record = step.records[self.index]
+            if record is not None:
+                record.parameters = apart
             return
         for output in self.outputs:
             value = self._value(output, results, mine)
@@ -200,6 +204,26 @@ class TapeCode:
                 arguments[entry.argument] = tensor
         for argument, (leaves, spec) in flat.items():
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
+        return edges
+
+    def _part(self, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
+        """Cut parameters off from the caller's graph; the edges of their gradients.
+
+        A parameter's own node belongs to the stream on which it was first used, and a gradient that
+        comes to it makes that stream wait.
+        """
+        wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
+        places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
+        for place, argument in enumerate(arguments):
+            if id(argument) in places:
+                places[id(argument)].append(place)
+        found = [parameter for parameter in wanted if places[id(parameter)]]
+        edges: dict[torch.nn.Parameter, GradientEdge] = {}
+        for parameter, tensor in zip(found, cut_off(found) if found else (), strict=True):
+            assert tensor.grad_fn is not None  # the node that cuts off
+            edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+            for place in places[id(parameter)]:
+                arguments[place] = tensor
         return edges
 
     def _publish(
@@ -268,7 +292,7 @@ class TapeCode:
                 targets.append(entry.grad)
         for parameter, slot in self.parameters:
             if parameter.requires_grad:
-                inputs.append(parameter)
+                inputs.append(record.parameters.get(parameter, parameter))
                 targets.append(slot)
         del record
         if not outputs or not inputs:

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -189,10 +189,6 @@ class CpuExecutor:
             self._gates[number] = gate
         self._failure = None
 
-    def give(self, value: Any) -> Any:
-        """The same value."""
-        return value
-
     def close(self) -> None:
         """Stop the workers; the placed module does not run any more."""
         _close_all(self._workers)
@@ -290,13 +286,18 @@ def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> fro
 
 
 def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
-    """The forward of a segment's tape, which lets go of what is freed after it once it has it.
+    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
+    last = last_of(tapes, index, freed)
+    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
 
-    Of all of that, since slots that it does not read may be views of what it does.
+
+def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tuple[int, ...]:
+    """The slots that are freed after a segment and that no later tape of it reads.
+
+    Also those that this tape does not read: they may be views of what it does.
     """
     later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
-    last = tuple(sorted(freed - later))
-    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
+    return tuple(sorted(freed - later))
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:

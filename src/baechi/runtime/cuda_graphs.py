@@ -1,0 +1,103 @@
+"""Recording on a GPU: what a lane launches becomes CUDA graphs, which share one pool of memory.
+
+All graphs of a lane are captured in the order in which they are replayed, on a stream of their own
+(the caller's may be the default one, which cannot be captured), so they may share a pool; lanes run
+side by side, so they must not share one.
+"""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, final
+
+import torch
+
+
+@final
+class CudaRecorder:
+    """Captures CUDA graphs for one lane.
+
+    Args:
+        place: The GPU.
+    """
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._latest = -1
+
+    def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
+        """Capture what the function launches; the replay launches it on the current stream.
+
+        Args:
+            function: What to capture.
+            rank: Its place in the order of a step; one that comes late gets a pool of its own.
+
+        Raises:
+            RuntimeError: It cannot be captured.
+        """
+        torch.cuda.synchronize(self._place)
+        graph = torch.cuda.CUDAGraph()
+        pool = self._pool if rank >= self._latest else torch.cuda.graph_pool_handle()
+        self._latest = max(rank, self._latest)
+        with _undisturbed(), torch.cuda.stream(self._stream):
+            # Autograd's and other people's threads may take memory meanwhile.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                function()
+            except BaseException:
+                self._abandon(graph, pool)
+                raise
+            try:
+                graph.capture_end()
+            except BaseException:
+                self._clear(pool)
+                raise
+        return graph.replay
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run it now on the stream of the captures, between what is before and after it."""
+        here = torch.cuda.current_stream(self._place)
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
+            function()
+        here.wait_stream(self._stream)
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        """End a capture in which something failed."""
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._clear(pool)
+
+    def _clear(self, pool: Any) -> None:
+        """Undo what a capture leaves behind whose end fails.
+
+        `CUDAGraph::capture_end` throws before it tells the allocator and the random generator that
+        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp, as of torch 2.13). The allocator can
+        be told; the generator learns it from the end of another capture.
+        """
+        index = torch.cuda._utils._get_device_index(self._place)
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
+        with contextlib.suppress(RuntimeError):
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(capture_error_mode="thread_local")
+            graph.capture_end()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """No garbage is collected inside, since it may hold graphs; a graph of views may be empty."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
+            yield
+    finally:
+        if collects:
+            gc.enable()

@@ -1,0 +1,317 @@
+"""Tapes that are recorded and replayed do what they did when they ran one operator at a time."""
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import baechi
+import zoo
+from baechi.runtime.binding import bind
+from baechi.runtime.executables import _Way
+from baechi.runtime.executors import graphs_of
+from baechi.runtime.graphed import WARM_UP, Graphs
+from baechi.runtime.streams import CudaExecutor
+from recording import CpuRecorder
+
+STEPS = WARM_UP + 3
+
+
+def placed_at_random(
+    model: nn.Module, args: Any, kwargs: Any, seed: int, n_devices: int, training: bool = True
+) -> baechi.PlacedModule:
+    traced = baechi.trace(model, args, kwargs)
+    costs = tuple(baechi.OpCost(1000 + 7 * i, 2000 + 3 * i) for i in range(len(traced.ops)))
+    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=training)
+    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(n_devices)]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(1000, 10**9))
+    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster)
+
+
+def replaying(
+    placed: baechi.PlacedModule,
+    refuse: Callable[[], bool] = lambda: False,
+    ranks: list[int] | None = None,
+) -> Graphs:
+    """Let a placed module run as on CUDA with graphs, with a recorder for CPUs."""
+    executable = placed._current.executable
+    program = executable._compiled(copy_lanes=True)
+    bound = bind(executable._module, executable._graph, program, executable.places)
+    noted: list[int] = [] if ranks is None else ranks
+    graphs = graphs_of(
+        executable._module,
+        program,
+        bound,
+        executable.places,
+        recorder=lambda _: CpuRecorder(refuse, noted),
+    )
+    executable.close()
+    executable.program = program
+    executable._way = _Way(bound, CudaExecutor(program, bound, executable.places, graphs))
+    return graphs
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def other(value: Any, seed: int) -> Any:
+    """The same shapes with other floats, and the rows of a batch in another order."""
+
+    def vary(tensor: torch.Tensor) -> torch.Tensor:
+        fresh = tensor.detach().flip(0) if seed % 2 and tensor.dim() else tensor.detach().clone()
+        if fresh.is_floating_point():
+            fresh *= 1 + 0.1 * seed
+        return fresh.requires_grad_(tensor.requires_grad)
+
+    return pytree.tree_map_only(torch.Tensor, vary, value)
+
+
+def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Outputs, gradients and buffers of a training step."""
+    outputs = tensors_of(module(*args, **kwargs))
+    torch.stack([t.float().square().mean() for t in outputs if t.requires_grad]).sum().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    inputs = [t.grad for t in tensors_of((args, kwargs)) if t.grad is not None]
+    return [t.detach().clone() for t in (*outputs, *gradients, *inputs, *module.buffers())]
+
+
+_SLOW = ("gpt2", "t5", "inception", "resnet_train", "lstm_lm", "awkward")
+
+
+@pytest.mark.parametrize(
+    ("name", "n_devices"),
+    [
+        *(("towers", 1), ("towers", 3), ("awkward", 3)),
+        *(pytest.param(name, n, marks=pytest.mark.slow) for name in _SLOW for n in (1, 2)),
+    ],
+)
+def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = zoo.MODELS[name]()
+    reference = copy.deepcopy(model)
+    placed = placed_at_random(model, args, kwargs, 3, n_devices)
+    graphs = replaying(placed)
+    assert any(not reason for reason in graphs.reasons)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (reference, placed)]
+    for number in range(STEPS):
+        rows = []
+        for module, optimizer in zip((reference, placed), optimizers, strict=True):
+            optimizer.zero_grad()
+            given, named = other((args, kwargs), number)
+            torch.manual_seed(number)
+            rows.append(step(module, given, named))
+            optimizer.step()
+        for one, two in zip(*rows, strict=True):
+            torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("inception", "t5"))]
+)
+def test_replayed_inference_equals_the_unsplit_model(name: str) -> None:
+    model, args, kwargs = zoo.MODELS[name]()
+    model.eval()
+    reference = copy.deepcopy(model)
+    with torch.no_grad():
+        placed = placed_at_random(model, args, kwargs, 1, 3, training=False)
+        replaying(placed)
+        kept = []
+        for number in range(STEPS):
+            given, named = other((args, kwargs), number)
+            expected = tensors_of(reference(*given, **named))
+            actual = tensors_of(placed(*given, **named))
+            kept.append((expected, actual))
+        for expected, actual in kept:  # what the caller got, no later call has changed
+            for one, two in zip(expected, actual, strict=True):
+                torch.testing.assert_close(two, one)
+
+
+class Split(nn.Module):
+    """Two heads over one body, of which a step may train one or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(8, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 4), nn.Linear(8, 4)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.body(x))
+        return self.heads[0](x), self.heads[1](x)
+
+
+def two_heads(seed: int = 0, n_devices: int = 2) -> tuple[nn.Module, baechi.PlacedModule, Graphs]:
+    torch.manual_seed(0)
+    model = Split()
+    reference = copy.deepcopy(model)
+    placed = placed_at_random(model, (torch.randn(4, 8),), {}, seed, n_devices)
+    return reference, placed, replaying(placed)
+
+
+def gradients(module: nn.Module, loss: torch.Tensor, **options: Any) -> list[torch.Tensor | None]:
+    for parameter in module.parameters():
+        parameter.grad = None
+    loss.backward(**options)
+    return [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def assert_same(rows: list[Any], others: list[Any]) -> None:
+    for one, two in zip(rows, others, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None:
+            torch.testing.assert_close(two, one)
+
+
+def warm(placed: nn.Module) -> None:
+    for _ in range(WARM_UP + 1):
+        sum(y.sum() for y in placed(torch.randn(4, 8))).backward()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_step_may_train_other_outputs(seed: int) -> None:
+    reference, placed, _ = two_heads(seed)
+    for number, heads in enumerate([(0, 1)] * WARM_UP + [(0,), (1,), (0, 1), (0,), (1,)]):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+        rows = [
+            gradients(module, sum(module(x)[head].square().sum() for head in heads))
+            for module in (reference, placed)
+        ]
+        assert_same(*rows)
+
+
+def test_a_graph_that_is_retained_goes_backward_again() -> None:
+    reference, placed, _ = two_heads()
+    warm(placed)
+    x = torch.randn(4, 8)
+    for module in (reference, placed):
+        loss = sum(y.square().sum() for y in module(x))
+        once = gradients(module, loss, retain_graph=True)
+        assert_same(once, gradients(module, loss))
+        if module is reference:
+            expected = once
+    assert_same(expected, once)
+
+
+def test_steps_under_way_together_do_not_disturb_each_other() -> None:
+    reference, placed, _ = two_heads()
+    warm(placed)
+    x, y = torch.randn(4, 8), torch.randn(4, 8)
+    rows = []
+    for module in (reference, placed):
+        first = sum(t.square().sum() for t in module(x))
+        second = sum(t.square().sum() for t in module(y))  # its activations go elsewhere
+        with torch.no_grad():
+            seen = module(y)
+        rows.append([*seen, *gradients(module, first), *gradients(module, second), *module(x)])
+    assert_same(*rows)
+
+
+def test_a_step_that_never_goes_backward_is_forgotten() -> None:
+    _, placed, graphs = two_heads()
+    warm(placed)
+    outputs = placed(torch.randn(4, 8))
+    assert not graphs.begin(_like(placed))  # it may still go backward
+    del outputs
+    gc.collect()
+    assert graphs.begin(_like(placed))
+
+
+def _like(placed: baechi.PlacedModule) -> Any:
+    from baechi.runtime.steps import Step
+
+    sizes = placed._current.executable._way.bound.sizes
+    return Step(True, None, (torch.randn(4, 8),), sizes)
+
+
+def test_recordings_are_made_anew_when_parameters_move_or_freeze() -> None:
+    ranks: list[int] = []
+    torch.manual_seed(0)
+    model = Split()
+    reference = copy.deepcopy(model)
+    placed = placed_at_random(model, (torch.randn(4, 8),), {}, 0, 2)
+    replaying(placed, ranks=ranks)
+    x = torch.randn(4, 8)
+
+    def train() -> None:
+        for _ in range(WARM_UP + 2):
+            losses = [sum(y.square().sum() for y in m(x)) for m in (reference, placed)]
+            rows = zip((reference, placed), losses, strict=True)
+            assert_same(*(gradients(module, loss) for module, loss in rows))
+
+    train()
+    once = list(ranks)
+    assert once == sorted(once)
+    train()
+    assert ranks == once  # nothing changed, nothing is recorded
+    for module in (reference, placed):
+        weight = module.body.weight
+        weight.data = weight.data * 2
+    train()
+    assert ranks == once * 2
+    for module in (reference, placed):
+        module.heads[0].bias.requires_grad_(False)
+    train()
+    assert len(ranks) > len(once) * 2
+
+
+def test_inference_in_a_training_placement_has_recordings_of_its_own() -> None:
+    reference, placed, _ = two_heads()
+    warm(placed)
+    for _ in range(WARM_UP + 2):
+        x = torch.randn(4, 8)
+        with torch.no_grad():
+            assert_same(list(reference(x)), list(placed(x)))
+        losses = [sum(y.square().sum() for y in m(x)) for m in (reference, placed)]
+        rows = zip((reference, placed), losses, strict=True)
+        assert_same(*(gradients(module, loss) for module, loss in rows))
+
+
+@pytest.mark.parametrize("failing", range(8))
+def test_what_cannot_be_captured_runs_eagerly_and_says_so(failing: int) -> None:
+    torch.manual_seed(0)
+    model = Split()
+    reference = copy.deepcopy(model)
+    placed = placed_at_random(model, (torch.randn(4, 8),), {}, 1, 2)
+    count = iter(range(1000))
+    graphs = replaying(placed, refuse=lambda: next(count) == failing)
+    x = torch.randn(4, 8)
+    for _ in range(WARM_UP + 3):
+        losses = [sum(y.square().sum() for y in m(x)) for m in (reference, placed)]
+        rows = zip((reference, placed), losses, strict=True)
+        assert_same(*(gradients(module, loss) for module, loss in rows))
+    assert failing < next(count)
+    assert list(filter(None, graphs.reasons)) == [
+        "it could not be captured: operation not permitted when stream is capturing"
+    ]
+
+
+def test_gradients_are_the_callers_to_keep() -> None:
+    _, placed, _ = two_heads()
+    warm(placed)
+    x = torch.randn(4, 8, requires_grad=False)
+    kept = []
+    for scale in (1.0, 2.0):
+        loss = sum(y.square().sum() for y in placed(x * scale))
+        kept.append(torch.autograd.grad(loss, list(placed.parameters())))
+    copies = [g.clone() for g in kept[1]]
+    assert any(not torch.equal(a, b) for a, b in zip(kept[0], copies, strict=True))
+    loss = sum(y.square().sum() for y in placed(x * 3.0))
+    torch.autograd.grad(loss, list(placed.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(kept[1], copies, strict=True))
+
+
+def test_a_metered_step_is_no_replay() -> None:
+    reference, placed, _ = two_heads()
+    warm(placed)
+    x = torch.randn(4, 8)
+    with placed.metered():
+        loss = sum(y.square().sum() for y in placed(x))
+    assert_same(
+        gradients(reference, sum(y.square().sum() for y in reference(x))), gradients(placed, loss)
+    )
