@@ -10,6 +10,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
+from baechi.runtime.verifying import Unsplit, verify
 
 pytestmark = pytest.mark.gpu
 
@@ -115,3 +116,17 @@ def test_training_with_adamw_follows_the_unsplit_model() -> None:
             optimizer.step()
     for one, other in zip(reference.parameters(), placed.parameters(), strict=True):
         torch.testing.assert_close(other, one, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_is_verified_on_lanes_of_a_gpu_and_a_wrong_weight_is_named() -> None:
+    model, args, kwargs = zoo.MODELS["towers"]()
+    args, model = to_gpu(args), model.to("cuda:0")
+    unsplit = Unsplit(model)
+    placed = placed_randomly(model, args, kwargs, LANES, 0)
+    special = placed._current
+    call = special.traced.module.call
+    verify(unsplit, special.executable, special.traced.module, call, every=True)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    with pytest.raises(baechi.ExecutionError, match=r"first at .*linear.* on logical device"):
+        verify(unsplit, special.executable, special.traced.module, call)

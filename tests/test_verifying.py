@@ -84,13 +84,16 @@ class Drifts(nn.Module):
         return self.layers[3](self.layers[2](x).tanh())
 
 
-def verified(model: nn.Module, *args: Any, seed: int = 0, devices: int = 2) -> baechi.PlacedModule:
+def verified(
+    model: nn.Module, *args: Any, seed: int = 0, devices: int = 2, training: bool = True
+) -> baechi.PlacedModule:
     """Placed at random and verified."""
     placed = baechi.place(
         model,
         {f"cpu:{i}": "1GiB" for i in range(devices)},
         example_args=args,
         placer=baechi.RandomPlacer(seed),
+        training=training,
         costs="estimate",
         verify=True,
         progress=False,
@@ -140,6 +143,23 @@ def test_the_backward_that_gives_an_argument_a_wrong_gradient_is_named() -> None
         verified(Begins(), example().requires_grad_())
 
 
+def test_an_inference_is_verified_and_a_sparse_gradient_compared() -> None:
+    model = Drifts(wrong=True)
+    with pytest.raises(baechi.ExecutionError, match="first at drifts"):
+        verified(model.eval(), example(), training=False)
+
+    class Looks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 6, sparse=True)
+
+        def forward(self, i: torch.Tensor) -> torch.Tensor:
+            return drifts(self.table(i), False, True).tanh()
+
+    with pytest.raises(baechi.ExecutionError, match=r"first at the backward of drifts"):
+        verified(Looks(), torch.tensor([1, 4, 4]))
+
+
 def test_an_operator_with_state_of_its_own_is_named_as_such() -> None:
     class Counts(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -157,7 +177,7 @@ def test_a_model_whose_python_changes_from_call_to_call_is_told_apart() -> None:
             self.age += 1
             return x.exp() * self.age
 
-    with pytest.raises(baechi.ExecutionError, match="the traced Ages differs from the model"):
+    with pytest.raises(baechi.ExecutionError, match="unsplit one as its trace does"):
         verified(Ages(), example())
 
 

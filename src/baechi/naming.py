@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import fx
 
 from baechi.propagation import Facts, Value
+
+_TORCH: Final = str(Path(torch.__file__).parent)
 
 
 def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
@@ -67,9 +70,14 @@ def _own_path(path: str) -> str:
 
 
 def source_line(node: fx.Node) -> str:
-    """`modeling_gpt2.py:680 in forward: hidden_states = ...`, from the tracer's own record."""
+    """`modeling_gpt2.py:680 in forward: hidden_states = ...`, from the tracer's own record.
+
+    The innermost line that is not torch's own, such as that of a layer in `torch.nn`.
+    """
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     places = [i for i, line in enumerate(lines) if line.strip().startswith('File "')]
+    own = [i for i in places if not lines[i].strip().startswith(f'File "{_TORCH}')]
+    places = own or places
     if not places:
         return ""
     place = lines[places[-1]].strip()

@@ -9,6 +9,7 @@ Each rung traces the same flat function (`calls.flat_model`). The rung taken, an
 failed, with the model's own line, are kept in `Traced.attempts`.
 """
 
+import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -138,10 +139,23 @@ class _ModuleTracer(fx.Tracer):
 
     proxy_buffer_attributes = True
 
-    def __init__(self, opaque: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
         super().__init__()
+        self._own = _own_modules(model)
         self._opaque = opaque
         self.path: list[str] = []
+
+    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that knows the model's own line, as those of `torch.export` do."""
+        node = super().create_node(*args, **kwargs)
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__") not in self._own:
+            frame = frame.f_back
+        if frame is not None and node.op not in ("placeholder", "output"):
+            code = frame.f_code
+            row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+            node.stack_trace = "".join(traceback.format_list([row]))
+        return node
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._opaque or super().is_leaf_module(
@@ -163,7 +177,7 @@ class _ModuleTracer(fx.Tracer):
 
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call)
-    return _Capture(_symbolic_module(flat, _ModuleTracer()), returned[-1])
+    return _Capture(_symbolic_module(flat, _ModuleTracer(model)), returned[-1])
 
 
 def _opaque(model: nn.Module, call: Call) -> _Capture:
@@ -171,7 +185,7 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call)
     opaque: frozenset[str] = frozenset()
     while True:
-        tracer = _ModuleTracer(opaque)
+        tracer = _ModuleTracer(model, opaque)
         try:
             module = _symbolic_module(flat, tracer)
             propagate(module, call.tensors)
@@ -203,13 +217,18 @@ def _reason(error: Exception, model: nn.Module) -> str:
     return f"{reason} (at {own})" if own else reason
 
 
+def _own_modules(model: nn.Module) -> set[str]:
+    """The Python modules of the model's classes, without torch's."""
+    names = {type(part).__module__ for part in model.modules()}
+    return {name for name in names if not name.startswith("torch.")}
+
+
 def _own_frame(error: Exception, model: nn.Module) -> str:
     """The innermost frame of the error that is in a file of one of the model's classes."""
-    modules = {type(part).__module__ for part in model.modules()}
+    modules = _own_modules(model)
     own = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_globals.get("__name__", "")
-        if name in modules and not name.startswith("torch."):
+        if frame.f_globals.get("__name__", "") in modules:
             file = frame.f_code.co_filename
             text = linecache.getline(file, line).strip()
             own = f"{Path(file).name}:{line} in {frame.f_code.co_name}: {text}"

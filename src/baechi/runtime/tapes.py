@@ -346,9 +346,13 @@ class TapeCode:
 
     def _located(self, error: Exception) -> ExecutionError:
         """The error with the operator that was running and the model's own line."""
-        node = self._running(error)
+        nodes = [node for node in self.nodes if node.op not in ("placeholder", "get_attr")]
+        node = nodes[0] if len(nodes) == 1 else self._running(error)
         if node is None:
-            where = f"one of {len(self.nodes)} operators from {self.nodes[0].name} on"
+            where = (
+                f"one of {len(nodes)} operators from {op_name(nodes[0])} to {op_name(nodes[-1])} "
+                "(torch.autograd.set_detect_anomaly(True) shows which)"
+            )
         else:
             source = source_line(node)
             where = f"{op_name(node)} ({source})" if source else op_name(node)

@@ -195,9 +195,9 @@ class _Verification:
 
     def _untrue(self, text: str) -> ExecutionError:
         return ExecutionError(
-            f"the traced {self._name} differs from the model itself, before it is split: {text}. "
-            "The model's Python reads something that changes from call to call, or that tracing "
-            "does not see; make it an argument or a buffer."
+            f"the placed {self._name} differs from the unsplit one as its trace does, before it is "
+            f"split: {text}. The model's Python reads something that changes from call to call, or "
+            "that tracing does not see; make it an argument or a buffer."
         )
 
     def _differs(self, first: Difference | None, text: str) -> ExecutionError:
