@@ -18,6 +18,7 @@ from baechi.calls import Call
 from baechi.costs import OpCost, Profile
 from baechi.errors import ExecutionError, InputError
 from baechi.extraction import opaque_leaves
+from baechi.faithfulness import refuse_hooked
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
@@ -192,6 +193,9 @@ class Executable:
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
         trained = [p for p in way.bound.parameters if p.requires_grad]
+        for parameter in trained:
+            if parameter._backward_hooks:
+                self._refuse_hooked(parameter)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
         plan = _Plan(way, step, call, trained)
         seed = torch.empty(0, requires_grad=True)
@@ -203,6 +207,10 @@ class Executable:
         ]
         del values
         return self._finish(call, plan.merge(outputs))
+
+    def _refuse_hooked(self, parameter: torch.nn.Parameter) -> None:
+        named = self._module.model.named_parameters()
+        refuse_hooked(next((n for n, p in named if p is parameter), "of a constant"), parameter)
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""
