@@ -100,9 +100,11 @@ class Executable:
     @cached_property
     def _counted(self) -> _Way:
         """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
-        if self._streams:
+        if self._streams and self._modes is None:
             return self._way
-        program = self._compiled(copy_lanes=True, one_thread=True)
+        program = self.program
+        if not self._streams:
+            program = self._compiled(copy_lanes=True, one_thread=True)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 
