@@ -23,6 +23,9 @@ LAYERS = {
     4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
     "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
     "in_place workspace kernels workload estimation calibration",
+    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
+    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
+    "workspace kernels workload estimation calibration faithfulness",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -244,7 +247,7 @@ ALLOWED = {
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
-    "tracing": {"calls", "lowering", "propagation"},
+    "tracing": {"calls", "faithfulness", "lowering", "propagation"},
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},

@@ -9,6 +9,9 @@
   each is handed over, at most 80 us;
 - the proof of a program of about 10,000 instructions: at most 100 ms.
 
+With `--compiled` it prints a fourth alone: models on one logical device, as generated and compiled,
+against eager, beside `torch.compile` of the whole model.
+
 Peers take turns, step by step; a figure is the ratio of the medians of one run, or a difference of
 lower quartiles divided by the count. The ratio of medians of processor time stands beside it: on a
 machine that does something else meanwhile that says more, with `OMP_NUM_THREADS=1`.
@@ -42,10 +45,14 @@ _OPS: Final = 200
 def main(
     rounds: Annotated[int, typer.Option(help="Steps of each side.")] = 15,
     quick: Annotated[bool, typer.Option(help="The first model, few rounds.")] = False,
+    compiled: Annotated[bool, typer.Option(help="Compiled segments alone; minutes.")] = False,
 ) -> None:
     """Print the tables."""
     console = Console(width=100)
     console.print(environment())
+    if compiled:
+        console.print(against_compiled(rounds, quick=quick))
+        return
     models = Table("model", "batch", "mode", "eager", "placed", "placed / eager", "by processor")
     for name, batch in _CASES[:1] if quick else _CASES:
         for training in (False, True):
@@ -76,12 +83,50 @@ def against_eager(name: str, batch: int, training: bool, rounds: int) -> list[st
     return [mode, *took, f"{ours / eager:.3f}", f"{busy[1] / busy[0]:.3f}"]
 
 
-def _placed(traced: baechi.Traced, training: bool) -> baechi.PlacedModule:
+def against_compiled(rounds: int, *, quick: bool) -> Table:
+    """Models on one logical device, as generated and compiled, and compiled unsplit, to eager."""
+    table = Table("model", "batch", "mode", "eager", "placed", "placed, compiled", "compiled whole")
+    for name, batch in _CASES[:1] if quick else (_CASES[0], _CASES[2], _CASES[4]):
+        for training in (False, True):
+            table.add_row(name, str(batch), *_compiled_row(name, batch, training, rounds))
+            torch._dynamo.reset()
+    table.caption = "processor time, medians; of the last three its ratio to eager"
+    return table
+
+
+def _compiled_row(name: str, batch: int, training: bool, rounds: int) -> list[str]:
+    model, args, kwargs = build(name, batch, training=training)
+    traced = baechi.trace(model, args, kwargs)
+    sides = [model, _placed(traced, training), _placed(traced, training, compile=True)]
+    sides.append(torch.compile(model, dynamic=False))
+
+    def step(module: nn.Module) -> None:
+        with nullcontext() if training else torch.no_grad():
+            outputs = module(*args, **kwargs)
+            if training:
+                _loss(outputs).backward()
+
+    steps = [lambda side=side: step(side) for side in sides]
+    seconds = _in_turns(steps, rounds, model.zero_grad)
+    busy = [statistics.median(row[1] for row in rows) for rows in seconds]
+    ratios = [f"{side / busy[0]:.3f}" for side in busy[1:]]
+    for side in sides[1:3]:
+        side.unplace()
+    gc.collect()
+    return ["training" if training else "forward", f"{busy[0] * 1e3:.1f} ms", *ratios]
+
+
+def _placed(
+    traced: baechi.Traced,
+    training: bool,
+    *,
+    compile: bool = False,  # noqa: A002
+) -> baechi.PlacedModule:
     costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
     graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
     cluster = baechi.Cluster.uniform(1, 2**50, baechi.Link(0, 10**9))
     placement = baechi.solve(graph, cluster, placer="single")
-    return baechi.apply(traced, placement, ["cpu:0"])
+    return baechi.apply(traced, placement, ["cpu:0"], compile=compile)
 
 
 def _loss(outputs: Any) -> torch.Tensor:

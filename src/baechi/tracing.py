@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.errors import InputError, TraceError
+from baechi.faithfulness import refuse_lost, refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.propagation import propagate, quiet
 from baechi.traced import Attempt, Traced
@@ -55,22 +56,28 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+    refuse_unfaithful(model)
     call = canonical_call(model, args, dict(kwargs or {}))
-    with quiet(), torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
 
 
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     attempts: list[Attempt] = []
     for rung, capture in _LADDER.items():
         try:
-            captured = capture(model, call)
-            return _finish(model, call, captured, (*attempts, Attempt(rung)))
-        except (InputError, torch.OutOfMemoryError):
+            with quiet():
+                captured = capture(model, call)
+                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+        except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
+        finally:
+            # A tracer that fails inside torch.vmap and its like can leave it entered.
+            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
     reasons = "\n".join(f"  {a.rung}: {a.reason}" for a in attempts)
     raise TraceError(
         f"{type(model).__name__} cannot be traced:\n{reasons}\n"
@@ -105,7 +112,9 @@ _RECURRENT = tuple(
 def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
     def capture(model: nn.Module, call: Call) -> _Capture:
         flat, returned = flat_model(model, call)
-        program = torch.export.export(flat, call.tensors, strict=strict)
+        with watched(model) as lost:
+            program = torch.export.export(flat, call.tensors, strict=strict)
+        refuse_lost(lost)
         module = program.module()
         for node in list(module.graph.nodes):
             # Shape guards: `placing` compares shapes before it runs a program.
@@ -177,7 +186,7 @@ class _ModuleTracer(fx.Tracer):
 
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call)
-    return _Capture(_symbolic_module(flat, _ModuleTracer(model)), returned[-1])
+    return _Capture(_symbolic_module(model, flat, _ModuleTracer(model)), returned[-1])
 
 
 def _opaque(model: nn.Module, call: Call) -> _Capture:
@@ -187,9 +196,11 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
     while True:
         tracer = _ModuleTracer(model, opaque)
         try:
-            module = _symbolic_module(flat, tracer)
+            module = _symbolic_module(model, flat, tracer)
             propagate(module, call.tensors)
             return _Capture(module, returned[-1])
+        except TraceError:
+            raise
         except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
             inner = tracer.path[-1] if tracer.path else "model"
             if inner == "model":
@@ -197,8 +208,11 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
             opaque |= {inner}
 
 
-def _symbolic_module(flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    return fx.GraphModule(flat, tracer.trace(flat))
+def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
+    with watched(model) as lost:
+        graph = tracer.trace(flat)
+    refuse_lost(lost)
+    return fx.GraphModule(flat, graph)
 
 
 _LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {

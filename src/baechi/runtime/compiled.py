@@ -55,10 +55,8 @@ class CompileOptions:
         """The compiled graph: torch calls this with what it traced."""
         from torch._dynamo import lookup_backend
         from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
 
-        named = compile_fx if self.backend == "inductor" else self.backend
-        compiler = lookup_backend(named) if isinstance(named, str) else named
+        compiler = lookup_backend(self.backend)  # of a function it is that function
         # Buffers that a backward writes over would rule a second one (retain_graph=True) out.
         with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
             return compiler(graph, inputs, **self.keywords)

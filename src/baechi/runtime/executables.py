@@ -19,6 +19,7 @@ from baechi.calls import Call
 from baechi.costs import OpCost, Profile
 from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
+from baechi.faithfulness import refuse_hooked
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
@@ -134,9 +135,11 @@ class Executable:
     @cached_property
     def _counted(self) -> _Way:
         """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
-        if self._streams:
+        if self._streams and self._modes is None:
             return self._way
-        program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
+        program = self.program
+        if not self._streams:
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 
@@ -240,6 +243,9 @@ class Executable:
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
         trained = [p for p in way.bound.parameters if p.requires_grad]
+        for parameter in trained:
+            if parameter._backward_hooks:
+                self._refuse_hooked(parameter)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
         plan = _Plan(way, step, call, trained)
         seed = torch.empty(0, requires_grad=True)
@@ -251,6 +257,10 @@ class Executable:
         ]
         del values
         return self._finish(call, plan.merge(outputs))
+
+    def _refuse_hooked(self, parameter: torch.nn.Parameter) -> None:
+        named = self._module.model.named_parameters()
+        refuse_hooked(next((n for n, p in named if p is parameter), "of a constant"), parameter)
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""

@@ -113,7 +113,19 @@ def apply(
 
 
 def _key(model: nn.Module, call: Call) -> tuple[Any, ...]:
-    return (call.key, tuple(module.training for module in model.modules()))
+    modules = tuple(model.modules())
+    hooks = (
+        tuple(hooks)
+        for m in modules
+        for hooks in (
+            m._forward_hooks,
+            m._forward_pre_hooks,
+            m._backward_hooks,
+            m._backward_pre_hooks,
+        )
+        if hooks
+    )
+    return (call.key, modules, tuple(module.training for module in modules), tuple(hooks))
 
 
 @final
@@ -201,8 +213,8 @@ class PlacedModule(nn.Module):
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
                 f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-                "mode, autocast, or in what needs a gradient. Trace and apply that call, or use "
-                "`baechi.place`, which traces each new shape."
+                "mode, autocast, submodules, hooks, or in what needs a gradient. Trace and apply "
+                "that call, or use `baechi.place`, which traces each new shape."
             )
         if len(self._specializations) >= self._limit:
             raise InputError(

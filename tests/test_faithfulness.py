@@ -1,0 +1,266 @@
+"""What only autograd or Python sees is honored as on the unsplit model, or refused by name."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils.checkpoint import checkpoint
+
+import baechi
+from test_transparency import EXACT, apply, assert_same_values, made_up_profile
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.c(torch.tanh(self.a(x)) + self.b(x))
+
+
+class Middle(nn.Module):
+    """A linear layer, a submodule or function in its middle, and another linear layer."""
+
+    def __init__(self, middle: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.a, self.c = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.middle = middle
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.c(self.middle(self.a(x)))
+
+
+class Symmetric(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+class Adapter(nn.Module):
+    """What PEFT does: a frozen layer, and a product of two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.randn(2, base.in_features))
+        self.up = nn.Parameter(torch.randn(base.out_features, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T * 0.5
+
+
+class Sevenfold(torch.autograd.Function):
+    """A sine with a backward that is not a sine's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return gradient * 7 * x
+
+
+class InSubmodule(nn.Module):
+    """Calls a function where a submodule can stay whole."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+@torch.library.custom_op("baechi_tests::triple", mutates_args=())
+def triple(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+@triple.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+triple.register_autograd(lambda _, gradient: gradient * 30)
+
+
+def hooked_inside(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    if torch.is_grad_enabled():
+        x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+def with_own_saving(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: 2 * t):
+        return x.tanh()
+
+
+def changed(build: Callable[[Net], Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        net = Net()
+        build(net)
+        return net
+
+    return make
+
+
+def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+    del args
+    module.seen.add_(1)
+    return output
+
+
+def counted(net: Net) -> None:
+    net.a.register_buffer("seen", torch.zeros(()))
+    net.a.register_forward_hook(count)
+
+
+def adapted(net: Net) -> None:
+    net.requires_grad_(False)
+    net.a, net.c = Adapter(net.a), Adapter(net.c)
+
+
+HONORED: dict[str, Callable[[], nn.Module]] = {
+    "forward hook": changed(lambda n: n.a.register_forward_hook(lambda _m, _i, out: out * 2)),
+    "forward hook that counts": changed(counted),
+    "forward pre hook": changed(lambda n: n.a.register_forward_pre_hook(lambda _, i: (i[0] * 2,))),
+    "forward hook of the model": changed(
+        lambda n: n.register_forward_hook(lambda _m, _i, out: out * 2)
+    ),
+    "post-accumulate hook": changed(
+        lambda n: n.a.weight.register_post_accumulate_grad_hook(
+            lambda p: p.grad.mul_(5).sum() and None
+        )
+    ),
+    "weight norm": changed(lambda n: parametrizations.weight_norm(n.a)),
+    "spectral norm": changed(lambda n: parametrizations.spectral_norm(n.a)),
+    "orthogonal": changed(lambda n: parametrizations.orthogonal(n.a)),
+    "own parametrization": changed(
+        lambda n: parametrize.register_parametrization(n.a, "weight", Symmetric())
+    ),
+    "spectral norm of old": changed(lambda n: nn.utils.spectral_norm(n.a)),
+    "pruning": changed(lambda n: prune.l1_unstructured(n.a, "weight", 0.5)),
+    "adapters": changed(adapted),
+    "checkpointing": lambda: Middle(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+    "autograd function in a submodule": lambda: Middle(InSubmodule(Sevenfold.apply)),
+    "tensor hook in a submodule": lambda: Middle(InSubmodule(hooked_inside)),
+    "custom operator": lambda: Middle(triple),
+    "gradient inside": lambda: Middle(
+        lambda x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+    ),
+    "complex numbers": lambda: Middle(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4)),
+}
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "forward hook that looks": (
+        changed(lambda n: n.a.register_forward_hook(lambda _m, _i, _o: None)),
+        r"forward hook .*lambda.* of module 'a' returned nothing",
+    ),
+    "backward hook": (
+        changed(lambda n: n.a.register_full_backward_hook(lambda _m, _i, _o: None)),
+        "module 'a' has a backward hook",
+    ),
+    "backward pre hook of the model": (
+        changed(lambda n: n.register_full_backward_pre_hook(lambda _, g: g)),
+        "the Net has a backward pre hook",
+    ),
+    "hook on a parameter": (
+        changed(lambda n: n.b.weight.register_hook(lambda gradient: gradient * 5)),
+        "parameter 'b.weight' has a hook",
+    ),
+    "autograd function": (lambda: Middle(Sevenfold.apply), "autograd function Sevenfold"),
+    "tensor hook": (lambda: Middle(hooked_inside), "Tensor.register_hook"),
+    "saved tensors": (lambda: Middle(with_own_saving), "saved_tensors_hooks"),
+    "reentrant checkpointing": (
+        lambda: Middle(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
+        "use_reentrant=False",
+    ),
+    "lazy module": (lambda: Middle(nn.LazyLinear(4)), "middle.weight.* has no shape"),
+    "vmap": (lambda: Middle(torch.vmap(lambda row: row * row.sum())), "cannot be traced"),
+}
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def two_steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
+    rows: list[Any] = []
+    for _ in range(2):
+        output = model(x)
+        output.square().mean().backward()
+        rows.append(output.detach())
+    return [*rows, [p.grad for p in model.parameters()], dict(model.state_dict())]
+
+
+@pytest.mark.parametrize("name", HONORED)
+def test_what_is_honored_equals_the_unsplit_model(name: str) -> None:
+    model, reference, x = seeded(HONORED[name]), seeded(HONORED[name]), torch.randn(3, 4)
+    traced = baechi.trace(model, (x,))
+    placed = apply(traced, traced.graph(made_up_profile(traced)), 2, baechi.RandomPlacer(0))
+    assert_same_values(two_steps(placed, x), two_steps(reference, x), **EXACT)
+    placed.unplace()
+
+
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_trace_would_lose_is_refused_by_name(name: str) -> None:
+    make, reason = REFUSED[name]
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    with pytest.raises(baechi.TraceError, match=reason):
+        baechi.trace(make(), (torch.randn(3, 4),))
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
+
+
+def test_hooks_on_all_modules_are_refused() -> None:
+    handle = nn.modules.module.register_module_full_backward_hook(lambda _m, _i, _o: None)
+    try:
+        with pytest.raises(baechi.TraceError, match="hooks on all modules"):
+            baechi.trace(Net(), (torch.randn(3, 4),))
+    finally:
+        handle.remove()
+
+
+def test_a_scripted_model_is_refused() -> None:
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(baechi.TraceError, match="no Python"):
+        baechi.trace(scripted, (torch.randn(3, 4),))
+
+
+def test_tracing_leaves_hooks_as_they_were() -> None:
+    model = Net()
+    own = model.a.register_forward_hook(lambda _m, _i, output: output)
+    before = dict(model.a._forward_hooks)
+    baechi.trace(model, (torch.randn(3, 4),))
+    assert dict(model.a._forward_hooks) == before
+    own.remove()
+
+
+def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
+    x, devices = torch.randn(3, 4), {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    model = seeded(Net)
+    placed = baechi.place(model, devices, costs="estimate", progress=False)
+    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    handle = model.a.register_forward_hook(lambda _m, _i, output: output * 2)
+    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    handle.remove()
+    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    model.b = nn.Linear(4, 4)
+    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    model.c.register_full_backward_hook(lambda _m, _i, _o: None)
+    with pytest.raises(baechi.TraceError, match="module 'c'"):
+        placed(x)
+    model.c._backward_hooks.clear()
+    model.a.weight.register_hook(lambda gradient: gradient)
+    with pytest.raises(baechi.TraceError, match=r"parameter 'a\.weight'"):
+        placed(x)
+    placed.unplace()
