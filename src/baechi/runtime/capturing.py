@@ -69,7 +69,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         on_cuda: Whether its device is one for which graphs are captured.
     """
     if not on_cuda:
-        return f"{code.place} has no CUDA graphs"
+        return f"a {code.place.type} device has no CUDA graphs"
     if code.written:
         return "it writes into a tensor of the caller's"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]

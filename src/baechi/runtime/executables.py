@@ -4,6 +4,7 @@ To autograd the whole step is one node, whose inputs are the caller's tensors an
 so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -111,6 +112,16 @@ class Executable:
         if self._graphs is None:
             return ("CUDA graphs were not asked for",) * len(self.program.tapes)
         return self._graphs.reasons
+
+    def graph_report(self) -> str:
+        """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
+        if self._graphs is None:
+            return ""
+        reasons = Counter(reason for reason in self.eager if reason)
+        n = len(self.eager)
+        lines = [f"{n - reasons.total()} of {n} tapes run as CUDA graphs"]
+        lines += [f"  {count} do not: {reason}" for reason, count in reasons.most_common()]
+        return "\n".join(["", *lines, ""])
 
     @staticmethod
     def _demand(graphs: Graphs) -> None:

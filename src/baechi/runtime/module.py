@@ -300,7 +300,8 @@ class PlacedModule(nn.Module):
             write_html(path, *parts, traced=self.traced, measured=measured)
         if trace is not None:
             write_trace(trace, *parts)
-        return str(text_report(*parts, traced=self.traced, measured=measured))
+        text = str(text_report(*parts, traced=self.traced, measured=measured))
+        return text + self._current.executable.graph_report()
 
     def measure(
         self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
