@@ -25,18 +25,14 @@ def _adapt(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def _separable(in_channels: int, out_channels: int, size: int, stride: int = 1) -> nn.Sequential:
-    """Two depthwise separable convolutions; the stride is in the first (appendix A.4).
-
-    The first keeps the channels where they stay as many, and changes them in the stem.
-    """
-    inner = out_channels
+    """Two depthwise separable convolutions (appendix A.4); the first has the stride."""
     layers: list[nn.Module] = []
-    for n_in, n_out, step in ((in_channels, inner, stride), (inner, out_channels, 1)):
+    for n, step in ((in_channels, stride), (out_channels, 1)):
         layers += [
             nn.ReLU(),
-            nn.Conv2d(n_in, n_in, size, step, size // 2, groups=n_in, bias=False),
-            nn.Conv2d(n_in, n_out, 1, bias=False),
-            _norm(n_out),
+            nn.Conv2d(n, n, size, step, size // 2, groups=n, bias=False),
+            nn.Conv2d(n, out_channels, 1, bias=False),
+            _norm(out_channels),
         ]
     return nn.Sequential(*layers)
 

@@ -9,6 +9,8 @@
   each is handed over, at most 80 us;
 - the proof of a program of about 10,000 instructions: at most 100 ms.
 
+`python3 -m benchmarks.runtime.gpu` is the part for a GPU.
+
 Peers take turns, step by step; a figure is the ratio of the medians of one run, or a difference of
 lower quartiles divided by the count. The ratio of medians of processor time stands beside it: on a
 machine that does something else meanwhile that says more, with `OMP_NUM_THREADS=1`.
