@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import baechi
 import zoo
 from baechi.runtime.cuda_graphs import CudaRecorder
-from baechi.runtime.graphed import WARM_UP
+from baechi.runtime.replays import WARM_UP
 from baechi.runtime.tapes import TapeCode
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ import zoo
 from baechi.runtime.binding import bind
 from baechi.runtime.executables import _Way
 from baechi.runtime.executors import graphs_of
-from baechi.runtime.graphed import WARM_UP, Graphs
+from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
 from recording import CpuRecorder
 

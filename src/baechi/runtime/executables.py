@@ -4,7 +4,6 @@ To autograd the whole step is one node, whose inputs are the caller's tensors an
 so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,8 +28,8 @@ from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import Executor, graphs_of, make_executor
-from baechi.runtime.graphed import Graphs
 from baechi.runtime.program import Program
+from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.traced import Traced
@@ -91,7 +90,7 @@ class Executable:
         if cuda_graphs is not False:
             self._graphs = graphs_of(self._module, self.program, bound, places)
             if cuda_graphs is True:
-                self._demand(self._graphs)
+                self._graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self._graphs)
         self._way = _Way(bound, executor)
         nodes = self._module.graph_module.graph.nodes
@@ -115,23 +114,7 @@ class Executable:
 
     def graph_report(self) -> str:
         """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
-        if self._graphs is None:
-            return ""
-        reasons = Counter(reason for reason in self.eager if reason)
-        n = len(self.eager)
-        lines = [f"{n - reasons.total()} of {n} tapes run as CUDA graphs"]
-        lines += [f"  {count} do not: {reason}" for reason, count in reasons.most_common()]
-        return "\n".join(["", *lines, ""])
-
-    @staticmethod
-    def _demand(graphs: Graphs) -> None:
-        refused = [f"tape {i}: {reason}" for i, reason in enumerate(graphs.reasons) if reason]
-        if refused:
-            raise InputError(
-                f"cuda_graphs=True, but {len(refused)} of {len(graphs.reasons)} tapes cannot be "
-                f'captured ({"; ".join(refused[:3])}). Give cuda_graphs="auto", which runs these '
-                "eagerly."
-            )
+        return "" if self._graphs is None else self._graphs.report()
 
     @cached_property
     def _counted(self) -> _Way:
