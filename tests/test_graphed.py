@@ -287,8 +287,21 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(failing: int) -> None:
         assert_same(*(gradients(module, loss) for module, loss in rows))
     assert failing < next(count)
     assert list(filter(None, graphs.reasons)) == [
-        "it could not be captured: operation not permitted when stream is capturing"
+        "it could not be captured: not permitted when stream is capturing"
     ]
+
+
+def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
+    _, placed, graphs = two_heads()
+    n = len(graphs.reasons)
+    graphs.demand()
+    assert graphs.report().split("\n") == ["", f"{n} of {n} tapes run as CUDA graphs", ""]
+    executable = placed._current.executable
+    bound, places = executable._way.bound, executable.places
+    none = graphs_of(executable._module, executable.program, bound, places)
+    assert f"  {n} do not: a cpu device has no CUDA graphs" in none.report()
+    with pytest.raises(baechi.InputError, match=f"{n} of {n} tapes cannot be captured"):
+        none.demand()
 
 
 def test_gradients_are_the_callers_to_keep() -> None:

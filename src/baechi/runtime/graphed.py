@@ -276,7 +276,7 @@ class GraphedTape:
         try:
             return self._recorder.record(function, rank)
         except Exception as error:
-            self.reason = f"it could not be captured: {' '.join(str(error).split())}"
+            self.reason = "it could not be captured: " + str(error).partition("\n")[0]
             return None
         finally:
             torch.set_autocast_cache_enabled(caching)
