@@ -56,6 +56,7 @@ def reasons(
     [
         lambda x: x.relu(),
         lambda x: x[torch.tensor([0, 2])],
+        lambda x: functional.embedding(x.argmax(1), torch.ones(4, 2)),
         lambda x: functional.dropout(x.tanh_(), 0.5),
         lambda x: torch.where(x > 0, x, -x).sort().values,
     ],
@@ -71,6 +72,10 @@ def test_most_operators_may_be_captured(function: Any) -> None:
         (lambda x: torch.multinomial(x.exp(), 2), "reads values on the host"),
         (lambda x: x.masked_fill(x > 0, 0)[torch.ones(3, dtype=torch.bool)], "mask"),
         (silent, "baechi_tests's own; nobody knows"),
+        (
+            lambda x: functional.embedding(x.argmax(1), torch.ones(4, 2), sparse=True),
+            "sparse gradient",
+        ),
     ],
 )
 def test_what_asks_the_host_may_not(function: Any, reason: str) -> None:
