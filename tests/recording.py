@@ -48,7 +48,7 @@ class CpuRecorder:
     def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
         """The function is run now, which is what the first replay would do."""
         if self._refuse():
-            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+            raise RuntimeError("not permitted when stream is capturing\nCompile with ...")
         self._ranks.append(rank)
         recording = Recording()
         with recording:

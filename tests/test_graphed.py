@@ -15,7 +15,7 @@ import zoo
 from baechi.runtime.binding import bind
 from baechi.runtime.executables import _Way
 from baechi.runtime.executors import graphs_of
-from baechi.runtime.graphed import WARM_UP, Graphs
+from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
 from recording import CpuRecorder
 
@@ -88,18 +88,19 @@ _SLOW = ("gpt2", "t5", "inception", "resnet_train", "lstm_lm", "awkward")
 @pytest.mark.parametrize(
     ("name", "n_devices"),
     [
-        *(("towers", 1), ("towers", 3), ("awkward", 3)),
+        *(("towers", 1), ("towers", 3)),
+        *((name, 3) for name in ("tied", "buffers", "in_place", "slice_assigned", "dropouts")),
         *(pytest.param(name, n, marks=pytest.mark.slow) for name in _SLOW for n in (1, 2)),
     ],
 )
 def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -> None:
     torch.manual_seed(0)
-    model, args, kwargs = zoo.MODELS[name]()
+    model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     reference = copy.deepcopy(model)
     placed = placed_at_random(model, args, kwargs, 3, n_devices)
     graphs = replaying(placed)
     assert any(not reason for reason in graphs.reasons)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (reference, placed)]
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-4) for m in (reference, placed)]
     for number in range(STEPS):
         rows = []
         for module, optimizer in zip((reference, placed), optimizers, strict=True):
@@ -287,8 +288,21 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so(failing: int) -> None:
         assert_same(*(gradients(module, loss) for module, loss in rows))
     assert failing < next(count)
     assert list(filter(None, graphs.reasons)) == [
-        "it could not be captured: operation not permitted when stream is capturing"
+        "it could not be captured: not permitted when stream is capturing"
     ]
+
+
+def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
+    _, placed, graphs = two_heads()
+    n = len(graphs.reasons)
+    graphs.demand()
+    assert graphs.report().split("\n") == ["", f"{n} of {n} tapes run as CUDA graphs", ""]
+    executable = placed._current.executable
+    bound, places = executable._way.bound, executable.places
+    none = graphs_of(executable._module, executable.program, bound, places)
+    assert f"  {n} do not: a cpu device has no CUDA graphs" in none.report()
+    with pytest.raises(baechi.InputError, match=f"{n} of {n} tapes cannot be captured"):
+        none.demand()
 
 
 def test_gradients_are_the_callers_to_keep() -> None:

@@ -11,6 +11,7 @@
 
 With `--compiled` it prints a fourth alone: models on one logical device, as generated and compiled,
 against eager, beside `torch.compile` of the whole model.
+`python3 -m benchmarks.runtime.gpu` is the part for a GPU.
 
 Peers take turns, step by step; a figure is the ratio of the medians of one run, or a difference of
 lower quartiles divided by the count. The ratio of medians of processor time stands beside it: on a

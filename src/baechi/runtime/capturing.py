@@ -35,6 +35,7 @@ _ASKING: Final = (
     *("linalg_eig", "linalg_svd", "svd", "cholesky", "inverse", "ctc_loss", "_ctc_loss"),
     *("_pack_padded_sequence", "_pad_packed_sequence"),
 )
+_SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among the arguments
 _INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
 # They run a graph of their own, in line; others decide on the host what runs.
 _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
@@ -69,7 +70,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         on_cuda: Whether its device is one for which graphs are captured.
     """
     if not on_cuda:
-        return f"{code.place} has no CUDA graphs"
+        return f"a {code.place.type} device has no CUDA graphs"
     if code.written:
         return "it writes into a tensor of the caller's"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
@@ -107,6 +108,9 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
         return "reads values on the host"
     if name in _INDEXED and any(_is_mask(module, each) for each in _indices(node)):
         return "indexes with a mask, so its size depends on values"
+    place = _SPARSE.get(name)
+    if place is not None and (*node.args, *[False] * 6)[place]:
+        return "gives a sparse gradient, as large as values say"
     if node.kwargs.get("generator") is not None:
         return "draws from a generator of its own"
     return ""

@@ -76,10 +76,10 @@ class CudaRecorder:
         """Undo what a capture leaves behind whose end fails.
 
         `CUDAGraph::capture_end` throws before it tells the allocator and the random generator that
-        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp, as of torch 2.13). The allocator can
+        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). The allocator can
         be told; the generator learns it from the end of another capture.
         """
-        index = torch.cuda._utils._get_device_index(self._place)
+        index = self._place.index
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)

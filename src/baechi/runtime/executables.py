@@ -31,8 +31,8 @@ from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import Executor, graphs_of, make_executor
-from baechi.runtime.graphed import Graphs
 from baechi.runtime.program import Program
+from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.runtime.workers import CpuExecutor
@@ -100,7 +100,7 @@ class Executable:
         if cuda_graphs is not False:
             self._graphs = graphs_of(self._module, self.program, bound, places)
             if cuda_graphs is True:
-                self._demand(self._graphs)
+                self._graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self._graphs)
         self._way = _Way(bound, executor)
         nodes = self._module.graph_module.graph.nodes
@@ -122,15 +122,9 @@ class Executable:
             return ("CUDA graphs were not asked for",) * len(self.program.tapes)
         return self._graphs.reasons
 
-    @staticmethod
-    def _demand(graphs: Graphs) -> None:
-        refused = [f"tape {i}: {reason}" for i, reason in enumerate(graphs.reasons) if reason]
-        if refused:
-            raise InputError(
-                f"cuda_graphs=True, but {len(refused)} of {len(graphs.reasons)} tapes cannot be "
-                f'captured ({"; ".join(refused[:3])}). Give cuda_graphs="auto", which runs these '
-                "eagerly."
-            )
+    def graph_report(self) -> str:
+        """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
+        return "" if self._graphs is None else self._graphs.report()
 
     @cached_property
     def _counted(self) -> _Way:

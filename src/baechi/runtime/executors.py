@@ -14,8 +14,9 @@ from baechi.lowering import TracedModule
 from baechi.runtime.binding import Bound
 from baechi.runtime.capturing import obstacle
 from baechi.runtime.cuda_graphs import CudaRecorder
-from baechi.runtime.graphed import Graphs, Recorder
+from baechi.runtime.graphed import Recorder
 from baechi.runtime.program import Program
+from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.runtime.workers import CpuExecutor

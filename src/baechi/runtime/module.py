@@ -298,6 +298,7 @@ class PlacedModule(nn.Module):
         if trace is not None:
             write_trace(trace, *parts)
         text = str(text_report(*parts, traced=self.traced, measured=measured))
+        text += self._current.executable.graph_report()
         return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(

@@ -32,9 +32,9 @@ from torch.utils import _pytree as pytree
 from baechi.metering import Meter
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.fencing import Fence
-from baechi.runtime.graphed import Graphs
 from baechi.runtime.holding import Held
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
+from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
 from baechi.runtime.workers import freed_after, last_of
 
@@ -177,7 +177,9 @@ class CudaExecutor:
             way.held.rest()
 
     def _begun(self, step: Step) -> _Way:
-        replayed = self._graphs is not None and self._graphs.begin(step)
+        # In a graph that the caller captures, nothing else can be captured or replayed.
+        inside = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+        replayed = self._graphs is not None and not inside and self._graphs.begin(step)
         step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
         step.apart = bool(self._gpus)
         way: _Way = step.own
@@ -283,19 +285,33 @@ class CudaExecutor:
     def _give_gradients(self, step: Step, way: _Way) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
         if way.replayed:
-            places = [i for i, g in enumerate(step.grads) if g is not None]
-            taken = [g for g in step.grads if g is not None]
-            for place, fresh in zip(places, _copies(taken), strict=True):
-                step.grads[place] = fresh
-        elif self._gpus:
-            for slot in (slot for slots in self._bound.input_grads for slot in slots):
-                gradient = step.grads[slot]
-                if gradient is not None and self._is_ours(gradient, way):
-                    step.grads[slot] = gradient.clone()
+            slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
+        else:
+            rows = (slot for slots in self._bound.input_grads for slot in slots)
+            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, way)]
+        by_place: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for slot in slots:
+            gradient = step.grads[slot]
+            assert gradient is not None  # as chosen above
+            by_place.setdefault(gradient.device, {})[slot] = gradient
+        for place, gradients in by_place.items():
+            with _on(way.callers.get(place)):
+                fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
+                torch._foreach_copy_(fresh, list(gradients.values()))
+            for slot, copied in zip(gradients, fresh, strict=True):
+                step.grads[slot] = copied
+        if by_place and self._gpus:
+            streams = self._callers(way)
+            self._fence.join(streams, streams)
 
     def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
         """Whether its memory may be another stream's than the caller's, or a graph's."""
         return way.replayed or tensor.device in self._shared or tensor in way.held
+
+    def _callers(self, way: _Way) -> list[torch.cuda.Stream]:
+        """The streams of whoever calls now, and of whoever called the forward."""
+        now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
+        return list(dict.fromkeys((*now, *way.callers.values())))
 
     @contextlib.contextmanager
     def _fenced(self, way: _Way) -> Iterator[None]:
@@ -307,22 +323,13 @@ class CudaExecutor:
         if not self._gpus:
             yield
             return
-        now = [torch.cuda.current_stream(gpu) for gpu in self._gpus]
-        callers = [*way.callers.values(), *now]
+        callers = self._callers(way)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
         self._fence.join(callers, [*callers, *lanes])
         try:
             yield
         finally:
             self._fence.join([*callers, *lanes], [*callers, *lanes])
-
-
-def _copies(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """A copy of each, all with few launches."""
-    fresh = [torch.empty_like(tensor) for tensor in tensors]
-    if fresh:
-        torch._foreach_copy_(fresh, list(tensors))
-    return fresh
 
 
 def _last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
