@@ -22,7 +22,7 @@ import baechi
 from baechi import OpGraph
 
 RESULTS = Path(__file__).parents[1] / "results" / "residual"
-LOADS = "0.3,0.6,0.8,1.0,1.2"
+LOADS = "0.3,0.6,0.9,1.2"
 
 
 def main(
