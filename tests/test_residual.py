@@ -127,4 +127,5 @@ def test_tables_and_picture_have_every_arm(rows):
         assert text.count(f"\n{arm.name} ") == 4
         assert arm.name in picture
     assert csv_of(rows).count("\n") == len(rows) + 1
-    assert difference(rows, FIRST_FIT, "mps", 0.6) == (0.0, 0.0)
+    assert difference(rows, FIRST_FIT, FIRST_FIT, "mps", 0.6) == (0.0, 0.0)
+    assert difference(rows, "splitting 1", "packing 1", "mps", 1.2)[0] != 0
