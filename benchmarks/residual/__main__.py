@@ -38,7 +38,7 @@ def main(
     """Simulates, prints the tables, and writes them, every simulation and a picture.
 
     Graphs are traced once, into OUT/graphs, which takes a minute and torch; the rest needs none. A
-    whole run takes some 15 minutes of processor time on one core, a quick one half a minute.
+    whole run takes 5 minutes of processor time besides, a quick one 10 seconds.
     """
     console = Console(width=160 if not sys.stdout.isatty() else None)
     if quick:
