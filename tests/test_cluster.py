@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baechi import InputError, Op, OpGraph, Tensor
+from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, simulate, solve
 from baechi.scheduling.catalog import (
     POLICIES,
     SCHEMES,
@@ -27,12 +27,13 @@ from baechi.scheduling.results import ROW
 from baechi.scheduling.rooms import Counter as CountingRoom
 from baechi.scheduling.rooms import Machines
 from baechi.scheduling.runs import Run
-from baechi.scheduling.schemes import BestFit, Consolidated, LeastLoaded
+from baechi.scheduling.schemes import BestFit, Consolidated, FirstFit, LeastLoaded
 from baechi.scheduling.sharing import WORK, Exclusive, Part, SideBySide, TimeSliced
 from baechi.scheduling.shortest import ShortestTime
 from baechi.scheduling.simulator import simulate_cluster
 from baechi.scheduling.slicing import FinishTimeFairness, TimeSlicing
-from baechi.scheduling.splitting import Baechi, SplitOrWait
+from baechi.scheduling.splitting import AsPlaced, Baechi, SplitOrWait
+from baechi.scheduling.steps import LISTED
 
 CHAIN = OpGraph(
     tuple(Op(f"op{i}", 1_000_000, persistent_bytes=10) for i in range(4)),
@@ -63,6 +64,7 @@ FLEETS = (
     Fleet.uniform(2, 2, 2, memory_bytes=100, speed=1500),
     Fleet.uniform(1, 2, 1, memory_bytes=100, slices=(Slice(571, 50), Slice(285, 30))),
     Fleet((Gpu(0, 0, 100, 500), Gpu(0, 0, 50, 2000), Gpu(1, 1, 200))),
+    Fleet((Gpu(0, 0, 100, share=600, held_bytes=70), Gpu(0, 0, 100), Gpu(1, 0, 100, held_bytes=5))),
 )
 
 
@@ -354,6 +356,22 @@ def test_best_fit_leaves_the_large_holes():
     assert {row.job.name: row.gpus for row in result.outcomes}["c"] == (2, 3)
 
 
+def test_whole_gpus_are_those_that_nobody_else_holds_a_part_of():
+    fleet = Fleet((Gpu(0, 0, 100, held_bytes=30), Gpu(0, 0, 100), Gpu(1, 0, 100)))
+    jobs = [Job("a", 1, 0, 10, memory_bytes=70), Job("b", 1, 0, 10), Job("c", 1, 0, 10)]
+    alone = simulate_cluster(jobs, fleet, FitJobFirst(), FirstFit())
+    assert {row.job.name: row.gpus for row in alone.outcomes} == {"a": (1,), "b": (2,), "c": (1,)}
+    assert times(alone)["c"] == (10, 20)
+    beside = simulate_cluster(jobs, fleet, FitJobFirst(), FirstFit(), sharing=TimeSliced(1))
+    assert {row.job.name: row.gpus for row in beside.outcomes} == {"a": (0,), "b": (1,), "c": (2,)}
+    assert [row.held_bytes for row in beside.outcomes] == [(70,), (0,), (0,)]
+    full = [replace(jobs[0], memory_bytes=71)]
+    assert simulate_cluster(full, fleet, Fifo(), FirstFit(), sharing=TimeSliced(1)).outcomes[
+        0
+    ].gpus == (1,)
+    assert summary(beside)["memory_utilization"] == 70 * 10 / (10 * 270)
+
+
 def test_consolidated_takes_whole_nodes_and_a_rest():
     fleet = Fleet.uniform(2, 2, 2)
     jobs = [Job("a", 1, 0, 100), Job("b", 3, 1, 100), Job("c", 2, 2, 100)]
@@ -428,6 +446,8 @@ def test_counting_cannot_share():
         (lambda: Job("a", 1, 0, 1.5), "duration of job 'a'"),
         (lambda: Job("a", 1, 0, 1, compute=0), "thousandths"),
         (lambda: Fleet(()), "no GPUs"),
+        (lambda: Fleet((Gpu(0, 0, 10, held_bytes=11),)), "others hold 11 bytes of GPU 0"),
+        (lambda: Fleet((Gpu(0, 0, held_bytes=1),)), "give its memory"),
         (lambda: Fleet((Gpu(1, 0), Gpu(0, 0))), "list GPUs by switch and node"),
         (lambda: Fleet.uniform(1, 0, 1), "0 nodes per switch"),
         (lambda: TimeSliced(0), "at most 0 jobs"),
@@ -495,6 +515,67 @@ def test_a_split_job_waits_where_waiting_ends_sooner():
     assert times(eager)["c"][0] == 1
     assert times(waits)["c"][0] > 1
     assert times(waits)["c"][1] <= times(eager)["c"][1]
+
+
+def test_a_job_waits_for_as_many_ends_as_it_needs():
+    # Whole gangs end sooner than anything else: b's GPU is of no use without a's.
+    gang = [Op(f"op{i}", 1_000_000, persistent_bytes=60) for i in range(2)]
+    wide = OpGraph(tuple(gang), ())
+    fleet = Fleet(tuple(Gpu(0, 0, 100, speed) for speed in (1000, 1000, 10, 10)))
+    jobs = [held("a", 100, 0, 10), held("b", 100, 0, 12), Job("c", 2, 1, 100, graph=wide)]
+    result = simulate_cluster(jobs, fleet, SplitOrWait(), Baechi(), sharing=SideBySide(4))
+    rows = {row.job.name: row for row in result.outcomes}
+    assert rows["c"].gpus == (0, 1)
+    assert rows["c"].start_time == 12
+
+
+def test_no_two_jobs_wait_for_one_end():
+    fleet = Fleet((Gpu(0, 0, 100), Gpu(0, 0, 100, 500)))
+    jobs = [held("a", 100, 0, 10), *(Job(f"c{i}", 1, i, 100, graph=CHAIN) for i in (1, 2))]
+    result = simulate_cluster(jobs, fleet, SplitOrWait(), Baechi(), sharing=Exclusive())
+    # The first waits for the fast GPU; for the second that is taken, so it takes the slow one.
+    assert times(result)["c1"] == (10, 110)
+    assert times(result)["c2"] == (2, 202)
+
+
+def test_a_graph_stays_split_as_its_user_has_split_it():
+    whole = Fleet.uniform(1, 2, 2, memory_bytes=100)
+    cluster = Cluster.uniform(2, 30, Link(10_000, 50 * 10**9))
+    placement = solve(CHAIN, cluster)
+    step_ns = simulate(CHAIN, cluster, placement).makespan_ns
+    job = Job("a", 2, 0, 1000, "", 30, graph=CHAIN, placement=placement, step_ns=step_ns)
+    near = simulate_cluster([job], whole, Fifo(), AsPlaced(FirstFit()))
+    assert times(near)["a"] == (0, 1000)
+    assert len(near.outcomes[0].gpus) == 2
+    # On two nodes, and where others take half of the compute, it takes longer.
+    apart = Fleet((Gpu(0, 0, 100), Gpu(1, 0, 100)))
+    assert times(simulate_cluster([job], apart, Fifo(), AsPlaced(FirstFit())))["a"][1] > 1000
+    taken = Fleet((Gpu(0, 0, 100, share=500), Gpu(0, 0, 100, share=500)))
+    assert (
+        1990 <= times(simulate_cluster([job], taken, Fifo(), AsPlaced(FirstFit())))["a"][1] <= 2000
+    )
+    # A job that keeps half a GPU busy loses nothing there.
+    light = replace(job, compute=500)
+    assert times(simulate_cluster([light], taken, Fifo(), AsPlaced(FirstFit())))["a"] == (0, 1000)
+
+
+def test_what_was_found_out_changes_nothing_when_it_is_given_again():
+    jobs = [Job(f"job{i}", 1, i, 50 + i, graph=CHAIN, most_gpus=2) for i in range(12)]
+    fleet = Fleet(tuple(Gpu(i // 2, 0, 44, held_bytes=7 * i) for i in range(6)))
+    memo = {}
+    for policy in (FitJobFirst(), SplitOrWait()):
+        for most in (1, 2, 3):
+            first, again = (
+                simulate_cluster(
+                    *(jobs, fleet, policy, Baechi(effort=LISTED)),
+                    sharing=SideBySide(most),
+                    memo=known,
+                )
+                for known in (None, memo)
+            )
+            assert first == again
+            assert any(len(row.gpus) == 2 for row in first.outcomes)
+    assert memo
 
 
 def test_a_graph_that_fits_nowhere_is_refused():

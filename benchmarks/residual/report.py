@@ -17,10 +17,18 @@ def of(rows: Sequence[Row], arm: str, sharing: str, load: float) -> list[Row]:
     return sorted(found, key=lambda row: row.seed)
 
 
-def difference(rows: Sequence[Row], arm: str, sharing: str, load: float) -> tuple[float, float]:
-    """By how much longer the mean completion time is than under whole first fit, by seed."""
-    mine, first = of(rows, arm, sharing, load), of(rows, FIRST_FIT, sharing, load)
-    return interval([a.mean_s / b.mean_s - 1 for a, b in zip(mine, first, strict=True)])
+def difference(
+    rows: Sequence[Row], arm: str, base: str, sharing: str, load: float
+) -> tuple[float, float]:
+    """By how much longer the mean completion time is than under another arm, seed by seed."""
+    mine, theirs = of(rows, arm, sharing, load), of(rows, base, sharing, load)
+    return interval([a.mean_s / b.mean_s - 1 for a, b in zip(mine, theirs, strict=True)])
+
+
+def packing_of(arm: str) -> str | None:
+    """The packing with as many jobs on a GPU, for arms that split."""
+    most = next(row.most for row in ARMS if row.name == arm)
+    return f"packing {most}" if arm.startswith("split") else None
 
 
 def tables(rows: Sequence[Row]) -> str:
@@ -35,8 +43,8 @@ def tables(rows: Sequence[Row]) -> str:
 
 
 HEAD = (
-    f"{'':20}{'mean JCT, min':>16}{'than first fit':>16}{'p99 JCT, min':>16}{'makespan, h':>16}"
-    f"{'memory, %':>14}{'refused':>9}{'split':>7}{'OOM':>5}"
+    f"{'':20}{'mean JCT, min':>16}{'than first fit':>16}{'than packing':>14}{'p99 JCT, min':>16}"
+    f"{'makespan, h':>16}{'memory, %':>14}{'refused':>9}{'split':>7}{'OOM':>5}"
 )
 
 
@@ -47,10 +55,16 @@ def _line(rows: Sequence[Row], arm: str, sharing: str, load: float) -> str:
         mean, half = interval([figure(row) for row in cell])
         return f"{mean:.{digits}f} ±{half:.{digits}f}".rjust(width)
 
-    mean, half = difference(rows, arm, sharing, load)
-    against = "" if arm == FIRST_FIT else f"{100 * mean:+.0f} ±{100 * half:.0f} %"
+    def against(base: str | None) -> str:
+        if base is None:
+            return ""
+        mean, half = difference(rows, arm, base, sharing, load)
+        return f"{100 * mean:+.0f} ±{100 * half:.0f} %"
+
+    first = against(None if arm == FIRST_FIT else FIRST_FIT)
     return (
-        f"{arm:20}{told(lambda row: row.mean_s / 60, 1, 16)}{against:>16}"
+        f"{arm:20}{told(lambda row: row.mean_s / 60, 1, 16)}{first:>16}"
+        f"{against(packing_of(arm)):>14}"
         f"{told(lambda row: row.p99_s / 60, 0, 16)}{told(lambda row: row.makespan_s / 3600, 1, 16)}"
         f"{told(lambda row: 100 * row.memory, 1, 14)}{sum(row.refused for row in cell):>9}"
         f"{sum(row.split for row in cell) / len(cell):>7.0f}{sum(row.oom for row in cell):>5}"

@@ -17,9 +17,9 @@ from baechi.devices import Cluster, Link
 from baechi.problem import Problem
 from baechi.scheduling.fleet import Fleet, Gpu
 from baechi.scheduling.jobs import WHOLE, Job
-from baechi.scheduling.steps import NEAR
+from baechi.scheduling.steps import AMPLE, NEAR
 from baechi.simulation import simulate
-from baechi.solving import find
+from baechi.solving import find, solve
 
 NODES: Final = 4
 GPUS_PER_NODE: Final = 4
@@ -68,11 +68,17 @@ def kind_of(name: str, graph: OpGraph, device: str, link: Link = NEAR) -> Kind:
     Of those splits that are at most 2 % slower than the fastest, the one that holds least on the
     fullest GPU among the capacities that are tried: users who share GPUs ask for no more.
     """
+    ample = Cluster.uniform(1, AMPLE, link, kind=device)
+    whole = solve(graph, ample, "single")
+    whole_bytes = simulate(graph, ample, whole).peak_bytes[0]
     for gpus in range(1, MOST_GPUS + 1):
         tried = []
-        for part in PARTS[: len(PARTS) if gpus > 1 else 1]:
-            cluster = Cluster.uniform(gpus, int(MEMORY_BYTES * part), link, kind=device)
-            placement = find(Problem(graph, cluster), "fast")
+        for part in PARTS if gpus > 1 else PARTS[:1]:
+            nbytes = int(MEMORY_BYTES * part)
+            cluster = Cluster.uniform(gpus, nbytes, link, kind=device)
+            # A split needs what the whole needs, or more.
+            enough = gpus * nbytes >= whole_bytes
+            placement = find(Problem(graph, cluster)) if enough else None
             if placement is None:
                 break
             schedule = simulate(graph, cluster, placement)

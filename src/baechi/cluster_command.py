@@ -38,8 +38,8 @@ def cluster(
     scheme: Annotated[
         str | None,
         typer.Option(
-            help="count, consolidated, random, best-fit, least-loaded or baechi; if absent, what "
-            "the policy is meant for, which is count for most."
+            help="count, first-fit, consolidated, random, best-fit, least-loaded or baechi; if "
+            "absent, what the policy is meant for, which is count for most."
         ),
     ] = None,
     sharing: Annotated[

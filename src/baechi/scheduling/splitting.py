@@ -12,7 +12,7 @@ one that waits for it is not waited for by those behind.
 
 A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops, more where
 none fits. So questions are not asked twice (`Machines.memo`): whether a job fits whole is one for
-all GPUs of a kind; memory that is left is rounded down to 64ths of a GPU's; where nothing fitted,
+all GPUs of a kind; memory that is left is rounded down to 32nds of a GPU's; where nothing fitted,
 nothing is tried with less on every device; and nothing is tried where all devices together have
 less than the whole job holds at its peak, which leaves out splits that would hold less.
 """

@@ -61,8 +61,8 @@ class Left:
     gpu: Gpu
 
     def rounded(self) -> "Left":
-        """With memory in 64ths of the GPU's, rounded down, so that fewer questions differ."""
-        unit = (self.gpu.memory_bytes or 0) // 64
+        """With memory in 32nds of the GPU's, rounded down, so that fewer questions differ."""
+        unit = (self.gpu.memory_bytes or 0) // 32
         return replace(self, nbytes=self.nbytes // unit * unit) if unit else self
 
 
