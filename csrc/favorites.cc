@@ -95,9 +95,8 @@ class Smoothing {
   double forward(const Vector& y, double mu);
   double backward(const Vector& y, double value, double mu);
   double step(double value, double curvature, double mu);
-  void project(double curvature);
-  double price(const int32_t* first, const int32_t* last, const Vector& other, const int32_t* end,
-               double curvature);
+  void project();
+  double price(const int32_t* first, const int32_t* last, const Vector& other, const int32_t* end);
   void certify();
   double prove(const Flow& flow) const;
   double longest(const Vector& y);
@@ -108,6 +107,7 @@ class Smoothing {
   std::vector<int32_t> into_, from_, out_, in_, src_, dst_, original_, sinks_;
   Vector cost_;
   Vector y_, before_, ahead_, target_;  // shares: now, one step ago, extrapolated, not projected
+  Vector weight_, slope_;               // of a step: curvature times c^2, and 1 over it, or 0
   Vector end_, share_, sink_share_;     // of the forward pass: per op, per edge, per sink
   Flow flow_, mean_;
   double mean_weight_ = 0, least_ = 0;
@@ -134,7 +134,7 @@ Smoothing::Smoothing(const Transfers& t)
   }
   for (size_t i = 0; i < ops_; ++i)
     if (from_[i] == from_[i + 1]) sinks_.push_back(static_cast<int32_t>(i));
-  for (Vector* row : {&y_, &before_, &ahead_, &target_, &share_, &best_y_})
+  for (Vector* row : {&y_, &before_, &ahead_, &target_, &weight_, &slope_, &share_, &best_y_})
     row->assign(edges_, 0.0);
   end_.assign(ops_, 0.0), child_price_.assign(ops_, 0.0), sink_share_.assign(sinks_.size(), 0.0);
   flow_.clear(ops_, edges_), mean_.clear(ops_, edges_);
@@ -191,9 +191,13 @@ double Smoothing::backward(const Vector& y, double value, double mu) {
 double Smoothing::step(double value, double curvature, double mu) {
   std::swap(y_, before_);
   for (;; curvature *= 2) {
-    for (size_t e = 0; e < edges_; ++e)
-      target_[e] = cost_[e] > least_ ? ahead_[e] + flow_.edge[e] / (curvature * cost_[e]) : 0.0;
-    project(curvature);
+    for (size_t e = 0; e < edges_; ++e) {
+      weight_[e] = curvature * cost_[e] * cost_[e];
+      slope_[e] = cost_[e] > least_ ? 1 / weight_[e] : 0.0;
+      target_[e] = ahead_[e] + flow_.edge[e] * cost_[e] * slope_[e];
+      if (cost_[e] <= least_) target_[e] = 0;
+    }
+    project();
     double model = value, distance = 0;
     for (size_t e = 0; e < edges_; ++e) {
       const double moved = cost_[e] * (y_[e] - ahead_[e]);
@@ -206,17 +210,15 @@ double Smoothing::step(double value, double curvature, double mu) {
 }
 
 // The least price p >= 0 at which the shares of some edges add up to at most 1, where a share is
-// max(0, target - (p + other[end]) / (curvature c^2)).
+// max(0, target - (p + other[end]) / weight).
 double Smoothing::price(const int32_t* first, const int32_t* last, const Vector& other,
-                        const int32_t* end, double curvature) {
+                        const int32_t* end) {
   breaks_.clear();  // the price at which a share is 0, and how fast it falls
   double sum = 0;
   for (; first != last; ++first) {
     const int32_t e = *first;
-    if (cost_[e] <= least_) continue;
-    const double slope = 1 / (curvature * cost_[e] * cost_[e]);
-    const double share = target_[e] - other[end[e]] * slope;
-    if (share > 0) breaks_.emplace_back(share / slope, slope), sum += share;
+    const double share = target_[e] - other[end[e]] * slope_[e];
+    if (share > 0) breaks_.emplace_back(share * weight_[e], slope_[e]), sum += share;
   }
   if (sum <= 1) return 0;
   std::sort(breaks_.begin(), breaks_.end(), std::greater<>());
@@ -230,20 +232,19 @@ double Smoothing::price(const int32_t* first, const int32_t* last, const Vector&
   return std::max(0.0, found);
 }
 
-void Smoothing::project(double curvature) {
+void Smoothing::project() {
   Vector& parent_price = flow_.price;
   for (int sweep = 0; sweep < kSweeps; ++sweep) {
     for (size_t i = 0; i < ops_; ++i)
       parent_price[i] =
-          price(&out_[0] + from_[i], &out_[0] + from_[i + 1], child_price_, dst_.data(), curvature);
+          price(&out_[0] + from_[i], &out_[0] + from_[i + 1], child_price_, dst_.data());
     for (size_t j = 0; j < ops_; ++j)
       child_price_[j] =
-          price(&in_[0] + into_[j], &in_[0] + into_[j + 1], parent_price, src_.data(), curvature);
+          price(&in_[0] + into_[j], &in_[0] + into_[j + 1], parent_price, src_.data());
   }
   for (size_t e = 0; e < edges_; ++e) {
     const double paid = parent_price[src_[e]] + child_price_[dst_[e]];
-    y_[e] = cost_[e] > least_ ? std::max(0.0, target_[e] - paid / (curvature * cost_[e] * cost_[e]))
-                              : 0;
+    y_[e] = std::max(0.0, target_[e] - paid * slope_[e]);
   }
 }
 

@@ -18,6 +18,7 @@ from baechi.linear_programs import (
     write_mosek_task,
 )
 from baechi.placers.favorite_program import (
+    capped,
     greatest_matching,
     matching_vertex,
     near_point,
@@ -168,8 +169,10 @@ def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width
     assert (sums <= lp.limit + 1e-9).all()
     assert (start.values >= 0).all()
     assert (start.values <= lp.upper).all()
-    found = Highs().solve(lp, start)
-    assert found.values[-1] == pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
+    best = pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
+    assert Highs().solve(lp, start).values[-1] == best
+    assert capped(lp, start).upper[-1] == start.values[-1]
+    assert Highs().solve(capped(lp, start), start).values[-1] == best
 
 
 def test_equal_programs_have_equal_answers():

@@ -22,7 +22,7 @@ largest c. So the origin satisfies all edge and end rows.
 Complexity: edges + ops rows and columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from typing import final
@@ -220,6 +220,16 @@ def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.fl
     starts = np.maximum(0.0, heads - without) / rows.unit_ns
     w = (total - rows.offset_ns) / rows.unit_ns
     return Point(np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]]))
+
+
+def capped(program: LinearProgram, point: Point) -> LinearProgram:
+    """The program of some rows where w is at most what it is at this point.
+
+    The optimum is what it was. Where a solver pushes the point to a vertex it may not raise w.
+    """
+    upper = program.upper.copy()
+    upper[-1] = point.values[-1]
+    return replace(program, upper=upper)
 
 
 def greatest_matching(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -37,6 +37,7 @@ from baechi.linear_programs import SOLVERS, Highs, LinearSolver, Point, Vertex
 from baechi.placers.favorite_program import (
     FavoriteProgram,
     SolverRows,
+    capped,
     favorite_program,
     greatest_matching,
     greedy_matching,
@@ -157,7 +158,9 @@ def relax(
         near: Feasible shares near the optimum, where a simplex may start.
     """
     rows = solver_rows(program)
-    solution = solver.solve(rows.program, None if near is None else _start(program, rows, near))
+    start = None if near is None else _start(program, rows, near)
+    whole = capped(rows.program, start) if isinstance(start, Point) else rows.program
+    solution = solver.solve(whole, start)
     if solution.values is None:
         return solution.status
     shares = np.zeros(len(program.src))
