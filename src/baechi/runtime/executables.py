@@ -23,6 +23,7 @@ from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement
+from baechi.recomputation import Unit
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
@@ -31,6 +32,7 @@ from baechi.runtime.program import Program
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.traced import Traced
+from baechi.training import operator_graph
 
 
 @final
@@ -56,6 +58,7 @@ class Executable:
         places: The torch device of every logical device.
         training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
+        units: What runs forward again in the backward.
     """
 
     def __init__(
@@ -65,11 +68,12 @@ class Executable:
         places: Sequence[torch.device],
         training: bool,
         threads: int | None,
+        units: Sequence[Unit] = (),
     ) -> None:
         self._module: TracedModule = traced.module
         self.places = tuple(places)
         self.training = training
-        self._graph = structure_of(traced, training)
+        self._graph = structure_of(traced, training, units)
         self._placement = replace(placement, graph_digest=self._graph.digest)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
@@ -186,13 +190,14 @@ class Executable:
         return self._module.returned.fill(values)
 
 
-def structure_of(traced: Traced, training: bool) -> OpGraph:
+def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:
     """The graph of a step with made-up times: none for what the caller or the model gives."""
     module: TracedModule = traced.module
     given = ("placeholder", "get_attr")
     costs = [int(any(node.op not in given for node in nodes)) for nodes in module.nodes]
     rows = tuple(OpCost(forward_ns=cost, backward_ns=cost) for cost in costs)
-    return traced.graph(Profile(traced.digest, "", rows), training=training)
+    profile = Profile(traced.digest, "", rows)
+    return operator_graph(traced, profile, training=training, optimizer=None, units=units)
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> None:

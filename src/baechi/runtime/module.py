@@ -22,7 +22,7 @@ from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
-from baechi.training import backward_ops
+from baechi.training import backward_ops, recomputed
 
 
 @final
@@ -65,7 +65,7 @@ def apply(
         devices: The torch device of every logical device; several may be the same. By default
             the names of the cluster's devices.
         graph: The graph that was placed: the placement is checked against it, and `schedule` and
-            `report` need it.
+            `report` need it. It says what runs forward again, where it has `checkpoint`.
         cluster: What it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
 
@@ -84,7 +84,8 @@ def apply(
             f"this {traced.name} is on the meta device and has no weights to run with; load them "
             "(`model.to_empty(device=...)`, `load_state_dict`), then trace and apply it."
         )
-    training = _check_placement(traced, placement, graph)
+    units = () if graph is None else tuple(recomputed(graph).values())
+    training = _check_placement(traced, placement, graph, len(units))
     if devices is None:
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
@@ -93,24 +94,33 @@ def apply(
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     placed = PlacedModule(traced.module.model, None, 1)
-    executable = Executable(traced, placement, places, training, threads_per_device)
+    executable = Executable(
+        traced,
+        placement,
+        places,
+        training,
+        threads_per_device,
+        sorted(units, key=lambda unit: unit.ops),
+    )
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
 
-def _check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
+def _check_placement(
+    traced: Traced, placement: Placement, graph: OpGraph | None, n_units: int
+) -> bool:
     """Whether the placement has the backward too.
 
     Raises:
         InputError: It is of another graph, parts a group, or is in no topological order.
     """
     n = len(traced.ops)
-    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)): True}
+    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + n_units: True}
     if len(placement.devices) not in sizes:
         raise InputError(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and "
             f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
-            "Solve the graph of this trace."
+            "Solve the graph of this trace; and give graph=..., if it was made with checkpoint=..."
         )
     if graph is not None and graph.digest != placement.graph_digest:
         raise InputError(

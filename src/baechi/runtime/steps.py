@@ -29,12 +29,14 @@ class Step:
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
+        kept: For every checkpointed tape what it needs to run again; None if it need not.
+        crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "keep"),
+        *("records", "kept", "crossing", "keep"),
     )
 
     def __init__(
@@ -52,6 +54,8 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
+        self.kept: list[Any] = [None] * sizes.tapes
+        self.crossing: dict[int, Any] = {}
         self.keep = False
 
 

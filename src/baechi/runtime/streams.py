@@ -63,12 +63,14 @@ class CudaExecutor:
             for rows in phase.lanes:
                 for position, row in enumerate(rows):
                     if isinstance(row, Run):
-                        tapes = [bound.tapes[t] for t in phase.segments[row.segment].tapes]
+                        segment = phase.segments[row.segment]
+                        tapes = [bound.tapes[t] for t in segment.tapes]
+                        back = [t.recompute if segment.again else t.backward for t in tapes]
                         freed = freed_after(rows, position, bound) if number == 0 else frozenset()
                         freed |= last.get(row.segment, frozenset())
                         self._actions[-1][row.segment] = [
-                            tape.backward if number else forward_of(tapes, index, freed)
-                            for index, tape in enumerate(tapes)
+                            back[index] if number else forward_of(tapes, index, freed)
+                            for index in range(len(tapes))
                         ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":

@@ -2,6 +2,7 @@
 
     forward     slots -> cut off -> generated code -> publish -> slots
     backward    gradients of what it published -> autograd -> gradients of what entered
+    again       what a checkpointed one kept -> cut off -> generated code -> its graph
 
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
 only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
+from baechi.runtime.again import Again, without_graph
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -90,6 +92,7 @@ class TapeCode:
             slots of the gradients that come back, in the order in which they are added up.
         large: Whether these are many bytes, so that each should go as soon as it is used.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
+        again: How it runs again, if it is checkpointed.
     """
 
     index: int
@@ -109,6 +112,7 @@ class TapeCode:
     seeds: tuple[tuple[int, ...], ...]
     large: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
+    again: Again | None = None
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
@@ -131,6 +135,9 @@ class TapeCode:
         for argument, index in self.given:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
+        if step.differentiate and self.again is not None:
+            self._without_graph(step, arguments, mine, self.again)
+            return
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         try:
             results = self.function(arguments)
@@ -138,13 +145,60 @@ class TapeCode:
             raise self._located(error) from error
         if step.differentiate:
             self._publish(step, results, mine, entered)
-            return
+        else:
+            self._hand_over(step, results, mine)
+
+    def _hand_over(
+        self, step: Step, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Give others what they read."""
         for output in self.outputs:
             value = self._value(output, results, mine)
             for slot in output.slots:
-                slots[slot] = value
+                step.slots[slot] = value
             for result in output.results:
                 step.results[result] = value
+
+    def _without_graph(
+        self, step: Step, arguments: list[Any], mine: Mapping[int, torch.Tensor], again: Again
+    ) -> None:
+        """Run the operators, and keep what they read, to run them again."""
+        if again.set_flags(step.flags):
+            step.kept[self.index] = again.keep(arguments, self.place)
+        try:
+            with without_graph(self.place):
+                results = self.function(arguments)
+        except Exception as error:
+            raise self._located(error) from error
+        self._hand_over(step, results, mine)
+
+    def recompute(self, step: Step) -> None:
+        """Run the operators again, with what they read then, and record their graph.
+
+        Raises:
+            ExecutionError: An operator failed, or what it read was written since.
+        """
+        kept, again = step.kept[self.index], self.again
+        if kept is None or again is None:
+            return
+        if not step.keep:
+            step.kept[self.index] = None
+        arguments = kept.taken(again, step.crossing)
+        with kept.world(self.place):
+            if not step.keep:
+                kept.arguments = []  # the code alone shall hold them
+            entered = self._enter(step, arguments) if self.entries else []
+            try:
+                results = self.function(arguments)
+            except Exception as error:
+                raise self._located(error) from error
+            leaving = list(results[len(results) - self.exits :]) if self.exits else []
+            for output in (output for output in self.outputs if output.result >= 0):
+                value, tensors = _detached(results[output.result])
+                leaving += tensors
+                for slot in again.leaving.intersection(output.slots):
+                    step.crossing[slot] = value
+            self._remember(step, leaving, entered)
 
     def _bring(self, step: Step, index: int) -> torch.Tensor:
         """A tensor that the caller gave, where this tape is.
@@ -226,6 +280,10 @@ class TapeCode:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
+        self._remember(step, leaving, entered)
+
+    def _remember(self, step: Step, leaving: Sequence[torch.Tensor], entered: Edges) -> None:
+        """The edges of a graph that was recorded, if it has any."""
         if not any(tensor.requires_grad for tensor in leaving):
             return
         published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
