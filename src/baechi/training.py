@@ -73,9 +73,7 @@ def operator_graph(
             name=op.name,
             time_ns=cost.forward_ns,
             persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
-            workspace_bytes=cost.workspace_bytes
-            if training and index not in unit_of
-            else _inference_workspace(cost),
+            workspace_bytes=_forward_workspace(cost, training, index in unit_of),
             group=groups.get(index, op.group),
         )
         for index, (op, cost) in enumerate(zip(traced.ops, costs, strict=True))
@@ -108,6 +106,13 @@ def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> 
         trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return 2 * op.trained_bytes + op.frozen_bytes + state
+
+
+def _forward_workspace(cost: OpCost, training: bool, again: bool) -> int:
+    """Scratch of a forward; what runs again makes what autograd would keep, and frees it soon."""
+    if not training:
+        return _inference_workspace(cost)
+    return cost.workspace_bytes + cost.saved_bytes if again else cost.workspace_bytes
 
 
 def _inference_workspace(cost: OpCost) -> int:

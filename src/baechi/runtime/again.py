@@ -1,6 +1,6 @@
 """What a checkpointed tape keeps to run forward again, bit for bit, and nothing else.
 
-    forward     arguments ──► generated code, without a graph ──► slots
+    forward     arguments ──► generated code, whose graph keeps nothing ──► slots
                     └── kept, with the state of the world then ──┐
     again       the same arguments, in the same world ──► generated code ──► the tape's graph
 
@@ -16,11 +16,9 @@ from typing import Any, final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
-
-Source = tuple[int, int] | torch.Tensor  # (value, leaf), or a parameter
-
 
 @final
 @dataclass(frozen=True)
@@ -28,9 +26,6 @@ class Again:
     """How a tape runs again.
 
     Attributes:
-        flags: For every output that the tape makes (value, sources for each of its tensors): it
-            needs a gradient if one of them does. Without a graph nothing else tells.
-        bare: For each of these whether it is a tensor and not a structure of several.
         copied: Arguments that are buffers which the model writes.
         leaves: Opaque submodules with buffers that they may write.
         random: Whether it draws random numbers.
@@ -39,21 +34,11 @@ class Again:
         leaving: Slots of what it makes for those.
     """
 
-    flags: tuple[tuple[int, bool, tuple[frozenset[Source], ...]], ...]
     copied: tuple[int, ...]
     leaves: tuple[nn.Module, ...]
     random: bool
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]
-
-    def set_flags(self, flags: list[bool | tuple[bool, ...]]) -> bool:
-        """Say of every output whether it needs a gradient; whether the tape must run again."""
-        found = bool(self.leaving)
-        for value, bare, rows in self.flags:
-            row = tuple(any(_is_graded(source, flags) for source in sources) for sources in rows)
-            flags[value] = row[0] if bare else row
-            found |= any(row)
-        return found
 
     def keep(self, arguments: Sequence[Any], place: torch.device) -> "Kept":
         """What the tape needs to run again with these arguments, before it runs."""
@@ -72,13 +57,6 @@ class Again:
         ]
         random = _random_state(place) if self.random else None
         return Kept(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
-
-
-def _is_graded(source: Source, flags: Sequence[bool | tuple[bool, ...]]) -> bool:
-    if isinstance(source, torch.Tensor):
-        return source.requires_grad
-    flag = flags[source[0]]
-    return flag if isinstance(flag, bool) else flag[source[1]]
 
 
 def _version(value: Any) -> int:
@@ -146,15 +124,13 @@ class Kept:
             yield
 
 
-@contextmanager
-def without_graph(place: torch.device) -> Iterator[None]:
-    """The block records nothing; and what autocast casts is not kept for those who do record."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        for kind, enabled, dtype in _autocast_of(place):
-            if enabled:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=False))
-        yield
+def dropped() -> saved_tensors_hooks:
+    """The block runs as with a graph, since kernels ask for that; but the graph keeps no tensor."""
+    return saved_tensors_hooks(_forget, _forget)
+
+
+def _forget(_: Any) -> None:
+    """What is run again needs nothing of the first time."""
 
 
 def _autocast_of(place: torch.device) -> tuple[_Autocast, ...]:

@@ -17,7 +17,7 @@ from baechi.errors import ExecutionError
 from baechi.extraction import Extract, extract, opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
-from baechi.runtime.again import Again, Source
+from baechi.runtime.again import Again
 from baechi.runtime.gradients import Gradients, Layout
 from baechi.runtime.program import Copy, Free, Place, Program
 from baechi.runtime.steps import Sizes
@@ -262,11 +262,7 @@ class _Binder:
                     (*row[:2], False) if i in mine else row for i, row in enumerate(crossing)
                 ]
                 crossing.append((argument, slot, last == tape))
-        sources = self._sources(part, nodes)
         return Again(
-            flags=tuple(
-                (self._value(node), self._is_bare(node), sources[node]) for node in part.outputs
-            ),
             copied=tuple(
                 argument
                 for argument, node in enumerate(part.inputs)
@@ -274,7 +270,7 @@ class _Binder:
                 and self._is_written(node)
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
             ),
-            leaves=tuple(leaf for leaf in leaves if leaf.training and any(leaf.buffers())),
+            leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
             random=any(facts[node].random for node in nodes),
             crossing=tuple(crossing),
             leaving=frozenset(
@@ -298,42 +294,6 @@ class _Binder:
             if layout.tape(user) != tape and tapes[layout.tape(user)].again == unit >= 0
         }
 
-    def _sources(
-        self, part: Extract, nodes: Sequence[fx.Node]
-    ) -> dict[fx.Node, tuple[frozenset[Source], ...]]:
-        """What each tensor of each output has its gradient from: what enters, and parameters.
-
-        Followed by storage, so that what is written in place counts too.
-        """
-        layout, facts = self._layout, self._module.facts.nodes
-        flows: dict[int, set[Source]] = defaultdict(set)
-        for node in part.inputs:
-            if layout.is_state(node):
-                value = layout.attribute(node)
-                found: list[Source] = [value] if isinstance(value, torch.Tensor) else []
-                rows = [found] * len(facts[node].values)
-            else:
-                rows = [[(self._value(node), i)] for i in range(len(facts[node].values))]
-            for value, row in zip(facts[node].values, rows, strict=True):
-                flows[value.storage].update(row)
-        written: set[int] = set()
-        for node in nodes:
-            read = {v.storage for a in node.all_input_nodes if a in facts for v in facts[a].values}
-            into = {*facts[node].writes, *(v.storage for v in facts[node].values)}
-            found = [source for storage in sorted(read) for source in flows[storage]]
-            for leaf in opaque_leaves(self._module.graph_module, [node]).values():
-                found += leaf.parameters()
-            written |= facts[node].writes
-            for storage in into:
-                flows[storage].update(found)
-        return {
-            node: tuple(
-                frozenset(flows[v.storage] if v.requires_grad or v.storage in written else ())
-                for v in facts[node].values
-            )
-            for node in part.outputs
-        }
-
     def _is_written(self, node: fx.Node) -> bool:
         return any(v.storage in self._written for v in self._module.facts.nodes[node].values)
 
@@ -342,16 +302,12 @@ class _Binder:
         values = {v for node in nodes for v in facts.nodes[node].values if v.requires_grad}
         return sum(facts.storages[storage].nbytes for storage in {v.storage for v in values})
 
-    def _is_bare(self, node: fx.Node) -> bool:
-        """Whether the node yields a tensor and not a structure."""
-        structure = self._module.facts.nodes[node].structure
-        return structure is not None and structure.n_tensors == 1 and structure.spec.is_leaf()
-
     def _output(self, node: fx.Node, tape: int, result: int, results: dict[fx.Node, int]) -> Output:
         device = self._layout.device(tape)
         users = (user for user in self._layout.users(node) if self._layout.tape(user) != tape)
         slots = dict.fromkeys(self._slot(node, self._carrier(node, u), device) for u in users)
-        bare = self._is_bare(node)
+        structure = self._module.facts.nodes[node].structure
+        bare = structure is not None and structure.n_tensors == 1 and structure.spec.is_leaf()
         given: Any = None
         if result < 0:
             own = node.op == "placeholder"

@@ -12,6 +12,7 @@ Which slot holds what is settled once, by `binding`; here values are only moved.
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
-from baechi.runtime.again import Again, without_graph
+from baechi.runtime.again import Again, dropped
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -135,42 +136,27 @@ class TapeCode:
         for argument, index in self.given:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
-        if step.differentiate and self.again is not None:
-            self._without_graph(step, arguments, mine, self.again)
-            return
+        again = self.again if step.differentiate else None
+        kept = None if again is None else again.keep(arguments, self.place)
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         try:
-            results = self.function(arguments)
-        except Exception as error:
-            raise self._located(error) from error
-        if step.differentiate:
-            self._publish(step, results, mine, entered)
-        else:
-            self._hand_over(step, results, mine)
-
-    def _hand_over(
-        self, step: Step, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
-    ) -> None:
-        """Give others what they read."""
-        for output in self.outputs:
-            value = self._value(output, results, mine)
-            for slot in output.slots:
-                step.slots[slot] = value
-            for result in output.results:
-                step.results[result] = value
-
-    def _without_graph(
-        self, step: Step, arguments: list[Any], mine: Mapping[int, torch.Tensor], again: Again
-    ) -> None:
-        """Run the operators, and keep what they read, to run them again."""
-        if again.set_flags(step.flags):
-            step.kept[self.index] = again.keep(arguments, self.place)
-        try:
-            with without_graph(self.place):
+            with nullcontext() if again is None else dropped():
                 results = self.function(arguments)
         except Exception as error:
             raise self._located(error) from error
-        self._hand_over(step, results, mine)
+        if step.differentiate:
+            leaving = self._publish(step, results, mine)
+            if again is None:
+                self._remember(step, leaving, entered)
+            elif again.leaving or any(tensor.requires_grad for tensor in leaving):
+                step.kept[self.index] = kept
+            return
+        for output in self.outputs:
+            value = self._value(output, results, mine)
+            for slot in output.slots:
+                slots[slot] = value
+            for result in output.results:
+                step.results[result] = value
 
     def recompute(self, step: Step) -> None:
         """Run the operators again, with what they read then, and record their graph.
@@ -253,13 +239,9 @@ class TapeCode:
         return edges
 
     def _publish(
-        self,
-        step: Step,
-        results: tuple[Any, ...],
-        mine: Mapping[int, torch.Tensor],
-        entered: Edges,
-    ) -> None:
-        """Give others what they read, cut off from this graph, and remember its edges."""
+        self, step: Step, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Give others what they read, cut off from this graph; what leaves with it."""
         leaving = list(results[len(results) - self.exits :]) if self.exits else []
         slots, flags = step.slots, step.flags
         for output in self.outputs:
@@ -280,7 +262,7 @@ class TapeCode:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
-        self._remember(step, leaving, entered)
+        return leaving
 
     def _remember(self, step: Step, leaving: Sequence[torch.Tensor], entered: Edges) -> None:
         """The edges of a graph that was recorded, if it has any."""
