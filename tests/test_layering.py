@@ -17,9 +17,9 @@ LAYERS = {
     0: "errors units values arrays graph devices topology constraints placement costs measurement "
     "optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds _core "
-    "linear_programs granularity link_fits profile_store device_kinds",
+    "linear_programs granularity link_fits profile_store device_kinds recomputation",
     2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
+    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
     4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
     "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
     "workspace kernels workload estimation calibration",
@@ -50,7 +50,8 @@ ALLOWED = {
     "linkage": {"problem", "restrictions"},
     "granularity": {"problem"},
     "traced": {"training"},
-    "training": {"traced"},
+    "training": {"recomputation", "traced"},
+    "recomputation": {"traced"},
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
@@ -257,9 +258,9 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.steps"},
+    "runtime.tapes": {"runtime.again", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
-    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
+    "runtime.binding": {"runtime.again", "runtime.gradients", "runtime.steps", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
     "runtime.streams": {"runtime.binding", "runtime.steps", "runtime.workers"},
     "runtime.executors": {

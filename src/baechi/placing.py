@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from baechi.calls import Call, canonical_call, flatten
+from baechi.checkpointing import Checkpoint, choose_checkpoint, memory_target, within_memory
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster
@@ -42,6 +43,7 @@ def place(
     max_shapes: int = MAX_SHAPES,
     constraints: Constraints | None = None,
     effort: str | None = None,
+    checkpoint: Checkpoint = None,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -66,6 +68,10 @@ def place(
         max_shapes: How many shapes of call to specialize for.
         constraints: What the placement must respect besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
+        checkpoint: What keeps only its inputs for the backward and runs forward again there:
+            paths of submodules, or patterns such as `"h.*"`; or the memory that each device may
+            use, in bytes or as `"4GiB"`; or `True` for all that it has. For a limit, submodules
+            are chosen, and none where the step fits without (`choose_checkpoint`).
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer or argument is wrong.
@@ -81,7 +87,10 @@ def place(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
     check_optimizer(optimizer)
-    cluster = probe(devices)
+    if checkpoint is not None and checkpoint is not False and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    target = memory_target(checkpoint)
+    cluster = probe(devices) if target is None else within_memory(probe(devices), target)
     maker = _Maker(
         cluster,
         placer,
@@ -93,6 +102,7 @@ def place(
         threads_per_device,
         constraints,
         effort,
+        checkpoint,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -116,6 +126,7 @@ class _Maker:
     threads: int | None
     constraints: Constraints | None
     effort: str | None
+    checkpoint: Checkpoint
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
@@ -125,8 +136,12 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
+        profiles = self._profiles(traced)
         graph = traced.graph(
-            self._profiles(traced), training=self.training, optimizer=self.optimizer
+            profiles,
+            training=self.training,
+            optimizer=self.optimizer,
+            checkpoint=self._checkpointed(traced, profiles),
         )
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
         placement = solve(
@@ -148,6 +163,25 @@ class _Maker:
         if reference is not None:
             _verify(reference, model, special, call)
         return special
+
+    def _checkpointed(self, traced: Traced, profiles: list[Profile]) -> Sequence[str] | None:
+        """The submodules that run forward again; `None` if none do."""
+        if memory_target(self.checkpoint) is None:
+            names = self.checkpoint
+            if names is None or isinstance(names, int):
+                return None
+            return (names,) if isinstance(names, str) else tuple(names)
+        chosen = choose_checkpoint(
+            traced,
+            profiles,
+            self.cluster,
+            optimizer=self.optimizer,
+            placer=self.placer,
+            constraints=self.constraints,
+        )
+        if chosen:
+            (_say if self.progress else _hush)(f"recomputing {', '.join(chosen)}")
+        return chosen or None
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs, or a profile for each kind of device of the cluster, the first one's first."""

@@ -16,7 +16,7 @@ that are given; `checkpointing` chooses them.
 Complexity: O(units * (ops + tensors) of each unit's stretch of the program).
 """
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -75,6 +75,12 @@ def named_units(
     Raises:
         InputError: A pattern names no submodule with operators, or none that has a backward.
     """
+    if isinstance(patterns, int):
+        raise InputError(
+            f"checkpoint is {patterns!r}; what fits a limit of memory depends on the devices. Give "
+            "names of submodules here, or find them with baechi.choose_checkpoint; baechi.place "
+            "takes a limit."
+        )
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     paths = module_paths(traced)
     found: dict[str, None] = {}
@@ -182,19 +188,7 @@ def backward_sequence(
     if not units:
         return list(reached)
     unit_of = unit_of_ops(units)
-    after: dict[int, set[int]] = {op: set() for op in reached}
-    after.update({~k: set() for k in range(len(units))})
-    for op in reached:
-        if op in unit_of:
-            after[~unit_of[op]].add(op)
-    for tensor in tensors:
-        maker = tensor.producer
-        if tensor.differentiable and maker in after:
-            for reader in tensor.consumers:
-                if reader in after:
-                    after[reader].add(maker)
-                    if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
-                        after[reader].add(~unit_of[maker])
+    after = _what_follows(tensors, reached, unit_of)
     waits = dict.fromkeys(after, 0)
     for later in after.values():
         for row in later:
@@ -220,6 +214,25 @@ def backward_sequence(
             "again first. Name a submodule around them, or only one of them."
         )
     return sequence
+
+
+def _what_follows(
+    tensors: Sequence[TracedTensor], reached: Sequence[int], unit_of: Mapping[int, int]
+) -> dict[int, set[int]]:
+    """For each row of the backward half those that cannot be before it."""
+    after: dict[int, set[int]] = {op: set() for op in reached}
+    for op in reached:
+        if op in unit_of:
+            after.setdefault(~unit_of[op], set()).add(op)
+    for tensor in tensors:
+        maker = tensor.producer
+        if not tensor.differentiable or maker not in after:
+            continue
+        for reader in (c for c in tensor.consumers if c in after):
+            after[reader].add(maker)
+            if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
+                after[reader].add(~unit_of[maker])
+    return after
 
 
 def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:
@@ -272,9 +285,7 @@ def workspace_bytes(
     kept = {t for op in graded for t in ops[op].saves}
     ends: dict[int, int] = {}
     made: dict[int, int] = dict.fromkeys(unit.ops, 0)
-    later: dict[int, int] = {
-        op: costs[op].saved_bytes if op in graded else 0 for op in unit.ops
-    }
+    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit.ops}
     for index, tensor in enumerate(tensors):
         if tensor.producer not in inside:
             continue

@@ -65,8 +65,10 @@ def operator_graph(
     profiles = _checked(traced, [profile] if isinstance(profile, Profile) else list(profile))
     costs = _merged(profiles)
     check_optimizer(optimizer)
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     if units is None:
-        units = units_of(traced, checkpoint) if training and checkpoint is not None else ()
+        units = () if checkpoint is None else units_of(traced, checkpoint)
     groups, unit_of = groups_of(traced.ops, units), unit_of_ops(units)
     forward = [
         Op(
@@ -286,7 +288,7 @@ def _mirror(
         if not tensor.differentiable or tensor.producer not in twin:
             continue
         mine = again.get(tensor.producer)
-        sources = [(loss, None)] if tensor.kept else []
+        sources: list[tuple[int, int | None]] = [(loss, None)] if tensor.kept else []
         sources += [(twin[c], again.get(c)) for c in tensor.consumers if c in twin]
         for source, theirs in sources:
             # A unit begins to run again when all gradients that enter it are there.

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
 
+
 @final
 @dataclass(frozen=True)
 class Again:
@@ -126,11 +127,15 @@ class Kept:
 
 def dropped() -> saved_tensors_hooks:
     """The block runs as with a graph, since kernels ask for that; but the graph keeps no tensor."""
-    return saved_tensors_hooks(_forget, _forget)
+    return saved_tensors_hooks(_forget, _never)
 
 
-def _forget(_: Any) -> None:
-    """What is run again needs nothing of the first time."""
+def _forget(_: torch.Tensor) -> None:
+    """What runs again needs nothing of the first time."""
+
+
+def _never(_: None) -> torch.Tensor:
+    raise AssertionError("nobody goes backward over a graph that kept nothing")
 
 
 def _autocast_of(place: torch.device) -> tuple[_Autocast, ...]:

@@ -14,8 +14,8 @@ use. Words:
 - A *tape* is one autograd graph: operators of one forward segment whose backwards are in one
   backward segment. A forward segment runs its tapes one after the other, and a backward segment
   goes backward over its own, so that backward ops run where and when the placement says.
-- A *checkpointed* tape keeps nothing but what it reads when it runs forward. It runs forward *again*
-  in the backward, in a segment of its own, and has its graph from then on.
+- A *checkpointed* tape keeps nothing but what it reads when it runs forward. It runs forward
+  *again* in the backward, in a segment of its own, and has its graph from then on.
 - A *phase* is what runs from a call to its return: the forward, and then the backward. The caller
   waits for all lanes at the end of each.
 
