@@ -231,8 +231,8 @@ class _Compiler:
             ran = {op for at in piece.ops for op in self._units[at].ops} if again else inside
             if (number == 0 or again) and ran & self._in_turn:
                 updates.add(len(self._graph.groups))
-            lists = [tuple(sorted(row)) for row in (reads, writes, updates)]
-            segments.append(Segment(piece.device, tuple(row), *lists, again=again))
+            read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
+            segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
         return segments
 
     def _shared_state(self) -> dict[int, int]:
