@@ -4,9 +4,9 @@ Given a traced model with its costs and a cluster on which no placement of its s
 submodules whose recomputation makes one fit:
 
 1. Cut the tree of submodules: one that keeps more than a quarter of all that autograd keeps is
-   taken apart into its submodules, else it is a candidate. Large units save most, but what one of
-   them keeps is there while it goes backward; so where not even all candidates make the step fit,
-   the cut is an eighth, and so on.
+   taken apart into its submodules, else it is a candidate. What one unit keeps is there while it
+   goes backward; so where not even all candidates make the step fit, the cut is an eighth, then a
+   sixteenth. A half comes last: it is for models of a few large parts without parts of their own.
 2. Sort the candidates by the time that their recomputation takes for each byte that it saves.
 3. Take as many of them, from the first on, as are needed: by bisection, each answer by the placer.
 
@@ -34,9 +34,9 @@ from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.units import parse_bytes
 
-# Of all that autograd keeps, what one unit may keep: the step holds about one unit's share more
+# Of all that autograd keeps, what one unit may keep: 1 / share. A step holds about that much more
 # than what is between units, so below a sixteenth there is next to nothing left to gain.
-_SHARES: Final = (4, 8, 16)
+_SHARES: Final = (4, 8, 16, 2)
 
 Checkpoint = bool | int | str | Iterable[str] | None
 
@@ -109,7 +109,7 @@ def choose_checkpoint(
         every.append(names)
         if fits(names):
             return _fewest(names, fits)
-    most = every[-1] if every else ()
+    most = every[0] if every else ()
     try:
         solve(graph_of(most), cluster, placer, constraints=constraints)
     except InfeasibleError as error:
