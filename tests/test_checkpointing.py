@@ -198,7 +198,7 @@ def test_a_placed_model_is_measured_and_reported_with_what_runs_again(tmp_path: 
 
 def test_apply_says_that_the_graph_tells_what_runs_again() -> None:
     placed = placed_with("blocks.*", {"cpu:0": "1GiB"})
-    with pytest.raises(baechi.InputError, match="graph=.*checkpoint="):
+    with pytest.raises(baechi.InputError, match=r"graph=.*checkpoint="):
         baechi.apply(placed.traced, placed.placement, ["cpu:0"])
 
 
