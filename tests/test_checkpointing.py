@@ -11,6 +11,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import baechi
+import test_memory
 from baechi.__main__ import app
 from baechi.checkpointing import memory_target
 from baechi.training import recomputed
@@ -223,3 +224,23 @@ def test_the_command_line_takes_names(tmp_path: Path, monkeypatch: pytest.Monkey
         refused = CliRunner().invoke(app, [*words, *more])
         assert refused.exit_code == 2
         assert text in refused.output
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpoint"),
+    [
+        ("gpt2", "transformer.h.*"),
+        ("vit", "vit.layers.*"),
+        ("resnet_train", "stages.*"),
+        pytest.param("t5", "*coder.block.*", marks=pytest.mark.slow),
+    ],
+)
+def test_the_peak_of_a_real_model_with_units_is_predicted(name: str, checkpoint: str) -> None:
+    call, model, profile = test_memory.example(name)
+    graph = model.graph(profile, optimizer="adamw", checkpoint=checkpoint)
+    cluster = cluster_of(1)
+    placement = baechi.solve(graph, cluster, placer="single")
+    placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
+    (seen,) = test_memory.measured(placed, call, "adamw")
+    placed._current.executable.close()
+    assert 0.97 * seen <= placed.schedule.peak_bytes[0] <= 1.07 * seen
