@@ -5,8 +5,8 @@
 and the step and the peak beside those without any: predicted and measured. Steps of both take turns
 in one thread; a figure is a ratio of medians of processor time, peaks are counted by storages.
 
-Where the model is one of `transformers`, the same ratio of its own checkpointing of all layers
-(`gradient_checkpointing_enable`, torch's) stands beside that of `checkpoint="*.h.*"`.
+At the end the step's ratio where all layers of the GPT-2 run again, here and by what
+`transformers` does with torch's checkpointing (`gradient_checkpointing_enable`).
 """
 
 import statistics
@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 import baechi
 from baechi.training import recomputed
 
-_CASES: Final = (("gpt2", 4), ("inception", 4), ("resnet50", 4))
-_PERCENT: Final = (80, 60, 50)
+_CASES: Final = (("gpt2", 8), ("resnet50", 4), ("inception", 4))
+_PERCENT: Final = (80, 60, 40)
 
 
 def main(
@@ -38,7 +38,7 @@ def main(
     console = Console(width=110)
     console.print(environment())
     table = Table(
-        *("model, batch", "limit of activations", "run again", "step, predicted", "measured"),
+        *("model, batch", "limit", "units", "step, predicted", "measured"),
         *("peak, predicted", "measured"),
     )
     for name, batch in _CASES[:1] if quick else _CASES:
@@ -49,9 +49,22 @@ def main(
     console.print(f"gpt2, all layers run again: step {ours:.2f} here, {theirs:.2f} by torch's own")
 
 
+def gpt2(batch: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A GPT-2 of 8 layers, 256 wide, whose activations are most of what a step holds."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 8, "n_embd": 256, "n_head": 8, "vocab_size": 1024, "n_positions": 128}
+    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=2))
+    model.loss_type = "ForCausalLM"
+    tokens = torch.randint(3, 1024, (batch, 128))
+    return model.train(), (), {"input_ids": tokens, "labels": tokens}
+
+
 def limited(name: str, batch: int, rounds: int) -> list[list[str]]:
     """For each limit a row."""
-    model, args, kwargs = build(name, batch, training=True)
+    model, args, kwargs = gpt2(batch) if name == "gpt2" else build(name, batch, training=True)
     traced = baechi.trace(model, args, kwargs)
     profile = baechi.profile(traced, "cpu", threads=1, progress=False)
     cluster = baechi.probe({"cpu:0": 1 << 40})
@@ -63,10 +76,9 @@ def limited(name: str, batch: int, rounds: int) -> list[list[str]]:
 
     plain = placed(None)
     said, seen = plain.schedule, peak(plain, args, kwargs)
-    fixed = sum(op.persistent_bytes for op in plain.graph.ops)
     rows = []
     for percent in _PERCENT:
-        limit = fixed + (said.peak_bytes[0] - fixed) * percent // 100
+        limit = said.peak_bytes[0] * percent // 100
         try:
             names = baechi.choose_checkpoint(traced, profile, baechi.within_memory(cluster, limit))
         except baechi.InfeasibleError:
@@ -89,7 +101,7 @@ def limited(name: str, batch: int, rounds: int) -> list[list[str]]:
 
 def against_torch(rounds: int) -> tuple[float, float]:
     """GPT-2 with all layers run again: the step's ratio here, and by torch's own checkpointing."""
-    model, args, kwargs = build("gpt2", 4, training=True)
+    model, args, kwargs = gpt2(8)
     traced = baechi.trace(model, args, kwargs)
     profile = baechi.estimate(traced, "H100-SXM-80GB")
     cluster = baechi.probe({"cpu:0": 1 << 40})

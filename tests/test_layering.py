@@ -258,7 +258,8 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.again", "runtime.steps"},
+    "runtime.steps": {"runtime.again"},
+    "runtime.tapes": {"runtime.again", "runtime.edges", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
     "runtime.binding": {"runtime.again", "runtime.gradients", "runtime.steps", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},

@@ -250,18 +250,14 @@ class _Binder:
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
         leaves = opaque_leaves(self._module.graph_module, nodes).values()
-        crossing: list[tuple[int, int, bool]] = []
+        crossing: list[tuple[int, int, int]] = []  # (argument, slot, the tape that reads it last)
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
             user = reader if reader is not None else self._layout.users_in(node, tape)[0]
-            readers = self._crossing(node)
-            if user in readers:
-                slot = readers[user]
-                last = max(self._layout.tape(u) for u, other in readers.items() if other == slot)
-                mine = [i for i, row in enumerate(crossing) if row[1] == slot]
-                crossing = [
-                    (*row[:2], False) if i in mine else row for i, row in enumerate(crossing)
-                ]
-                crossing.append((argument, slot, last == tape))
+            slots = self._crossing(node)
+            if user in slots:
+                readers = (other for other, slot in slots.items() if slot == slots[user])
+                crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
+        last = {slot: argument for argument, slot, _ in crossing}
         return Again(
             copied=tuple(
                 argument
@@ -272,12 +268,12 @@ class _Binder:
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
             random=any(facts[node].random for node in nodes),
-            crossing=tuple(crossing),
+            crossing=tuple(
+                (argument, slot, end == tape and last[slot] == argument)
+                for argument, slot, end in crossing
+            ),
             leaving=frozenset(
-                slot
-                for node in part.outputs
-                for user, slot in self._crossing(node).items()
-                if self._layout.tape(user) != tape
+                slot for node in part.outputs for slot in self._crossing(node).values()
             ),
         )
 

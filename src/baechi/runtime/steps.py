@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from baechi.metering import Meter
+from baechi.runtime.again import Kept
 
 Edges = list[GradientEdge | None]
 
@@ -54,7 +55,7 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
-        self.kept: list[Any] = [None] * sizes.tapes
+        self.kept: list[Kept | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}
         self.keep = False
 

@@ -18,13 +18,13 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
 from baechi.runtime.again import Again, dropped
+from baechi.runtime.edges import Leave, cut_off, detached, tensor_slots
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -180,7 +180,7 @@ class TapeCode:
                 raise self._located(error) from error
             leaving = list(results[len(results) - self.exits :]) if self.exits else []
             for output in (output for output in self.outputs if output.result >= 0):
-                value, tensors = _detached(results[output.result])
+                value, tensors = detached(results[output.result])
                 leaving += tensors
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
@@ -219,7 +219,7 @@ class TapeCode:
                 continue
             if flag is not True:
                 leaves, _ = flat.setdefault(entry.argument, pytree.tree_flatten(value))
-                value = leaves[_slots_of(leaves)[entry.leaf]]
+                value = leaves[tensor_slots(leaves)[entry.leaf]]
             tensors.append(value)
             taken.append(number)
         edges: Edges = [None] * len(self.entries)
@@ -231,7 +231,7 @@ class TapeCode:
             edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
-                leaves[_slots_of(leaves)[entry.leaf]] = tensor
+                leaves[tensor_slots(leaves)[entry.leaf]] = tensor
             else:
                 arguments[entry.argument] = tensor
         for argument, (leaves, spec) in flat.items():
@@ -255,7 +255,7 @@ class TapeCode:
                 if value.requires_grad:
                     value = value.detach()
             else:
-                value, tensors = _detached(value)
+                value, tensors = detached(value)
                 leaving += tensors
                 flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
@@ -272,7 +272,7 @@ class TapeCode:
         record = step.records[self.index] = Record(entered, published)
         if self.large or step.meter is not None:  # small models are metered as large ones run
             graded = [tensor for tensor in leaving if tensor.requires_grad]
-            end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            end = Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
@@ -365,50 +365,3 @@ class TapeCode:
                 line = linecache.getline(frame.f_code.co_filename, number)
                 return by_name.get(line.split("=")[0].split(":")[0].strip())
         return None
-
-
-def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same tensors as the beginning of a graph of their own.
-
-    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
-    and keeps nothing. Backward stops at its edges and never runs it.
-    """
-    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
-    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
-    found: Sequence[torch.Tensor] = node(seed, *tensors)
-    return found[1:]
-
-
-def _slots_of(leaves: Sequence[Any]) -> list[int]:
-    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-
-def _detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A structure without its graph, and its tensors with theirs."""
-    leaves, spec = pytree.tree_flatten(value)
-    tensors = []
-    for slot in _slots_of(leaves):
-        tensors.append(leaves[slot])
-        leaves[slot] = leaves[slot].detach()
-    return pytree.tree_unflatten(leaves, spec), tensors
-
-
-class _Leave(torch.autograd.Function):
-    """The end of a tape's graph: what leaves it, and where its backward begins.
-
-    What the engine is given stays alive as long as it runs. So it is given nothing, and this takes
-    the gradients out of a list: then each lives until it is used.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.seeds = seeds
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        seeds = tuple(ctx.seeds)
-        ctx.seeds.clear()
-        return (None, *seeds)
