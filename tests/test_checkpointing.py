@@ -230,8 +230,8 @@ def test_the_command_line_takes_names(tmp_path: Path, monkeypatch: pytest.Monkey
     ("name", "checkpoint"),
     [
         ("gpt2", "transformer.h.*"),
-        ("vit", "vit.layers.*"),
-        ("resnet_train", "stages.*"),
+        pytest.param("vit", "vit.layers.*", marks=pytest.mark.slow),
+        pytest.param("resnet_train", "stages.*", marks=pytest.mark.slow),
         pytest.param("t5", "*coder.block.*", marks=pytest.mark.slow),
     ],
 )
