@@ -389,7 +389,8 @@ def test_autocast_is_as_it_was_in_the_forward(outside: bool) -> None:
     model, x = Layers(p=0.0), torch.randn(4, 8)
     gradients = []
     for checkpoint in (None, "layers.*"):
-        placed = placed_on(model, (x,), 2, "round-robin", checkpoint)
+        with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
+            placed = placed_on(model, (x,), 2, "round-robin", checkpoint)
         placed.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=not outside):
             loss = placed(x).float().square().sum()
