@@ -17,15 +17,12 @@ LAYERS = {
     0: "errors units values _core arrays graph devices topology constraints placement costs "
     "measurement optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
-    "linear_programs granularity link_fits profile_store device_kinds",
+    "linear_programs granularity link_fits profile_store device_kinds recomputation",
     2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
+    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
     4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
     "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
-    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
-    "workspace kernels workload estimation calibration faithfulness",
+    "in_place workspace kernels workload estimation calibration faithfulness",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -54,7 +51,8 @@ ALLOWED = {
     "linkage": {"problem", "restrictions"},
     "granularity": {"problem"},
     "traced": {"training"},
-    "training": {"traced"},
+    "training": {"recomputation", "traced"},
+    "recomputation": {"traced"},
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
@@ -269,15 +267,16 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.compiled", "runtime.steps"},
+    "runtime.steps": {"runtime.again"},
+    "runtime.tapes": {"runtime.again", "runtime.compiled", "runtime.edges", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
     "runtime.binding": {
+        "runtime.again",
         "runtime.compiled",
         "runtime.gradients",
         "runtime.steps",
         "runtime.tapes",
     },
-    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
     "runtime.capturing": {"runtime.tapes"},
     "runtime.graphed": {"runtime.steps", "runtime.tapes"},
     "runtime.replays": {"runtime.graphed", "runtime.steps", "runtime.tapes"},
@@ -314,9 +313,13 @@ ALLOWED = {
     "runtime.handover": {"runtime.module"},
     "runtime.stepwise": {"runtime.binding", "runtime.tapes"},
     "runtime.verifying": {"runtime.executables", "runtime.stepwise"},
-    "runtime.module": {"runtime.executables", "runtime.matching", "runtime.measuring"},
-    "runtime.module": {"runtime.compiled", "runtime.executables", "runtime.measuring"},
-    "runtime.module": {"runtime.capturing", "runtime.executables", "runtime.measuring"},
+    "runtime.module": {
+        "runtime.capturing",
+        "runtime.compiled",
+        "runtime.executables",
+        "runtime.matching",
+        "runtime.measuring",
+    },
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

@@ -21,12 +21,13 @@ from baechi.runtime.compiling import compile_program
 from baechi.runtime.cutting import tapes_of
 from baechi.runtime.program import Copy, Free, Place, Program, Run, Segment, Wait
 from baechi.serialization import dumps, loads
-from baechi.training import mirrored
+from baechi.training import mirrored, recomputed
 
 
 @st.composite
 def compiled(draw: st.DrawFn, **options: bool) -> tuple[OpGraph, Cluster, Placement, Program]:
-    graph = draw(strategies.steps(9))
+    again = options.get("again")
+    graph = draw(strategies.steps(9, again=draw(st.booleans()) if again is None else again))
     cluster = draw(strategies.clusters(4, whole=True))
     placement = draw(strategies.placements(graph, cluster))
     lanes = options.get("copy_lanes")
@@ -37,10 +38,12 @@ def compiled(draw: st.DrawFn, **options: bool) -> tuple[OpGraph, Cluster, Placem
 def run(program: Program, graph: OpGraph, seed: int) -> None:
     """Run the program op by op, lanes in any turn, and look up every input where the op is."""
     n, twins = mirrored(graph)
+    units = recomputed(graph)
     draw = random.Random(seed)
     for number, phase in enumerate(program.phases):
         memory = set(phase.given)
-        members = set(twins) if number else set(range(n))
+        members = {*twins, *units} if number else set(range(n))
+        again: set[int] = set()
         position = [0] * len(phase.lanes)
         ran = []
         while left := [k for k, rows in enumerate(phase.lanes) if position[k] < len(rows)]:
@@ -52,14 +55,28 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
             match row:
                 case Run():
                     segment = phase.segments[row.segment]
+                    if segment.again:
+                        for at in dict.fromkeys(program.tapes[t].again for t in segment.tapes):
+                            reads = set(graph.op_inputs[at]) & set(segment.reads)
+                            gradients = [
+                                t for t in graph.op_inputs[at] if graph.tensors[t].producer >= n
+                            ]
+                            assert reads == set(gradients)
+                            ran.append(at)
+                        assert all(Place(t, segment.device) in memory for t in segment.reads)
+                        again |= {op for t in segment.tapes for op in program.tapes[t].ops}
+                        continue
                     for index in segment.tapes:
                         ops = program.tapes[index].ops
+                        assert not number or program.tapes[index].again < 0 or set(ops) <= again
                         order = [twins[op] for op in reversed(ops)] if number else ops
                         inside: set[int] = set()
                         for op in (op for op in order if op >= 0):
                             for tensor in graph.op_inputs[op]:
                                 producer = graph.tensors[tensor].producer
-                                if producer in members or (number == 1 and producer == n):
+                                if producer in units:
+                                    assert op in {twins[row] for row in units[producer].ops}
+                                elif producer in members or (number == 1 and producer == n):
                                     there = Place(tensor, segment.device) in memory
                                     assert producer in inside or there, (op, tensor)
                             inside.add(op)
@@ -73,6 +90,8 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
                     memory.remove(Place(row.tensor, row.device))
         assert sorted(ran) == sorted(op for op in members if op >= 0)
         assert memory == set(phase.kept)
+        if number:
+            assert again == {op for unit in units.values() for op in unit.ops}
 
 
 @settings(max_examples=300, deadline=None)
@@ -109,7 +128,7 @@ def test_in_the_program_s_order_no_step_is_longer(
 
 
 @settings(max_examples=200, deadline=None)
-@given(case=compiled())
+@given(case=compiled(again=False))
 def test_a_segment_is_cut_only_where_something_arrives_or_leaves(
     case: tuple[OpGraph, Cluster, Placement, Program],
 ) -> None:

@@ -31,7 +31,7 @@ from baechi.runtime.program import (
     Tape,
     Wait,
 )
-from baechi.training import mirrored
+from baechi.training import mirrored, recomputed
 
 
 def compile_program(
@@ -55,6 +55,7 @@ def compile_program(
             copied as soon as it is made, and any lane frees: so a device holds what the clock says.
         in_turn: Forward operators whose segments run one after another, on whichever devices, in
             launch order, as those that draw from one random generator do.
+        schedule: When the clock begins what; with it, launch order follows the clock's.
 
     Raises:
         InputError: The placement is of another graph, or its order is not topological.
@@ -89,6 +90,8 @@ class _Compiler:
         self._copy_lanes = copy_lanes
         self._in_turn = in_turn
         self._n, self._twins = mirrored(graph)
+        self._units = recomputed(graph)
+        self._again = {op: at for at, unit in self._units.items() for op in unit.ops}
         self._backward = {op: twin for op, twin in enumerate(self._twins) if twin >= 0}
         n_devices = max(placement.devices, default=0) + 1
         self._lanes = [Lane(device) for device in range(n_devices)]
@@ -114,7 +117,7 @@ class _Compiler:
         """The whole program."""
         clock = None if self._schedule is None else Clock(self._graph, self._schedule)
         events = [
-            cut(self._graph, self._devices, order, self._copy_lanes, clock)
+            cut(self._graph, self._devices, order, self._copy_lanes, clock, self._units.keys())
             for order in self._orders
         ]
         if self._one_thread:
@@ -130,14 +133,19 @@ class _Compiler:
         forward: list[list[int]] = []
         backward: list[list[int]] = [[] for _ in pieces[-1]]
         for piece in pieces[0]:
-            rows = tapes_of(self._graph, piece.ops, backward_piece)
+            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again)
             forward.append(list(range(len(tapes), len(tapes) + len(rows))))
-            for tape, (index, _) in zip(forward[-1], rows, strict=True):
+            for number, (index, _) in zip(forward[-1], rows, strict=True):
                 if index is not None:
-                    backward[index].append(tape)
-            tapes += [Tape(piece.device, ops) for _, ops in rows]
+                    backward[index].append(number)
+            tapes += [Tape(piece.device, ops, self._again.get(ops[0], -1)) for _, ops in rows]
         # A tape's readers are in tapes after it, so going backward they come first.
         runs = [forward, [sorted(row, reverse=True) for row in backward]]
+        again: dict[int, list[int]] = {}
+        for index, tape in enumerate(tapes):
+            again.setdefault(tape.again, []).append(index)
+        for piece, row in zip(pieces[-1], runs[-1], strict=True):
+            row += [tape for op in piece.ops if op in self._units for tape in again[op]]
         phases = [
             self._phase(number, row, runs[number], tapes) for number, row in enumerate(events)
         ]
@@ -172,6 +180,7 @@ class _Compiler:
         tape_of: dict[int, int] = {}
         for index, tape in enumerate(tapes):
             tape_of.update((self._twins[op] if number else op, index) for op in tape.ops)
+        tape_of.update((op, -1) for op in self._units)
         given, values = self._values(members, tape_of)
         kept = {t for t in values if self._graph.tensors[t].kept}
         segments = self._segments(number, events, runs, values)
@@ -196,6 +205,8 @@ class _Compiler:
         values: set[int] = set()
         for index, tensor in enumerate(self._graph.tensors):
             readers = tuple(op for op in tensor.consumers if op in members)
+            if tensor.producer in self._units:
+                continue  # it is in the graph of its tape
             if tensor.producer in members:
                 own = tape_of[tensor.producer]
                 if tensor.kept or any(tape_of[op] != own for op in readers):
@@ -225,10 +236,12 @@ class _Compiler:
             }
             writes = {t for op in piece.ops for t in self._graph.op_outputs[op] if t in values}
             updates = {shared[op] for op in piece.ops if op in shared}
-            if number == 0 and inside & self._in_turn:
+            again = piece.ops[0] in self._units
+            ran = {op for at in piece.ops for op in self._units[at].ops} if again else inside
+            if (number == 0 or again) and ran & self._in_turn:
                 updates.add(len(self._graph.groups))
-            lists = (tuple(sorted(row)) for row in (reads, writes, updates))
-            segments.append(Segment(piece.device, tuple(row), *lists))
+            read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
+            segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
         return segments
 
     def _shared_state(self) -> dict[int, int]:
@@ -397,7 +410,8 @@ class _Writer:
                 *after.get((lane, position), ()),
             ]
             for row in rows:
-                waits = isinstance(row, Wait)
-                lanes[lane].append(Wait(row.lane, moved[row.lane][row.position]) if waits else row)
+                lanes[lane].append(
+                    Wait(row.lane, moved[row.lane][row.position]) if isinstance(row, Wait) else row
+                )
             launch += [lane] * len(rows)
         return tuple(map(tuple, lanes)), tuple(launch)
