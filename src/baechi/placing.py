@@ -85,7 +85,7 @@ def place(
         )
     check_optimizer(optimizer)
     cluster = probe(devices)
-    compile_options(compile, [torch_device(device.name) for device in cluster.devices])
+    compile_options(compile, ())  # wrong options are told before anything is traced
     maker = _Maker(
         cluster,
         placer,
