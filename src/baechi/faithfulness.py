@@ -6,6 +6,7 @@ return nothing. What is inside a submodule that stays whole is not lost: it runs
 a submodule can still stay whole, `watched` raises an error that sends a tracer to its next rung.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final
@@ -20,6 +21,7 @@ from baechi.errors import TraceError
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
 _BASE: Final[Any] = torch.autograd.function._SingleLevelFunction
+_LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
 _INSTEAD: Final = "Remove it, or place the model without it"
 
 
@@ -83,7 +85,7 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
         What was lost without an error: hooks that returned nothing.
     """
     lost: list[str] = []
-    with ExitStack() as stack:
+    with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:
                 hooks = getattr(module, kind)
@@ -93,10 +95,13 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
                         hooks[key] = _noting(hook, title, lost)
                         stack.callback(hooks.__setitem__, key, hook)
         # The base's, since `apply = MyFunction.apply` may have been taken long ago.
-        stack.enter_context(patch.object(_BASE, "apply", classmethod(_apply), create=True))
+        apply = _here(_apply, lambda cls, *args, **kwargs: super(_BASE, cls).apply(*args, **kwargs))
+        stack.enter_context(patch.object(_BASE, "apply", classmethod(apply), create=True))
         for name in ("register_hook", "retain_grad"):
-            stack.enter_context(patch.object(torch.Tensor, name, _refused(f"Tensor.{name}")))
-        enter = _checked_enter(saved_tensors_hooks.__enter__)
+            refused = _here(_refused(f"Tensor.{name}"), getattr(torch.Tensor, name))
+            stack.enter_context(patch.object(torch.Tensor, name, refused))
+        own = saved_tensors_hooks.__enter__
+        enter = _here(_checked_enter(own), own)
         stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", enter))
         yield lost
 
@@ -113,6 +118,16 @@ def refuse_lost(lost: list[str]) -> None:
             f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
             "in tensors: it is then traced with the model."
         )
+
+
+def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """In this thread the one, in all others, which may be training, the other."""
+    tracer = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (checked if threading.get_ident() == tracer else own)(*args, **kwargs)
+
+    return either
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:

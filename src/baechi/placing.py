@@ -99,7 +99,7 @@ def place(
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     target = memory_target(checkpoint)
     cluster = probe(devices) if target is None else within_memory(probe(devices), target)
-    compile_options(compile, [torch_device(device.name) for device in cluster.devices])
+    compile_options(compile, ())  # wrong options are told before anything is traced
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
