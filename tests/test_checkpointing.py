@@ -168,7 +168,8 @@ def placed_with(checkpoint: Any, devices: Any) -> baechi.PlacedModule:
 
 
 def test_place_takes_names_and_limits() -> None:
-    names = [u.name for u in recomputed(placed_with("blocks.1", {"cpu:0": "1GiB"}).graph).values()]
+    given = iter(["blocks.1"])
+    names = [u.name for u in recomputed(placed_with(given, {"cpu:0": "1GiB"}).graph).values()]
     assert names == ["blocks.1"]
     assert not recomputed(placed_with(True, {"cpu:0": "1GiB"}).graph)
     limit = max(placed_with(None, {"cpu:0": "1GiB"}).schedule.peak_bytes) * 7 // 10
@@ -186,6 +187,8 @@ def test_place_takes_names_and_limits() -> None:
 def test_place_refuses_a_limit_that_nothing_keeps_and_inference() -> None:
     with pytest.raises(baechi.InfeasibleError, match="run forward again"):
         placed_with("8KiB", {"cpu:0": "1GiB"})
+    with pytest.raises(baechi.InputError, match=r"checkpoint is 4\.5, a float"):
+        placed_with(4.5, {"cpu:0": "1GiB"})
     with pytest.raises(baechi.InputError, match="training=True"):
         baechi.place(Stack(), {"cpu:0": "1GiB"}, training=False, checkpoint="blocks.*")
 

@@ -314,28 +314,27 @@ def test_masks_of_dropout_are_drawn_again_on_one_device_as_in_the_unsplit_model(
     assert_equal_steps(model, placed_on(model, (x,), 1, "single", "layers.*"), (x,), {})
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_masks_of_dropout_are_drawn_again_on_several_devices(seed: int) -> None:
-    """dropout(x * w) is linear in w, so its gradient times w tells the mask of the output."""
+class Scaled(nn.Module):
+    """Linear in w, so that its gradient times w tells the mask of its output."""
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = nn.Parameter(torch.full((32,), 2.0))
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.full((32,), 2.0))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.dropout(x * self.w, 0.5, True)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.dropout(x * self.w, 0.5, True)
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = nn.ModuleList(Scaled() for _ in range(4))
 
-        def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-            return [part(x) for part in self.parts]
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Scaled() for _ in range(4))
 
-    model, x = Both(), torch.ones(32)
-    placed = placed_on(model, (x,), 3, baechi.RandomPlacer(seed), "parts.*")
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [part(x) for part in self.parts]
+
+
+def assert_masks_are_drawn_again(model: Parts, placed: nn.Module, x: torch.Tensor) -> None:
     for _ in range(3):
         placed.zero_grad()
         outputs = placed(x)
@@ -343,6 +342,33 @@ def test_masks_of_dropout_are_drawn_again_on_several_devices(seed: int) -> None:
         for part, output in zip(model.parts, outputs, strict=True):
             assert torch.equal(part.w.grad * part.w, output)
     assert len({tuple(output.tolist()) for output in outputs}) == 4
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_masks_of_dropout_are_drawn_again_on_several_devices(seed: int) -> None:
+    model, x = Parts(), torch.ones(32)
+    placed = placed_on(model, (x,), 3, baechi.RandomPlacer(seed), "parts.*")
+    assert_masks_are_drawn_again(model, placed, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lanes", [["cuda:0"], ["cuda:0/a", "cuda:0/b", "cuda:0/c"]])
+def test_units_on_a_gpu_draw_again_and_give_the_gradients_of_the_unsplit_model(
+    lanes: list[str],
+) -> None:
+    placer = baechi.RandomPlacer(1)
+    model, x = Parts().to("cuda:0"), torch.ones(32, device="cuda:0")
+    placed = placed_on(model, (x,), len(lanes), placer, "parts.*", devices=lanes)
+    assert_masks_are_drawn_again(model, placed, x)
+    other, y = Layers(p=0.0).to("cuda:0"), torch.randn(4, 8, device="cuda:0")
+    placed = placed_on(other, (y,), len(lanes), placer, "layers.*", devices=lanes)
+    found = []
+    for module in (other, placed):
+        module.zero_grad()
+        module(y).square().sum().backward()
+        found.append([parameter.grad.clone() for parameter in other.parameters()])
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two)
 
 
 class Normed(nn.Module):

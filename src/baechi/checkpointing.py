@@ -58,6 +58,22 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
     return None
 
 
+def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None:
+    """The same, to be read more than once; `False` is `None`, as is an empty list.
+
+    Raises:
+        InputError: It is no name, no names and no size.
+    """
+    if isinstance(checkpoint, bool | int | str) or checkpoint is None:
+        return None if checkpoint is False else checkpoint
+    if not isinstance(checkpoint, Iterable):
+        raise InputError(
+            f"checkpoint is {checkpoint!r}, a {type(checkpoint).__name__}; give names of "
+            'submodules, a size such as "4GiB", or True.'
+        )
+    return tuple(checkpoint) or None
+
+
 def within_memory(cluster: Cluster, memory: int | str) -> Cluster:
     """The cluster with at most that much memory on every device."""
     limit = parse_bytes(memory, what="memory")

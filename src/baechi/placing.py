@@ -8,7 +8,13 @@ import torch
 from torch import nn
 
 from baechi.calls import Call, canonical_call
-from baechi.checkpointing import Checkpoint, choose_checkpoint, memory_target, within_memory
+from baechi.checkpointing import (
+    Checkpoint,
+    checked,
+    choose_checkpoint,
+    memory_target,
+    within_memory,
+)
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster
@@ -95,7 +101,8 @@ def place(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
     check_optimizer(optimizer)
-    if checkpoint is not None and checkpoint is not False and not training:
+    checkpoint = checked(checkpoint)
+    if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     target = memory_target(checkpoint)
     cluster = probe(devices) if target is None else within_memory(probe(devices), target)
@@ -186,13 +193,12 @@ class _Maker:
             verify(unsplit, special.executable, traced.module, call)
         return special
 
-    def _checkpointed(self, traced: Traced, profiles: list[Profile]) -> Sequence[str] | None:
-        """The submodules that run forward again; `None` if none do."""
+    def _checkpointed(self, traced: Traced, profiles: list[Profile]) -> Any:
+        """The submodules that run forward again, as `Traced.graph` takes them."""
+        if self.checkpoint is None:
+            return None
         if memory_target(self.checkpoint) is None:
-            names = self.checkpoint
-            if names is None or isinstance(names, int):
-                return None
-            return (names,) if isinstance(names, str) else tuple(names)
+            return self.checkpoint
         chosen = choose_checkpoint(
             traced,
             profiles,

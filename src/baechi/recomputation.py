@@ -75,7 +75,7 @@ def named_units(
     Raises:
         InputError: A pattern names no submodule with operators, or none that has a backward.
     """
-    if isinstance(patterns, int):
+    if not isinstance(patterns, Iterable):
         raise InputError(
             f"checkpoint is {patterns!r}; what fits a limit of memory depends on the devices. Give "
             "names of submodules here, or find them with baechi.choose_checkpoint; baechi.place "
