@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from benchmarks.runtime.peaks import step_peaks
 from torch.utils import _pytree as pytree
 
 import baechi
@@ -123,6 +124,20 @@ SMALL = ["gpt2", "vit", "resnet_train", "towers", "t5"]
 def test_the_peak_of_one_device_is_predicted(name: str, optimizer: str | None) -> None:
     ((said, seen),) = peaks(name, 1, optimizer, 0)
     assert 0.97 * seen <= said <= 1.07 * seen
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "nn_transformer"])
+def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> None:
+    """Operators placed at random, one by one: the most copies that there can be."""
+    for said, seen in peaks(name, 2, "sgd", 0):
+        assert said >= 0.97 * seen
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "resnet_train", "nn_transformer", "towers"])
+def test_one_device_holds_no_more_than_the_unsplit_model(name: str, training: bool) -> None:
+    unsplit, placed = step_peaks(*zoo.MODELS[name](), training=training)
+    assert placed <= 1.02 * unsplit
 
 
 @pytest.mark.slow

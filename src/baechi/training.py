@@ -220,14 +220,14 @@ def _mirror(
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        reader = (twin[tensor.producer],)
+        maker = twin[tensor.producer]
         if tensor.kept:
-            edges.append(Tensor(loss, reader, tensor.nbytes))
+            edges.append(Tensor(loss, (maker,), tensor.nbytes))
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
         if tensor.producer in viewed:
             sizes = (0,)
         edges += [
-            Tensor(twin[consumer], reader, nbytes)
+            Tensor(twin[consumer], (maker,), nbytes)
             for consumer, nbytes in zip(tensor.consumers, sizes, strict=True)
             if consumer in twin
         ]

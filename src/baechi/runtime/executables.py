@@ -4,7 +4,7 @@ To autograd the whole step is one node, whose inputs are the caller's tensors an
 so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, final
@@ -49,6 +49,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
         traced: The model, with its module.
@@ -65,9 +66,8 @@ class Executable:
         places: Sequence[torch.device],
         training: bool,
         threads: int | None,
-        schedule: Schedule | None = None,
     ) -> None:
-        self._schedule = schedule
+        self.schedule: Callable[[], Schedule] | None = None
         self._module: TracedModule = traced.module
         self.places = tuple(places)
         self.training = training
@@ -98,7 +98,8 @@ class Executable:
         """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
         if self._streams:
             return self._way
-        program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
+        schedule = None if self.schedule is None else self.schedule()
+        program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn, final
 
 import torch
@@ -93,9 +94,9 @@ def apply(
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     placed = PlacedModule(traced.module.model, None, 1)
-    known = graph is not None and cluster is not None
-    schedule = simulate(graph, cluster, placement) if known else None
-    executable = Executable(traced, placement, places, training, threads_per_device, schedule)
+    executable = Executable(traced, placement, places, training, threads_per_device)
+    if graph is not None and cluster is not None:
+        executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
