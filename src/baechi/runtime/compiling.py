@@ -12,7 +12,7 @@ Complexity: O((ops + reads) * lanes), with a binary search per free.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -243,6 +243,7 @@ class _Compiler:
         return shared
 
 
+_Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
 _STATE: Final = -1  # the "device" of state that is updated in place: it is where its readers are
 
 
@@ -318,9 +319,7 @@ class _Writer:
         self._launch.append((lane, position))
         return lane, position
 
-    def written(
-        self, kept: frozenset[Place]
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    def written(self, kept: frozenset[Place]) -> _Written:
         """The lanes and the launch order, with all frees."""
         if self._one_thread:
             return self._freed_at_once(kept)
@@ -345,9 +344,7 @@ class _Writer:
             after.setdefault(last, []).extend(free for free, _ in late[lane])
         return self._with_frees({}, after)
 
-    def _freed_at_once(
-        self, kept: frozenset[Place]
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    def _freed_at_once(self, kept: frozenset[Place]) -> _Written:
         """The same, each free right after the last use, which waits for those not known of."""
         before: dict[tuple[int, int], list[Wait]] = {}
         after: dict[tuple[int, int], list[Free]] = {}
@@ -379,7 +376,7 @@ class _Writer:
         self,
         before: dict[tuple[int, int], list[Wait]],
         after: dict[tuple[int, int], list[Free]],
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    ) -> _Written:
         """Put waits and frees in, and let waits name the positions that instructions have then."""
         moved: list[list[int]] = []
         for lane, rows in enumerate(self._lanes):
