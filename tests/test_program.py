@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -242,6 +242,63 @@ def test_a_model_s_step_runs_as_long_as_the_placement_says(
         assert 0.95 * said.makespan_ns <= done.makespan_ns <= 1.01 * said.makespan_ns
         for one, other in zip(done.peak_bytes, said.peak_bytes, strict=True):
             assert abs(one - other) <= 0.06 * other
+
+
+def held(program: Program, graph: OpGraph, persistent: list[int]) -> list[int]:
+    """The peak of every device where a program of one phase is done in its launch order.
+
+    What a segment reads last it lets go of at the last operator that reads it.
+    """
+    (phase,) = program.phases
+    live, peak = list(persistent), list(persistent)
+    gone: set[tuple[int, int]] = set()
+    position = [0] * len(phase.lanes)
+    for lane in phase.launch:
+        rows = phase.lanes[lane]
+        row = rows[position[lane]]
+        position[lane] += 1
+        if isinstance(row, Copy):
+            live[row.dst] += graph.tensors[row.tensor].nbytes
+            peak[row.dst] = max(peak[row.dst], live[row.dst])
+        elif isinstance(row, Free) and (row.tensor, row.device) not in gone:
+            live[row.device] -= graph.tensors[row.tensor].nbytes
+        elif isinstance(row, Run):
+            segment = phase.segments[row.segment]
+            at = segment.device
+            ops = [op for tape in segment.tapes for op in program.tapes[tape].ops]
+            after = takewhile(lambda row: isinstance(row, Free), rows[position[lane] :])
+            ending = {row.tensor for row in after}
+            inside = {t for op in ops for t in graph.op_outputs[op]} - set(segment.writes)
+            ending |= {t for t in inside if not graph.tensors[t].kept}
+            for place, op in enumerate(ops):
+                live[at] += sum(graph.tensors[t].nbytes for t in graph.op_outputs[op])
+                peak[at] = max(peak[at], live[at] + graph.ops[op].workspace_bytes)
+                later = {t for other in ops[place + 1 :] for t in graph.op_inputs[other]}
+                for tensor in ending.intersection(graph.op_inputs[op]) - later:
+                    live[at] -= graph.tensors[tensor].nbytes
+                    gone.add((tensor, at))
+    return peak
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_in_the_clock_s_order_no_device_holds_more_than_the_clock_says(data: st.DataObject) -> None:
+    graph = data.draw(strategies.graphs(9, kinds=False))
+    ops = tuple(replace(op, time_ns=op.time_ns + 1) for op in graph.ops)
+    graph = OpGraph(ops, graph.tensors)
+    cluster = data.draw(strategies.clusters(4, whole=True))
+    devices = tuple(replace(device, pool="") for device in cluster.devices)
+    cluster = Cluster(devices, cluster.links, cluster.ports)
+    placement = data.draw(strategies.placements(graph, cluster))
+    placement = replace(placement, order=tuple(range(len(ops))))  # tapes run in program order
+    schedule = baechi.simulate(graph, cluster, placement)
+    program = compile_program(graph, placement, copy_lanes=True, one_thread=True, schedule=schedule)
+    check_program(program)
+    persistent = [0] * len(cluster.devices)
+    for op, device in zip(graph.ops, placement.devices, strict=True):
+        persistent[device] += op.persistent_bytes
+    for most, said in zip(held(program, graph, persistent), schedule.peak_bytes, strict=True):
+        assert most <= said
 
 
 def test_a_program_explains_itself() -> None:

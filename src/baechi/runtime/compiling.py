@@ -12,7 +12,7 @@ Complexity: O((ops + reads) * lanes), with a binary search per free.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -52,10 +52,11 @@ def compile_program(
             computes. A tensor is then freed by the device that holds it, which is what allocators
             that are bound to a stream need; else by the lane that knows first.
         one_thread: Whether one thread is to do everything in launch order. Then what leaves is
-            copied as soon as it is made, and any lane frees: so a device holds what the clock says.
+            copied as soon as it is made, and everything is freed right after its last use.
         in_turn: Forward operators whose segments run one after another, on whichever devices, in
             launch order, as those that draw from one random generator do.
-        schedule: When the clock begins what; with it, launch order follows the clock's.
+        schedule: Of the placement. The launch order is then the clock's own, and pieces end where
+            the clock sends something: with one thread no device holds more than the clock says.
 
     Raises:
         InputError: The placement is of another graph, or its order is not topological.
@@ -254,6 +255,7 @@ class _Compiler:
         return shared
 
 
+_Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
 _STATE: Final = -1  # the "device" of state that is updated in place: it is where its readers are
 
 
@@ -329,18 +331,11 @@ class _Writer:
         self._launch.append((lane, position))
         return lane, position
 
-    def written(
-        self, kept: frozenset[Place]
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    def written(self, kept: frozenset[Place]) -> _Written:
         """The lanes and the launch order, with all frees."""
-        after: dict[tuple[int, int], list[Free]] = {}
         if self._one_thread:
-            before: dict[tuple[int, int], list[Wait]] = {}
-            for place, uses in self._uses.items():
-                if place not in kept:
-                    last = self._last(uses, before)
-                    after.setdefault(last, []).append(Free(place.tensor, place.device))
-            return self._with_frees(before, after)
+            return self._freed_at_once(kept)
+        after: dict[tuple[int, int], list[Free]] = {}
         late: dict[int, list[tuple[Free, list[int]]]] = {}
         for place, uses in self._uses.items():
             if place in kept:
@@ -361,18 +356,20 @@ class _Writer:
             after.setdefault(last, []).extend(free for free, _ in late[lane])
         return self._with_frees({}, after)
 
-    def _last(
-        self,
-        uses: Sequence[tuple[int, int]],
-        before: dict[tuple[int, int], list[Wait]],
-    ) -> tuple[int, int]:
-        """The last use in launch order; it waits for those that its lane does not know of."""
-        last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
-        waits = before.setdefault(last, [])
-        for lane, position in uses:
-            if lane != last[0] and self._known[last[0]][lane][last[1]] <= position:
-                waits.append(Wait(lane, position))
-        return last
+    def _freed_at_once(self, kept: frozenset[Place]) -> _Written:
+        """The same, each free right after the last use, which waits for those not known of."""
+        before: dict[tuple[int, int], list[Wait]] = {}
+        after: dict[tuple[int, int], list[Free]] = {}
+        for place in sorted(self._uses.keys() - kept, key=lambda p: (p.tensor, p.device)):
+            uses = self._uses[place]
+            last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
+            after.setdefault(last, []).append(Free(place.tensor, place.device))
+            before.setdefault(last, []).extend(
+                Wait(lane, position)
+                for lane, position in uses
+                if lane != last[0] and self._known[last[0]][lane][last[1]] <= position
+            )
+        return self._with_frees(before, after)
 
     def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
         """The instruction after which a lane knows that all this has ended, launched first."""
@@ -391,7 +388,7 @@ class _Writer:
         self,
         before: dict[tuple[int, int], list[Wait]],
         after: dict[tuple[int, int], list[Free]],
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    ) -> _Written:
         """Put waits and frees in, and let waits name the positions that instructions have then."""
         moved: list[list[int]] = []
         for lane, rows in enumerate(self._lanes):
@@ -404,14 +401,12 @@ class _Writer:
         lanes: list[list[Instruction]] = [[] for _ in self._lanes]
         launch: list[int] = []
         for lane, position in self._launch:
-            rows = [
-                *before.get((lane, position), ()),
-                self._lanes[lane][position],
-                *after.get((lane, position), ()),
+            rows = [*before.get((lane, position), ()), self._lanes[lane][position]]
+            lanes[lane] += [
+                Wait(row.lane, moved[row.lane][row.position]) if isinstance(row, Wait) else row
+                for row in rows
             ]
-            for row in rows:
-                lanes[lane].append(
-                    Wait(row.lane, moved[row.lane][row.position]) if isinstance(row, Wait) else row
-                )
-            launch += [lane] * len(rows)
+            frees = after.get((lane, position), ())
+            lanes[lane] += frees
+            launch += [lane] * (len(rows) + len(frees))
         return tuple(map(tuple, lanes)), tuple(launch)

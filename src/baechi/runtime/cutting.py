@@ -103,8 +103,8 @@ def cut(
         order: The operators of the phase, topological; inputs made by others are there already.
         apart: Whether copies run beside the operators. Then everything that arrives begins a
             piece. Else a copy that can be made before the piece under way began is made there.
-        clock: With it a piece ends, too, where the clock begins to send something from its device
-            that was made before: what it holds is let go of then, and not at the end of the piece.
+        clock: With it a piece ends, too, where the clock begins to send something from its device,
+            so that what was only waiting to be sent is let go of then.
         again: Operators that run others forward again; they are in pieces without any else.
     """
     cutter = _Cutter(graph, devices, order, apart, clock, again)

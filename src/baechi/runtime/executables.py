@@ -57,6 +57,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
         traced: The model, with its module.
@@ -64,7 +65,6 @@ class Executable:
         places: The torch device of every logical device.
         training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
-        schedule: What the placement was predicted to do, where known: metered steps follow it.
         units: What runs forward again in the backward.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
         cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
@@ -80,13 +80,12 @@ class Executable:
         places: Sequence[torch.device],
         training: bool,
         threads: int | None,
-        schedule: Schedule | None = None,
         units: Sequence[Unit] = (),
         options: CompileOptions | None = None,
         cuda_graphs: CudaGraphs = False,
     ) -> None:
         check_wish(cuda_graphs, places)
-        self._schedule = schedule
+        self.schedule: Callable[[], Schedule] | None = None
         self._module: TracedModule = traced.module
         self.places = tuple(places)
         self.training = training
@@ -138,7 +137,8 @@ class Executable:
             return self._way
         program = self.program
         if not self._streams:
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
+            schedule = None if self.schedule is None else self.schedule()
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Any, NoReturn, final
 
@@ -105,20 +106,18 @@ def apply(
     call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
-    schedule = None
-    if graph is not None and cluster is not None:
-        schedule = simulate(graph, cluster, placement)
     executable = Executable(
         traced,
         placement,
         places,
         training,
         threads_per_device,
-        schedule,
         sorted(units, key=lambda unit: unit.ops),
         options,
         cuda_graphs,
     )
+    if graph is not None and cluster is not None:
+        executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
