@@ -66,10 +66,10 @@ def steps(draw, max_ops=6, *, again=False):
             draw(st.integers(0, n - 1)),
             draw(st.sets(st.integers(1, n - 1), max_size=3)) if n > 1 else set(),
             draw(sizes),
-            draw(st.integers(0, 3)) == 0,
+            draw(st.integers(0, 1 if again else 3)) == 0,
             draw(st.integers(0, 3)) > 0,
         )
-        for _ in range(draw(st.integers(0, 2 * n)))
+        for _ in range(draw(st.integers(n if again else 0, 2 * n)))
     ]
     tensors = tuple(
         TracedTensor(p, tuple(sorted(c for c in consumers if c > p)), nbytes, kept, smooth)
@@ -81,7 +81,7 @@ def steps(draw, max_ops=6, *, again=False):
         saves = draw(st.sets(st.sampled_from(touched), max_size=2)) if touched else ()
         ops.append(
             TracedOp(
-                f"{draw(st.sampled_from(['', 'a/', 'b/', 'c/']))}op{op}" if again else f"op{op}",
+                f"{draw(st.sampled_from(['a/', 'b/', 'c/', '']))}op{op}" if again else f"op{op}",
                 (f"op{op}",),
                 "",
                 saves=tuple(sorted(saves)),
