@@ -167,3 +167,18 @@ def test_an_end_that_falls_on_an_arrival_is_not_taken_back(policy, compat, durat
     result = simulate_cluster(jobs, Fleet.uniform(1, 1, 4), policy_named(policy, compat=compat))
     assert rows_of(result)[:2] == [("1", *first), ("2", *second)]
     assert len(result.outcomes) == 3
+
+
+def test_a_refused_job_is_an_event_in_queues():
+    # The second is over its queue's limit as the third comes. The original looks for that too late,
+    # but at every arrival, too, and of all jobs.
+    jobs = [Job("1", 3, 0, 3000), Job("2", 2, 100, 2000)]
+    wide = Job("3", 5, 1700, 100)
+    fleet = Fleet.uniform(1, 1, 4)
+    policy = policy_named("dlas-gpu", compat="tiresias")
+    second = ("2", 1150, 5000, 2900, 1, 2, 0)
+    without = simulate_cluster(jobs, fleet, policy)
+    assert rows_of(without) == [("1", 0, 4625, 1625, 1, 2, 0), second]
+    result = simulate_cluster([*jobs, wide], fleet, policy)
+    assert rows_of(result) == [("1", 0, 4900, 1900, 1, 2, 0), second]
+    assert [row.job for row in result.refused] == [wide]

@@ -54,7 +54,8 @@ class Policy(ABC):
         only_counts: Whether GPUs are counted, whatever the scheme.
         passes_over: Whether, without preemption, the job behind one that starts is not looked at.
         ends_with_arrivals: Whether a job that was to end as the next one arrives does end then,
-            though it lost its GPUs since. A defect of the published simulator, for its results.
+            though it lost its GPUs since. A defect of the published simulator, for its results;
+            arrivals are events then even of jobs that are refused.
     """
 
     name: ClassVar[str]

@@ -130,10 +130,14 @@ class _Simulation:
             chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
         self._selects = chosen is not None
         rows: list[tuple[int, ...]] = []
-        now = runs[0].job.submit_time if runs else 0
+        times = {job.submit_time for job in admitted}
+        if self._policy.ends_with_arrivals:
+            times.update(row.job.submit_time for row in refused)
+        arrivals = sorted(times, reverse=True)
+        now = arrivals[-1] if arrivals else 0
         place = 0
         while True:
-            moment = self._next(runs[place].job.submit_time if place < len(runs) else None)
+            moment = self._next(arrivals[-1] if arrivals else None)
             if moment is None:
                 break
             self._byte_ticks += self._room.held_bytes * max(0, moment - now)
@@ -143,7 +147,8 @@ class _Simulation:
                 place += 1
             arrived = runs[first:place]
             ended = self._ends.due(now)
-            if arrived:
+            if arrivals and arrivals[-1] <= now:
+                arrivals.pop()
                 ended, self._due = ended or self._due, []
             self._end(ended, now, before)
             self._waiting += len(arrived)
