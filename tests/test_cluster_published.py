@@ -1,7 +1,8 @@
-"""What the published simulator makes of small traces of ours: its results, put down by hand here.
+"""What the published simulator makes of small traces of ours.
 
-The traces are made so that its defects show: demotions that fall between seconds, ends that it does
-not take back, ties, and rows that are out of order. 8 GPUs on two switches of one node.
+The figures are from a transcription of it, run under Python 2.7, that gives its published results
+to the last digit. The traces are made so that its defects show: demotions that fall between
+seconds, ends that it does not take back, ties, and rows that are out of order.
 """
 
 import pytest
