@@ -83,7 +83,7 @@ class Oracle:
         alive = []
         while self.arrivals or alive:
             now = self.next(alive, None)
-            self.leave(alive, now)
+            self.leave(alive, [job for job in alive if self.ends_at(job) == now], now)
             for job in self.arriving(now):
                 job.seen = now
                 alive.append(job)
@@ -94,10 +94,16 @@ class Oracle:
         return self.done
 
     def in_queues(self, *, by_gpus, promote=0):
-        alive, queues, jump = [], [[], [], []], None
+        alive, queues, jump, noted = [], [[], [], []], None, []
         while self.arrivals or alive:
+            arrival = self.arrivals[0].submit if self.arrivals else None
+            if arrival == min(map(self.ends_at, alive), default=math.inf):
+                noted = [job for job in alive if self.ends_at(job) == arrival]
             now = self.next(alive, jump)
-            gone = self.leave(alive, now)
+            gone = self.leave(alive, [job for job in alive if self.ends_at(job) == now], now)
+            if now == arrival:  # ends noted with the arrival are not taken back
+                gone = gone or self.leave(alive, noted, now)
+                noted = []
             queues = [[job for job in queue if job not in gone] for queue in queues]
             for job in self.arriving(now):
                 job.seen = now
@@ -149,11 +155,13 @@ class Oracle:
 
     def next(self, alive, jump):
         times = [job.submit for job in self.arrivals]
-        times += [job.seen + job.duration - job.total for job in alive if job.running]
+        times += [self.ends_at(job) for job in alive]
         return min(*times, math.inf if jump is None else jump)
 
-    def leave(self, alive, now):
-        gone = [job for job in alive if job.running and job.seen + job.duration - job.total == now]
+    def ends_at(self, job):
+        return job.seen + job.duration - job.total if job.running else math.inf
+
+    def leave(self, alive, gone, now):
         for job in gone:
             alive.remove(job)
             job.end = now

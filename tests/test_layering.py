@@ -131,6 +131,7 @@ ALLOWED = {
     "scheduling.sharing": {"scheduling.jobs"},
     "scheduling.rooms": {"scheduling.fleet", "scheduling.jobs", "scheduling.sharing"},
     "scheduling.runs": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
+    "scheduling.ends": {"scheduling.runs"},
     "scheduling.schemes": {"scheduling.jobs", "scheduling.rooms", "scheduling.sharing"},
     "scheduling.policies": {"scheduling.rooms", "scheduling.runs"},
     "scheduling.shortest": {"scheduling.policies", "scheduling.runs"},
@@ -170,6 +171,7 @@ ALLOWED = {
         "scheduling.runs",
     },
     "scheduling.simulator": {
+        "scheduling.ends",
         "scheduling.fleet",
         "scheduling.jobs",
         "scheduling.offers",

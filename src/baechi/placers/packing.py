@@ -10,10 +10,11 @@ clock, in index order and in list order. The searches, from cheap to dear (`arra
 3. where groups are few, backtracking over assignments (`_every_assignment`), largest group first.
 
 So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
-Complexity: some tens of simulations, and `_EVALUATED_OPS` ops in small ones.
+Complexity: some tens of simulations, and 2 * `_ASSIGNMENTS` small ones.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
@@ -32,8 +33,9 @@ from baechi.problem import Problem
 _STEPS: Final = 64
 # Backtracking is for few groups; of many it would see but a corner.
 _GROUPS: Final = 24
-# It ends after so many simulated ops in either order: half a second or so.
-_EVALUATED_OPS: Final = 2**18
+# All of so few assignments are tried; of more, the first that fit by what stays alone.
+_ASSIGNMENTS: Final = 2048
+_FIRST: Final = 128
 
 
 @final
@@ -166,7 +168,7 @@ def _best_fit(
 
 
 def _every_assignment(problem: Problem) -> Iterator[Placement]:
-    """Assignments of few groups whose staying bytes fit, by backtracking: all, if they are few."""
+    """Assignments of few groups whose staying bytes fit, by backtracking; all, if they are few."""
     if len(problem.group_ops) > _GROUPS:
         return
     loads = _staying(problem)
@@ -187,8 +189,8 @@ def _every_assignment(problem: Problem) -> Iterator[Placement]:
                 yield from extended(depth + 1)
                 left[pools[device]] += loads[group]
 
-    most = _EVALUATED_OPS // max(1, len(problem.graph.ops))
-    for found in itertools.islice(extended(0), most):
+    few = math.prod(map(len, choices)) <= _ASSIGNMENTS
+    for found in itertools.islice(extended(0), None if few else _FIRST):
         yield from in_both_orders(problem, found, Packing.name)
 
 

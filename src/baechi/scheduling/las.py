@@ -11,7 +11,11 @@ jobs need: the chance to end within the next `delta` over what that costs.
 - the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
   GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
 - the mean cost in the Gittins index is cut to an integer, and index and chance are rounded;
-- GPUs are counted, whatever the scheme.
+- with promotion there is no index: the original sorts only where the policy has the plain name;
+- GPUs are counted, whatever the scheme;
+- who was to end at the moment at which the next job arrives does end then, though a demotion in
+  between took its GPUs: the original notes the end with the arrival, and does not take it back
+  unless another end falls on that moment. Its last wait is not counted, for ends go first.
 
 Between the two limits that are used and the third that is written there, the original has three
 queues, so the third is never read; it is left out here.
@@ -119,7 +123,7 @@ class LeastAttained(Policy):
             raise InputError(f"promote is {promote}; it must not be negative.")
         self._limits = tuple(limits)
         self._promote = promote
-        self._compat = self.only_counts = compat
+        self._compat = self.only_counts = self.ends_with_arrivals = compat
         self._index = index
         self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
@@ -230,5 +234,5 @@ class Gittins(LeastAttained):
         compat: bool = False,
     ) -> None:
         known = sampled_gpu_times() if samples is None else samples
-        index = GittinsIndex(known, rounded=compat)
+        index = None if compat and promote else GittinsIndex(known, rounded=compat)
         super().__init__(limits=limits, promote=promote, compat=compat, index=index)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from baechi.scheduling.jobs import Job
+from baechi.scheduling.jobs import Job, Refusal
 from baechi.scheduling.policies import Offer
 from baechi.scheduling.rooms import Grant, Room
 from baechi.scheduling.runs import Run
@@ -44,7 +44,23 @@ def shape_of(job: Job) -> object:
     return *asked, id(job.graph), id(job.placement), job.step_ns, job.most_gpus
 
 
-def reason_for(job: Job, gpus: int) -> str:
+def admission(jobs: Sequence[Job], empty: Room, gpus: int) -> tuple[list[Refusal], list[Job]]:
+    """The jobs that never fit a cluster of so many GPUs, empty, and those that do, by arrival."""
+    refused: list[Refusal] = []
+    admitted: list[Job] = []
+    known: dict[object, bool] = {}
+    for job in sorted(jobs, key=lambda job: job.submit_time):
+        shape = shape_of(job)
+        if shape not in known:
+            known[shape] = empty.place(job) is not None
+        if known[shape]:
+            admitted.append(job)
+        else:
+            refused.append(Refusal(job, _reason_for(job, gpus)))
+    return refused, admitted
+
+
+def _reason_for(job: Job, gpus: int) -> str:
     """Why a job fits no empty cluster of so many GPUs."""
     if job.gpus > gpus:
         return f"asks for {job.gpus} GPUs of {gpus}"

@@ -53,6 +53,9 @@ class Policy(ABC):
         blocking: Whether the first job that finds no room holds up all behind it.
         only_counts: Whether GPUs are counted, whatever the scheme.
         passes_over: Whether, without preemption, the job behind one that starts is not looked at.
+        ends_with_arrivals: Whether a job that was to end as the next one arrives does end then,
+            though it lost its GPUs since. A defect of the published simulator, for its results;
+            arrivals are events then even of jobs that are refused.
     """
 
     name: ClassVar[str]
@@ -60,6 +63,7 @@ class Policy(ABC):
     blocking: ClassVar[bool] = False
     only_counts: bool = False
     passes_over: bool = False
+    ends_with_arrivals: bool = False
 
     def begin(self, gpus: int) -> None:
         """Called once, with the size of the cluster."""

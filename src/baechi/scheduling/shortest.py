@@ -5,23 +5,22 @@ order of the running jobs is that of their ends, and jobs that wait for equally 
 heap of their own: an event costs the jobs that change, and the running jobs behind the first one
 that waits, instead of a sort of all jobs. Ties are broken as the stable sort in `order` does, which
 tests compare with: a waiting job goes before a running one that has just caught up with it, a new
-one behind all. Only where a job of zero length makes two events of one moment, may equals be in
-another order.
+one behind all. A job of zero length makes two events of one moment: at the second, who came or lost
+its GPUs at the first is still where it was then.
 """
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Sequence
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import Final, final
+from typing import final
 
 from baechi.scheduling.policies import Policy
 from baechi.scheduling.runs import Run
 
-# (remaining time while waiting, or end while running; the event that it came at; rank; the job)
+# Remaining time, event, rank and job while waiting; while running its end, what orders equals
+# (plus the moment if it was new, minus the moment if it had waited), rank and job.
 _Entry = tuple[int, int, int, Run]
-
-_LAST: Final = 1 << 62  # beyond every event
 
 
 @final
@@ -46,8 +45,10 @@ class ShortestTime(Policy):
     def __init__(self) -> None:
         self._waiting: dict[int, list[_Entry]] = {}  # by GPUs
         self._running: list[_Entry] = []
-        self._event = 0
+        self._moment = 0  # of the last event
+        self._event = 0  # counts moments
         self._count = 0
+        self._stopped: dict[int, tuple[int, int]] = {}  # places that were lost at this moment
 
     def order(self, runs: list[Run], now: int) -> list[Run]:
         """By remaining time; equals stay as they were."""
@@ -57,20 +58,25 @@ class ShortestTime(Policy):
         self, now: int, arrived: Sequence[Run], ended: Sequence[Run], free: int
     ) -> tuple[list[Run], list[Run]]:
         """As a walk over `order`, from the heaps."""
-        self._event += 1
+        if now > self._moment or not self._event:
+            self._moment = now
+            self._event += 1
+            self._stopped.clear()
         del self._running[: len(ended)]
         for run in arrived:
             self._wait(run, now, new=1)
         stops, starts = self._walk(now, free)
         for entry in starts:
-            end, sign = self._place_of(entry, now)
-            stamp = self._event if sign > 0 else -self._event
-            insort(self._running, (end, stamp, entry[2], entry[3]))
-        for run in stops:
-            self._wait(run, now, new=0)
-        return stops, [entry[3] for entry in starts]
+            insort(self._running, (*self._place_of(entry, now), entry[3]))
+        for _, stamp, rank, run in stops:
+            if abs(stamp) == self._event:  # it had just started
+                self._queue(run, now, rank)
+            else:
+                self._stopped[run.index] = stamp, rank
+                self._wait(run, now, new=0)
+        return [entry[3] for entry in stops], [entry[3] for entry in starts]
 
-    def _walk(self, now: int, free: int) -> tuple[list[Run], list[_Entry]]:
+    def _walk(self, now: int, free: int) -> tuple[list[_Entry], list[_Entry]]:
         """Gives GPUs to the waiting, and to the running jobs behind the first of them, in order."""
         heads = [row[0] for row in self._waiting.values() if row]
         if not heads:
@@ -80,7 +86,7 @@ class ShortestTime(Policy):
         sums = [0, *accumulate(entry[3].job.gpus for entry in behind)]
         free += sums[-1]
         kept: list[_Entry] = []
-        stops: list[Run] = []
+        stops: list[_Entry] = []
         starts: list[_Entry] = []
         place = 0
         while place < len(behind) or free:
@@ -103,7 +109,7 @@ class ShortestTime(Policy):
                     free -= entry[3].job.gpus
                     kept.append(entry)
                 else:
-                    stops.append(entry[3])
+                    stops.append(entry)
             elif best is not None:
                 heappop(self._waiting[needed])
                 free -= needed
@@ -114,15 +120,17 @@ class ShortestTime(Policy):
             self._running[first:] = kept
         return stops, starts
 
-    def _place_of(self, waiting: _Entry, now: int) -> tuple[int, int]:
+    def _place_of(self, waiting: _Entry, now: int) -> tuple[int, int, int]:
         """Where a waiting job goes among the running: a new one behind its equals, else before."""
-        is_new = waiting[1] == 2 * self._event + 1
-        return now + waiting[0], _LAST if is_new else -_LAST
+        remaining, event, rank, run = waiting
+        stamp = self._event if event == 2 * self._event + 1 else -self._event
+        return now + remaining, *self._stopped.get(run.index, (stamp, rank))
 
     def _wait(self, run: Run, now: int, *, new: int) -> None:
         """Queues a job; at one event, the preempted go before the new."""
         self._count += 1
-        event = 2 * self._event + new
-        rank = (event << 64) + self._count
+        self._queue(run, now, (2 * self._event + new << 64) + self._count)
+
+    def _queue(self, run: Run, now: int, rank: int) -> None:
         row = self._waiting.setdefault(run.job.gpus, [])
-        heappush(row, (run.remaining(now), event, rank, run))
+        heappush(row, (run.remaining(now), rank >> 64, rank, run))

@@ -17,12 +17,12 @@ linear in jobs plus events.
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from heapq import heapify, heappop, heappush
 
 from baechi.errors import InputError
+from baechi.scheduling.ends import Ends
 from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.jobs import Job, Refusal
-from baechi.scheduling.offers import RoomOffer, held_by, reason_for, shape_of
+from baechi.scheduling.jobs import Job
+from baechi.scheduling.offers import RoomOffer, admission, held_by, shape_of
 from baechi.scheduling.policies import Policy
 from baechi.scheduling.results import Result
 from baechi.scheduling.rooms import Counter, Grant, Machines, Room
@@ -106,7 +106,8 @@ class _Simulation:
         self._asks = type(policy).accepts is not Policy.accepts
         self._queue: list[Run] = []  # that wait, or with preemption all that have not ended
         self._running: dict[int, Run] = {}
-        self._ends: list[tuple[int, int, int]] = []  # time, index, version
+        self._ends = Ends()
+        self._due: list[Run] = []  # see `Policy.ends_with_arrivals`
         self._wake: int | None = None
         self._selects = False
         self._waiting = 0
@@ -115,27 +116,35 @@ class _Simulation:
 
     def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> Result:
         """Until nothing waits, runs or arrives."""
-        refused, runs = self._admitted(jobs)
-        self._runs = runs
+        refused, admitted = admission(jobs, self._make_room(), self._gpus)
+        runs = self._runs = [Run(job, index) for index, job in enumerate(admitted)]
         self._policy.begin(self._gpus)
         # Decided once: a policy that selects keeps its own queue from the first event on.
         if isinstance(self._room, Counter) and not self._restart_cost:
             chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
             self._selects = chosen is not None
         rows: list[tuple[int, ...]] = []
-        now = runs[0].job.submit_time if runs else 0
+        times = {job.submit_time for job in admitted}
+        if self._policy.ends_with_arrivals:
+            times.update(row.job.submit_time for row in refused)
+        arrivals = sorted(times, reverse=True)
+        now = arrivals[-1] if arrivals else 0
         place = 0
         while True:
-            moment = self._next(runs[place].job.submit_time if place < len(runs) else None)
+            moment = self._next(arrivals[-1] if arrivals else None)
             if moment is None:
                 break
             self._byte_ticks += self._room.held_bytes * max(0, moment - now)
-            now = max(now, moment)
-            ended = self._end(now)
+            before, now = now, max(now, moment)
             first = place
             while place < len(runs) and runs[place].job.submit_time <= now:
                 place += 1
             arrived = runs[first:place]
+            ended = self._ends.due(now)
+            if arrivals and arrivals[-1] <= now:
+                arrivals.pop()
+                ended, self._due = ended or self._due, []
+            self._end(ended, now, before)
             self._waiting += len(arrived)
             self._decide(now, arrived, ended)
             if self._waiting and not self._running and place == len(runs) and self._wake is None:
@@ -154,52 +163,33 @@ class _Simulation:
             byte_ticks=self._byte_ticks,
         )
 
-    def _admitted(self, jobs: Sequence[Job]) -> tuple[list[Refusal], list[Run]]:
-        """Those that fit the empty cluster, by arrival, and those that never will."""
-        refused = []
-        admitted = []
-        empty = self._make_room()
-        known: dict[object, bool] = {}
-        for job in sorted(jobs, key=lambda job: job.submit_time):
-            shape = shape_of(job)
-            if shape not in known:
-                known[shape] = empty.place(job) is not None
-            if known[shape]:
-                admitted.append(job)
-            else:
-                refused.append(Refusal(job, reason_for(job, self._gpus)))
-        return refused, [Run(job, index) for index, job in enumerate(admitted)]
-
     def _next(self, arrival: int | None) -> int | None:
         """The time of the next event."""
-        while self._ends and self._runs[self._ends[0][1]].version != self._ends[0][2]:
-            heappop(self._ends)
-        if len(self._ends) > 64 + 4 * len(self._running):
-            self._ends = [row for row in self._ends if self._runs[row[1]].version == row[2]]
-            heapify(self._ends)
         times = [arrival] if arrival is not None else []
-        if self._ends:
-            times.append(self._ends[0][0])
+        end = self._ends.first(len(self._running))
+        if end is not None:
+            times.append(end)
+            if end == arrival and self._policy.ends_with_arrivals:
+                self._due = self._ends.at(end)
         if self._wake is not None and (self._running or self._waiting):
             times.append(self._wake)
         return min(times, default=None)
 
-    def _end(self, now: int) -> list[Run]:
-        ended = []
-        while self._ends and self._ends[0][0] <= now:
-            _, index, version = heappop(self._ends)
-            run = self._runs[index]
-            if run.version == version:
+    def _end(self, ended: list[Run], now: int, before: int) -> None:
+        """Ends jobs; one that waits has waited until the event before, as published."""
+        for run in ended:
+            if run.running:
                 self._release(run, now)
-                run.done = True
-                run.end_time = now
-                ended.append(run)
+            else:
+                run.settle(before)
+                self._waiting -= 1
+            run.done = True
+            run.end_time = now
         for run in ended:
             self._refresh(run, now)
         self._done += ended
         if ended and self._policy.preemptive and not self._selects:
             self._queue = [run for run in self._queue if not run.done]
-        return ended
 
     def _decide(self, now: int, arrived: list[Run], ended: list[Run]) -> None:
         policy = self._policy
@@ -397,4 +387,4 @@ class _Simulation:
             run.settle(now)
             run.rate = rate
             run.version += 1
-            heappush(self._ends, (run.ends_at(), run.index, run.version))
+            self._ends.add(run)
