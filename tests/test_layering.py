@@ -19,7 +19,8 @@ LAYERS = {
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
     "linear_programs granularity link_fits profile_store device_kinds recomputation",
     2: "simulation solving placers.*",
-    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
+    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
+    "runtime.compiling runtime.checking",
     4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
     "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
     "in_place workspace kernels workload estimation calibration faithfulness",
@@ -125,7 +126,7 @@ ALLOWED = {
     "reporting.perfetto": {"reporting.facts", "reporting.occupancy"},
     "reporting.text": {"reporting.facts"},
     # The program of a placement: cut, and then written.
-    "runtime.compiling": {"runtime.cutting"},
+    "runtime.compiling": {"runtime.cutting", "runtime.writing"},
     # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
     "scheduling.fleet": {"scheduling.jobs"},
     "scheduling.sharing": {"scheduling.jobs"},
@@ -270,7 +271,14 @@ ALLOWED = {
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
     "runtime.steps": {"runtime.again"},
-    "runtime.tapes": {"runtime.again", "runtime.compiled", "runtime.edges", "runtime.steps"},
+    "runtime.failures": {"runtime.compiled"},
+    "runtime.tapes": {
+        "runtime.again",
+        "runtime.compiled",
+        "runtime.edges",
+        "runtime.failures",
+        "runtime.steps",
+    },
     "runtime.gradients": {"runtime.tapes"},
     "runtime.binding": {
         "runtime.again",
@@ -301,11 +309,13 @@ ALLOWED = {
         "runtime.streams",
         "runtime.workers",
     },
+    "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps"},
     "runtime.executables": {
         "runtime.binding",
         "runtime.compiled",
         "runtime.capturing",
         "runtime.executors",
+        "runtime.nodes",
         "runtime.replays",
         "runtime.steps",
         "runtime.streams",

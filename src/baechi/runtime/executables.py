@@ -1,23 +1,16 @@
-"""A traced model bound to a placement and to torch devices: what one call runs.
-
-To autograd the whole step is one node, whose inputs are the caller's tensors and every parameter;
-so `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
-"""
+"""A traced model bound to a placement and to torch devices: what one call runs."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
-from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
-from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
 from baechi.faithfulness import refuse_hooked
 from baechi.graph import OpGraph
@@ -31,7 +24,8 @@ from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
-from baechi.runtime.executors import Executor, graphs_of, make_executor
+from baechi.runtime.executors import graphs_of, make_executor
+from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
 from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
@@ -39,15 +33,6 @@ from baechi.runtime.streams import CudaExecutor
 from baechi.runtime.workers import CpuExecutor
 from baechi.traced import Traced
 from baechi.training import operator_graph
-
-
-@final
-@dataclass(frozen=True)
-class _Way:
-    """A program bound to the model, and who runs it."""
-
-    bound: Bound
-    executor: Executor
 
 
 @final
@@ -106,7 +91,7 @@ class Executable:
             if cuda_graphs is True:
                 self._graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self._graphs)
-        self._way = _Way(bound, executor)
+        self._way = Way(bound, executor)
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._given = {node: i for i, node in enumerate(placeholders)}
@@ -131,7 +116,7 @@ class Executable:
         return "" if self._graphs is None else self._graphs.report()
 
     @cached_property
-    def _counted(self) -> _Way:
+    def _counted(self) -> Way:
         """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
         if self._streams and self._modes is None:
             return self._way
@@ -140,9 +125,9 @@ class Executable:
             schedule = None if self.schedule is None else self.schedule()
             program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
         bound = bind(self._module, self._graph, program, self.places)
-        return _Way(bound, CudaExecutor(program, bound, self.places))
+        return Way(bound, CudaExecutor(program, bound, self.places))
 
-    def _way_of(self, meter: Meter | None) -> _Way:
+    def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted
 
     def _state_homes(self) -> list[tuple[torch.Tensor, torch.device]]:
@@ -191,7 +176,7 @@ class Executable:
         usual = self._way
         bound = change(bind(self._module, self._graph, self.program, self.places))
         executor = make_executor(self.program, bound, self.places, self._threads)
-        self._way = _Way(bound, executor)
+        self._way = Way(bound, executor)
         try:
             yield
         finally:
@@ -203,13 +188,13 @@ class Executable:
         self._way.executor.close()
 
     @cached_property
-    def _alone(self) -> _Way:
+    def _alone(self) -> Way:
         """How a mode's first step runs, which compiles: the same tapes, in one thread."""
         executor = self._way.executor
         if not isinstance(executor, CpuExecutor) or executor.threads is None:
             return self._way
         bound = self._way.bound
-        return _Way(bound, CudaExecutor(self.program, bound, self.places))
+        return Way(bound, CudaExecutor(self.program, bound, self.places))
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -232,7 +217,7 @@ class Executable:
         self._modes.add(mode)
         return result
 
-    def _run(self, way: _Way, call: Call, meter: Meter | None) -> Any:
+    def _run(self, way: Way, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, way.bound.sizes)
@@ -246,12 +231,12 @@ class Executable:
             if parameter._backward_hooks:
                 self._refuse_hooked(parameter)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = _Plan(way, step, call, trained)
+        plan = Plan(way, step, call, trained)
         seed = torch.empty(0, requires_grad=True)
-        tokens = _StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         values, plan.outputs = plan.outputs, []
         outputs = [
-            _Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
+            Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
             for slot, token, value in zip(plan.slots, tokens, values, strict=True)
         ]
         del values
@@ -292,153 +277,3 @@ def move(tensor: torch.Tensor, place: torch.device) -> None:
         tensor.data = tensor.data.to(place)
         if tensor.grad is not None:
             tensor.grad.data = tensor.grad.data.to(place)
-
-
-@final
-class _Plan:
-    """One differentiable call, between its forward and its backward."""
-
-    def __init__(
-        self, way: _Way, step: Step, call: Call, trained: list[torch.nn.Parameter]
-    ) -> None:
-        self.way = way
-        self.step = step
-        self.call = call
-        self.trained = trained
-        self.spent = False
-        self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
-        self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
-        # For each result its leaves, the spec around them, and for each leaf the output it is.
-        self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
-
-    def forward(self) -> None:
-        """Run the forward, and take its results apart."""
-        step, way = self.step, self.way
-        with torch.enable_grad():
-            way.executor.run(step, 0)
-        for value, row in zip(step.results, way.bound.results.values(), strict=True):
-            flag = step.flags[row.value]
-            leaves, spec = pytree.tree_flatten(value)
-            places = [-1] * len(leaves)
-            tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-            for leaf, i in enumerate(tensors):
-                if flag is True or (flag is not False and flag[leaf]):
-                    places[i] = len(self.outputs)
-                    self.outputs.append(leaves[i])
-                    self.slots.append((row.grads[leaf], row.device))
-                    leaves[i] = None
-            self._parts.append((leaves, spec, places))
-        step.slots, step.results, step.inputs = [], [], ()
-
-    def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
-        """The results, with autograd's own tensors where there are gradients."""
-        merged = []
-        for leaves, spec, places in self._parts:
-            for i, place in enumerate(places):
-                if place >= 0:
-                    leaves[i] = outputs[place]
-            merged.append(pytree.tree_unflatten(leaves, spec))
-        self._parts = []  # the caller alone decides how long results live
-        return merged
-
-    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
-        """Take the caller's gradient of an output."""
-        if self.step.meter is not None:
-            self.step.meter.hold(device, gradient)
-        self.step.grads[slot] = gradient
-
-    def backward(self, keep: bool) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and the parameters, given those of the outputs.
-
-        Raises:
-            ExecutionError: The graph was freed by an earlier backward.
-        """
-        if self.spent:
-            raise ExecutionError(
-                "this step's graph was freed by its first backward; to go backward twice, give "
-                "retain_graph=True the first time."
-            )
-        self.spent = not keep
-        step, bound = self.step, self.way.bound
-        step.keep = keep
-        self.way.executor.run(step, 1)
-        result: list[torch.Tensor | None] = []
-        for tensor, slots in zip(self.call.tensors, bound.input_grads, strict=True):
-            if tensor.requires_grad:
-                total = self._taken(slots)
-                result.append(None if total is None else total.to(tensor.device))
-        for parameter in self.trained:
-            device, slots = bound.parameters[parameter]
-            if step.meter is None:
-                result.append(self._taken(slots))
-            else:
-                with step.meter.charged_to(device):
-                    result.append(self._taken(slots))
-        step.grads = [None] * len(step.grads)
-        return result
-
-    def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
-        """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
-        total: torch.Tensor | None = None
-        for slot in slots:
-            gradient, self.step.grads[slot] = self.step.grads[slot], None
-            if gradient is not None:
-                total = gradient if total is None else total + gradient.to(total.device)
-        return total
-
-
-class _StepFunction(torch.autograd.Function):
-    """A whole step as one autograd node; its outputs are tokens, one for each `_Result`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: _Plan,
-        *tensors: torch.Tensor,  # noqa: ARG004 (named for autograd, found by the plan)
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        plan.forward()
-        return tuple(tensor.new_empty(0) for tensor in plan.outputs)
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        *tokens: torch.Tensor | None,  # noqa: ARG004 (the gradients are in the step)
-    ) -> tuple[Any, ...]:
-        return (None, None, *ctx.plan.backward(_graph_is_kept()))
-
-
-class _Result(torch.autograd.Function):
-    """One output of a step.
-
-    Autograd holds what a node's backward is given until it ends. So the step's node is given
-    tokens, and the gradients are put where it takes them as it needs them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: _Plan,
-        slot: tuple[int, int],
-        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.plan, ctx.slot = plan, slot
-        ctx.set_materialize_grads(False)
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
-        if gradient is None:
-            return (None, None, None, None)
-        ctx.plan.seed(*ctx.slot, gradient.detach())
-        if gradient.requires_grad:  # a second derivative: the step refuses what hangs on a graph
-            return (None, None, gradient.reshape(-1)[:0], None)
-        return (None, None, gradient.new_empty(0), None)
-
-
-def _graph_is_kept() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

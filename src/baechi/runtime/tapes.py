@@ -9,8 +9,6 @@ only gradient edges are remembered, so no activation lives longer than autograd 
 Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
-import linecache
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,11 +19,10 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.errors import ExecutionError
-from baechi.naming import op_name, source_line
 from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
 from baechi.runtime.edges import Leave, cut_off, detached, tensor_slots
+from baechi.runtime.failures import located
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -147,7 +144,7 @@ class TapeCode:
             with nullcontext() if again is None else dropped():
                 results = self.function(arguments)
         except Exception as error:
-            raise self._located(error) from error
+            raise located(error, self.nodes, self.function, self.device) from error
         if step.differentiate:
             leaving = self._publish(step, results, mine)
             if again is None:
@@ -182,7 +179,7 @@ class TapeCode:
             try:
                 results = self.function(arguments)
             except Exception as error:
-                raise self._located(error) from error
+                raise located(error, self.nodes, self.function, self.device) from error
             leaving = list(results[len(results) - self.exits :]) if self.exits else []
             for output in (output for output in self.outputs if output.result >= 0):
                 value, tensors = detached(results[output.result])
@@ -355,7 +352,7 @@ class TapeCode:
                     accumulate_grad=False,
                 )
         except Exception as error:
-            raise self._located(error) from error
+            raise located(error, self.nodes, self.function, self.device) from error
         grads = step.grads
         for slot, gradient in zip(targets, found, strict=True):
             grads[slot] = gradient
@@ -386,43 +383,3 @@ class TapeCode:
             record.seeds.clear()
             return (), ()
         return (record.end[0],), (record.end[1],)
-
-    def _located(self, error: Exception) -> ExecutionError:
-        """The error with the operator that was running and the model's own line."""
-        nodes = [node for node in self.nodes if node.op not in ("placeholder", "get_attr")]
-        node = nodes[0] if len(nodes) == 1 else self._running(error)
-        if node is None:
-            where = (
-                f"one of {len(nodes)} operators from {op_name(nodes[0])} to {op_name(nodes[-1])} "
-                "(torch.autograd.set_detect_anomaly(True) shows which)"
-            )
-        else:
-            source = source_line(node)
-            where = f"{op_name(node)} ({source})" if source else op_name(node)
-        return ExecutionError(
-            f"{where} failed on logical device {self.device}: {type(error).__name__}: {error}"
-        )
-
-    def _running(self, error: Exception) -> fx.Node | None:
-        """The node whose generated line the error came through; fx gives each a line of its own."""
-        function = self.function
-        if isinstance(function, CompiledTape) and function.reason is None:
-            return self._calling(error)
-        by_name = {node.name: node for node in self.nodes}
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            if "eval_with_key" in frame.f_code.co_filename:
-                line = linecache.getline(frame.f_code.co_filename, number)
-                return by_name.get(line.split("=")[0].split(":")[0].strip())
-        return None
-
-    def _calling(self, error: Exception) -> fx.Node | None:
-        """The only node whose operator a line of compiled code calls that the error came through.
-
-        What is fused into a kernel has no line of its own.
-        """
-        for frame, number in traceback.walk_tb(error.__traceback__):
-            line = linecache.getline(frame.f_code.co_filename, number)
-            callers = [node for node in self.nodes if f"torch.ops.{node.target}(" in line]
-            if callers:
-                return callers[0] if len(callers) == 1 else None
-        return None

@@ -1,0 +1,181 @@
+"""A step as autograd sees it: one node whose inputs are the caller's tensors and every parameter.
+
+    inputs, parameters -> `StepFunction` -> a token per output -> `Result` -> output
+
+So `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils import _pytree as pytree
+
+from baechi.calls import Call
+from baechi.errors import ExecutionError
+from baechi.runtime.binding import Bound
+from baechi.runtime.executors import Executor
+from baechi.runtime.steps import Step
+
+
+@final
+@dataclass(frozen=True)
+class Way:
+    """A program bound to the model, and who runs it."""
+
+    bound: Bound
+    executor: Executor
+
+
+@final
+class Plan:
+    """One differentiable call, between its forward and its backward."""
+
+    def __init__(self, way: Way, step: Step, call: Call, trained: list[torch.nn.Parameter]) -> None:
+        self.way = way
+        self.step = step
+        self.call = call
+        self.trained = trained
+        self.spent = False
+        self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
+        self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
+        # For each result its leaves, the spec around them, and for each leaf the output it is.
+        self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
+
+    def forward(self) -> None:
+        """Run the forward, and take its results apart."""
+        step, way = self.step, self.way
+        with torch.enable_grad():
+            way.executor.run(step, 0)
+        for value, row in zip(step.results, way.bound.results.values(), strict=True):
+            flag = step.flags[row.value]
+            leaves, spec = pytree.tree_flatten(value)
+            places = [-1] * len(leaves)
+            tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+            for leaf, i in enumerate(tensors):
+                if flag is True or (flag is not False and flag[leaf]):
+                    places[i] = len(self.outputs)
+                    self.outputs.append(leaves[i])
+                    self.slots.append((row.grads[leaf], row.device))
+                    leaves[i] = None
+            self._parts.append((leaves, spec, places))
+        step.slots, step.results, step.inputs = [], [], ()
+
+    def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
+        """The results, with autograd's own tensors where there are gradients."""
+        merged = []
+        for leaves, spec, places in self._parts:
+            for i, place in enumerate(places):
+                if place >= 0:
+                    leaves[i] = outputs[place]
+            merged.append(pytree.tree_unflatten(leaves, spec))
+        self._parts = []  # the caller alone decides how long results live
+        return merged
+
+    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        if self.step.meter is not None:
+            self.step.meter.hold(device, gradient)
+        self.step.grads[slot] = gradient
+
+    def backward(self, keep: bool) -> list[torch.Tensor | None]:
+        """Gradients of the inputs and the parameters, given those of the outputs.
+
+        Raises:
+            ExecutionError: The graph was freed by an earlier backward.
+        """
+        if self.spent:
+            raise ExecutionError(
+                "this step's graph was freed by its first backward; to go backward twice, give "
+                "retain_graph=True the first time."
+            )
+        self.spent = not keep
+        step, bound = self.step, self.way.bound
+        step.keep = keep
+        self.way.executor.run(step, 1)
+        result: list[torch.Tensor | None] = []
+        for tensor, slots in zip(self.call.tensors, bound.input_grads, strict=True):
+            if tensor.requires_grad:
+                total = self._taken(slots)
+                result.append(None if total is None else total.to(tensor.device))
+        for parameter in self.trained:
+            device, slots = bound.parameters[parameter]
+            if step.meter is None:
+                result.append(self._taken(slots))
+            else:
+                with step.meter.charged_to(device):
+                    result.append(self._taken(slots))
+        step.grads = [None] * len(step.grads)
+        return result
+
+    def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
+        """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
+        total: torch.Tensor | None = None
+        for slot in slots:
+            gradient, self.step.grads[slot] = self.step.grads[slot], None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient.to(total.device)
+        return total
+
+
+class StepFunction(torch.autograd.Function):
+    """A whole step as one autograd node; its outputs are tokens, one for each `Result`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        *tensors: torch.Tensor,  # noqa: ARG004 (named for autograd, found by the plan)
+    ) -> tuple[torch.Tensor, ...]:
+        """Run the step's forward."""
+        ctx.set_materialize_grads(False)
+        ctx.plan = plan
+        plan.forward()
+        return tuple(tensor.new_empty(0) for tensor in plan.outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any,
+        *tokens: torch.Tensor | None,  # noqa: ARG004 (the gradients are in the step)
+    ) -> tuple[Any, ...]:
+        """Run the step's backward."""
+        return (None, None, *ctx.plan.backward(_graph_is_kept()))
+
+
+class Result(torch.autograd.Function):
+    """One output of a step.
+
+    Autograd holds what a node's backward is given until it ends. So the step's node is given
+    tokens, and the gradients are put where it takes them as it needs them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        slot: tuple[int, int],
+        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """The value itself."""
+        ctx.plan, ctx.slot = plan, slot
+        ctx.set_materialize_grads(False)
+        return value.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        """Put the gradient where the step takes it."""
+        if gradient is None:
+            return (None, None, None, None)
+        ctx.plan.seed(*ctx.slot, gradient.detach())
+        if gradient.requires_grad:  # a second derivative: the step refuses what hangs on a graph
+            return (None, None, gradient.reshape(-1)[:0], None)
+        return (None, None, gradient.new_empty(0), None)
+
+
+def _graph_is_kept() -> bool:
+    """Whether the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
