@@ -20,9 +20,9 @@ LAYERS = {
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
-    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
-    "workspace kernels workload estimation calibration",
+    4: "tracing fidelity calls propagation partition naming lowering extraction metering saving "
+    "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
+    "in_place workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -235,7 +235,7 @@ ALLOWED = {
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
-    "tracing": {"calls", "lowering", "propagation"},
+    "tracing": {"calls", "fidelity", "lowering", "propagation"},
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},
@@ -269,6 +269,7 @@ ALLOWED = {
         "runtime.workers",
     },
     "runtime.executables": {
+        "runtime.holding",
         "runtime.binding",
         "runtime.executors",
         "runtime.steps",

@@ -12,7 +12,9 @@ failed, with the model's own line, are kept in `Traced.attempts`.
 import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -21,6 +23,7 @@ from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.errors import InputError, TraceError
+from baechi.fidelity import buffers_in_place, faithful, unchanged
 from baechi.lowering import lower
 from baechi.propagation import propagate, quiet
 from baechi.traced import Attempt, Traced
@@ -53,11 +56,11 @@ def trace(
     """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
-    call = canonical_call(model, args, dict(kwargs or {}))
+    call = canonical_call(model, args, kwargs)
     attempts: list[Attempt] = []
     for rung, capture in _LADDER.items():
         try:
-            with quiet():
+            with quiet(), unchanged(model):
                 captured = capture(model, call)
                 return _finish(model, call, captured, (*attempts, Attempt(rung)))
         except (InputError, torch.OutOfMemoryError):
@@ -84,9 +87,16 @@ def _finish(
 
 def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
     def capture(model: nn.Module, call: Call) -> _Capture:
-        flat, returned = flat_model(model, call)
-        program = torch.export.export(flat, call.tensors, strict=strict)
+        if strict:
+            # Dynamo reads the model's code; what it would lose is seen when that code runs.
+            with faithful(keep=False):
+                _run_fake(flat_model(model, call, partial(buffers_in_place, keep=False))[0], call)
+        flat, returned = flat_model(model, call, None if strict else buffers_in_place)
+        with nullcontext() if strict else faithful() as kept:
+            program = torch.export.export(flat, call.tensors, strict=strict)
         module = program.module()
+        if kept is not None:
+            kept.restore(module)
         for node in list(module.graph.nodes):
             # Shape guards: `placing` compares shapes before it runs a program.
             if node.op == "call_module" and node.target == "_guards_fn":
@@ -118,12 +128,23 @@ class _ModuleTracer(fx.Tracer):
     def __init__(self, opaque: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self._opaque = opaque
+        self._modes = _modes()
         self.path: list[str] = []
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return module_qualified_name in self._opaque or super().is_leaf_module(
             m, module_qualified_name
         )
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Record an operator, unless fx would lose what it does, or the mode that it runs in."""
+        if _modes() != self._modes:
+            raise NotImplementedError("forward switches gradients or autocast, which fx would lose")
+        if target in _AUTOGRAD:
+            raise NotImplementedError(
+                "forward looks at autograd's graph, which a trace does not have"
+            )
+        return super().create_node(kind, target, *args, **kwargs)
 
     def call_module(
         self,
@@ -132,10 +153,21 @@ class _ModuleTracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        self.path.append(self.path_of_module(m))
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
+            return super().call_module(m, forward, args, kwargs)
+        self.path.append(path)
         result = super().call_module(m, forward, args, kwargs)
         self.path.pop()  # not in a `finally`: after an error the path says where it was
         return result
+
+
+_AUTOGRAD = (torch.autograd.grad, torch.autograd.backward, "backward", "register_hook")
+
+
+def _modes() -> tuple[Any, ...]:
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *autocast
 
 
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
@@ -161,7 +193,9 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
 
 
 def _symbolic_module(flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    return fx.GraphModule(flat, tracer.trace(flat))
+    with faithful():
+        graph = tracer.trace(flat)
+    return fx.GraphModule(flat, graph)
 
 
 _LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {

@@ -59,6 +59,17 @@ def check_count(value: object, what: str) -> int:
     return int(count)
 
 
+def check_positive(value: object, what: str) -> int:
+    """`value` as a positive int.
+
+    Raises:
+        InputError: It is no integer, or less than one.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise InputError(f"{what} is {value!r}; it must be a positive integer.")
+    return int(value.__index__())
+
+
 def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
     """All values as `check_count` gives them; fast where they are ints already.
 

@@ -27,6 +27,7 @@ from baechi.runtime.binding import Bound, bind
 from baechi.runtime.checking import check_program
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import Executor, make_executor
+from baechi.runtime.holding import Held
 from baechi.runtime.program import Program
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
@@ -84,6 +85,9 @@ class Executable:
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
+        states = (str(node.target) for node in nodes if node.op == "get_attr")
+        names = (name.removeprefix("model.") for name in states)
+        self._held = Held(self._module.model, names)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
 
     def _compiled(self, **options: Any) -> Program:
@@ -149,6 +153,7 @@ class Executable:
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
+        self._held.check()
         way = self._way_of(meter)
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():

@@ -23,6 +23,7 @@ from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import backward_ops
+from baechi.values import check_positive
 
 
 @final
@@ -89,6 +90,8 @@ def apply(
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
         devices = [device.name for device in cluster.devices]
+    if threads_per_device is not None:
+        check_positive(threads_per_device, "threads_per_device")
     places = [torch_device(name) for name in devices]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
