@@ -114,7 +114,7 @@ def _apply(function: Any, args: tuple[Any, ...]) -> Any:
     return super(_SingleLevelFunction, function).apply(*args)
 
 
-_register_hook = torch.Tensor.register_hook
+_register_hook: Any = torch.Tensor.register_hook
 
 
 def _refuse_hook(self: Any, hook: Callable[..., Any]) -> Any:

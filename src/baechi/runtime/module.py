@@ -23,7 +23,7 @@ from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import backward_ops
-from baechi.values import check_positive
+from baechi.values import check_is, check_positive, check_row
 
 
 @final
@@ -74,6 +74,12 @@ def apply(
         InputError: The placement is of another model, parts a group, is in no topological order,
             or names more devices than there are; or a torch device is not there.
     """
+    check_is(traced, Traced, "traced")
+    check_is(placement, Placement, "placement")
+    if graph is not None:
+        check_is(graph, OpGraph, "graph")
+    if cluster is not None:
+        check_is(cluster, Cluster, "cluster")
     if traced.module is None:
         raise InputError(
             f"this trace of {traced.name} was loaded from a file and has no model to run; "
@@ -92,7 +98,7 @@ def apply(
         devices = [device.name for device in cluster.devices]
     if threads_per_device is not None:
         check_positive(threads_per_device, "threads_per_device")
-    places = [torch_device(name) for name in devices]
+    places = [torch_device(name) for name in check_row(devices, "devices")]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     placed = PlacedModule(traced.module.model, None, 1)
