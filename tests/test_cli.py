@@ -55,6 +55,9 @@ def listed():
     return Net(), [torch.ones(4, 8)]
 
 number = 7
+
+def needs(x):
+    return x
 """
 GRAPH = OpGraph(
     tuple(Op(f"op{i}", 1000, persistent_bytes=60) for i in range(4)),
@@ -339,6 +342,7 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["trace", "model.py:wrong"], "returned a Net; it must return (model, args)"),
         (["trace", "model.py:listed"], "returned list args and dict kwargs"),
         (["trace", "model.py:number"], "is 7, no function"),
+        (["trace", "model.py:needs"], "cannot be called without arguments: missing"),
         (["trace", "model.py:short", "-o", "no/such/folder/t.json"], "cannot write no/such"),
     ],
 )

@@ -20,12 +20,10 @@ LAYERS = {
     "linear_programs granularity link_fits profile_store device_kinds",
     2: "simulation solving placers.*",
     3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
-    4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
-    "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration",
-    4: "tracing calls propagation partition naming lowering extraction metering saving profiling "
-    "copying torch_devices timing cuda_timing operands value_dependence isolation in_place "
-    "workspace kernels workload estimation calibration faithfulness",
+    4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
+    "naming lowering extraction metering saving profiling copying torch_devices timing cuda_timing "
+    "operands value_dependence isolation in_place workspace kernels workload estimation "
+    "calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -247,7 +245,8 @@ ALLOWED = {
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
-    "tracing": {"calls", "faithfulness", "lowering", "propagation"},
+    "faithfulness": {"custom_functions"},
+    "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},
@@ -277,7 +276,6 @@ ALLOWED = {
         "runtime.steps",
         "runtime.tapes",
     },
-    "runtime.binding": {"runtime.gradients", "runtime.steps", "runtime.tapes"},
     "runtime.capturing": {"runtime.tapes"},
     "runtime.graphed": {"runtime.steps", "runtime.tapes"},
     "runtime.replays": {"runtime.graphed", "runtime.steps", "runtime.tapes"},
@@ -302,9 +300,10 @@ ALLOWED = {
     },
     "runtime.executables": {
         "runtime.binding",
-        "runtime.compiled",
         "runtime.capturing",
+        "runtime.compiled",
         "runtime.executors",
+        "runtime.identity",
         "runtime.replays",
         "runtime.steps",
         "runtime.streams",
@@ -314,9 +313,13 @@ ALLOWED = {
     "runtime.handover": {"runtime.module"},
     "runtime.stepwise": {"runtime.binding", "runtime.tapes"},
     "runtime.verifying": {"runtime.executables", "runtime.stepwise"},
-    "runtime.module": {"runtime.executables", "runtime.matching", "runtime.measuring"},
-    "runtime.module": {"runtime.compiled", "runtime.executables", "runtime.measuring"},
-    "runtime.module": {"runtime.capturing", "runtime.executables", "runtime.measuring"},
+    "runtime.module": {
+        "runtime.capturing",
+        "runtime.compiled",
+        "runtime.executables",
+        "runtime.matching",
+        "runtime.measuring",
+    },
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

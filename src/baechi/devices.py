@@ -8,7 +8,7 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.values import check_count, check_name
+from baechi.values import check_count, check_name, check_row
 
 PORTS: Final = ("duplex", "shared", "none")
 
@@ -108,8 +108,8 @@ class Cluster:
     ports: str = "duplex"
 
     def __post_init__(self) -> None:
-        devices = tuple(self.devices)
-        links = tuple(tuple(row) for row in self.links)
+        devices = check_row(self.devices, "devices", Device)
+        links = tuple(check_row(row, "links of a device") for row in check_row(self.links, "links"))
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "links", links)
         if not devices:
@@ -174,7 +174,7 @@ class Cluster:
     @staticmethod
     def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
         """`devices`, each ordered pair joined by `link`."""
-        n = len(devices)
+        n = len(check_row(devices, "devices", Device))
         row: list[Link | None] = [link] * n
         links = []
         for device in range(n):

@@ -20,7 +20,7 @@ from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.optimizers import TrainedParameter, check_optimizer, optimizer_state_bytes
 from baechi.traced import Traced, TracedOp, TracedTensor
-from baechi.values import FrozenDict
+from baechi.values import FrozenDict, check_row
 
 BACKWARD = "backward:"
 LOSS = "loss"
@@ -47,7 +47,8 @@ def operator_graph(
         InputError: A profile is of another model, two are of one kind, there is none, or the
             optimizer is unknown.
     """
-    profiles = _checked(traced, [profile] if isinstance(profile, Profile) else list(profile))
+    rows = [profile] if isinstance(profile, Profile) else profile
+    profiles = _checked(traced, list(check_row(rows, "profiles", Profile)))
     costs = _merged(profiles)
     check_optimizer(optimizer)
     forward = [

@@ -26,6 +26,7 @@ from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
+from baechi.values import check_is, check_positive, check_row
 
 
 @final
@@ -82,6 +83,12 @@ def apply(
             or names more devices than there are; a torch device is not there; or torch.compile
             does not know an option.
     """
+    check_is(traced, Traced, "traced")
+    check_is(placement, Placement, "placement")
+    if graph is not None:
+        check_is(graph, OpGraph, "graph")
+    if cluster is not None:
+        check_is(cluster, Cluster, "cluster")
     if traced.module is None:
         raise InputError(
             f"this trace of {traced.name} was loaded from a file and has no model to run; "
@@ -98,7 +105,9 @@ def apply(
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
         devices = [device.name for device in cluster.devices]
-    places = [torch_device(name) for name in devices]
+    if threads_per_device is not None:
+        check_positive(threads_per_device, "threads_per_device")
+    places = [torch_device(name) for name in check_row(devices, "devices")]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     options = compile_options(compile, places)
