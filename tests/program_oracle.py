@@ -11,15 +11,24 @@ from dataclasses import replace
 from baechi.runtime.program import Copy, Free, Instruction, Phase, Place, Program, Run, Wait
 
 Position = tuple[int, ...]
+GRAPH = -2
 
 
-def touched(phase: Phase, row: Instruction) -> tuple[set[Place], set[Place], set[Place]]:
-    """What an instruction reads, writes and frees."""
+def touched(
+    program: Program, number: int, row: Instruction
+) -> tuple[set[Place], set[Place], set[Place]]:
+    """What an instruction reads, writes and frees; the graph of a tape that runs again, too."""
     match row:
         case Run():
-            segment = phase.segments[row.segment]
+            segment = program.phases[number].segments[row.segment]
             reads = {Place(t, segment.device) for t in segment.reads}
-            return reads, {Place(t, segment.device) for t in segment.writes}, set()
+            writes = {Place(t, segment.device) for t in segment.writes}
+            graphs = {Place(t, GRAPH) for t in segment.tapes if program.tapes[t].again >= 0}
+            if segment.again:
+                writes |= graphs
+            elif number:
+                reads |= graphs
+            return reads, writes, set()
         case Copy():
             return {Place(row.tensor, row.src)}, {Place(row.tensor, row.dst)}, set()
         case Free():
@@ -29,10 +38,12 @@ def touched(phase: Phase, row: Instruction) -> tuple[set[Place], set[Place], set
 
 def fault(program: Program) -> str:
     """What can go wrong in the program; empty if nothing can."""
-    return next((text for phase in program.phases if (text := _fault(phase))), "")
+    numbers = range(len(program.phases))
+    return next((text for number in numbers if (text := _fault(program, number))), "")
 
 
-def _fault(phase: Phase) -> str:
+def _fault(program: Program, number: int) -> str:
+    phase = program.phases[number]
     lanes = phase.lanes
     end = tuple(map(len, lanes))
     start = tuple(0 for _ in lanes)
@@ -51,7 +62,7 @@ def _fault(phase: Phase) -> str:
         updating: set[int] = set()
         for lane in ready:
             row = lanes[lane][position[lane]]
-            reads, writes, frees = touched(phase, row)
+            reads, writes, frees = touched(program, number, row)
             if not reads <= memory or not frees <= memory or writes & memory:
                 return f"{row} at {position}"
             if isinstance(row, Run):
@@ -66,7 +77,8 @@ def _fault(phase: Phase) -> str:
     ran = sorted(row.segment for rows in lanes for row in rows if isinstance(row, Run))
     if ran != list(range(len(phase.segments))):
         return f"ran {ran}"
-    return "" if there[end] == set(phase.kept) else f"in the end {there[end]}"
+    left_over = {place for place in there[end] if place.device != GRAPH}
+    return "" if left_over == set(phase.kept) else f"in the end {left_over}"
 
 
 def _may_go(row: Instruction, position: Position, lanes: Sequence[Sequence[Instruction]]) -> bool:

@@ -4,6 +4,7 @@ Small, and full of corners: no time, no bytes, no memory, missing links, pools, 
 """
 
 import random
+from contextlib import suppress
 
 import numpy as np
 from hypothesis import strategies as st
@@ -12,6 +13,7 @@ from baechi import (
     Cluster,
     Constraints,
     Device,
+    InputError,
     Link,
     Op,
     OpCost,
@@ -53,18 +55,21 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
 
 
 @st.composite
-def steps(draw, max_ops=6):
-    """Graphs of a training step, or of an inference, of a model that was never there."""
+def steps(draw, max_ops=6, *, again=False):
+    """Graphs of a training step, or of an inference, of a model that was never there.
+
+    With `again` its operators are in submodules, some of which run forward again.
+    """
     n = draw(st.integers(1, max_ops))
     drawn = [
         (
             draw(st.integers(0, n - 1)),
             draw(st.sets(st.integers(1, n - 1), max_size=3)) if n > 1 else set(),
             draw(sizes),
-            draw(st.integers(0, 3)) == 0,
+            draw(st.integers(0, 1 if again else 3)) == 0,
             draw(st.integers(0, 3)) > 0,
         )
-        for _ in range(draw(st.integers(0, 2 * n)))
+        for _ in range(draw(st.integers(n if again else 0, 2 * n)))
     ]
     tensors = tuple(
         TracedTensor(p, tuple(sorted(c for c in consumers if c > p)), nbytes, kept, smooth)
@@ -76,7 +81,7 @@ def steps(draw, max_ops=6):
         saves = draw(st.sets(st.sampled_from(touched), max_size=2)) if touched else ()
         ops.append(
             TracedOp(
-                f"op{op}",
+                f"{draw(st.sampled_from(['a/', 'b/', 'c/', '']))}op{op}" if again else f"op{op}",
                 (f"op{op}",),
                 "",
                 saves=tuple(sorted(saves)),
@@ -87,7 +92,11 @@ def steps(draw, max_ops=6):
         )
     traced = Traced("Nothing", tuple(ops), tensors, (Attempt("none"),), True)
     costs = tuple(OpCost(draw(times), draw(times)) for _ in ops)
-    return traced.graph(Profile(traced.digest, "", costs), training=draw(st.booleans()))
+    profile = Profile(traced.digest, "", costs)
+    if again:
+        with suppress(InputError):  # none has a backward, or they wait for each other
+            return traced.graph(profile, checkpoint=draw(st.sampled_from(["a", "[ab]", "[abc]"])))
+    return traced.graph(profile, training=draw(st.booleans()))
 
 
 @st.composite

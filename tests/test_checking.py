@@ -17,7 +17,7 @@ from baechi.runtime.program import Copy, Free, Lane, Phase, Place, Program, Run,
 
 @st.composite
 def programs(draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3) -> Program:
-    graph = draw(strategies.steps(max_ops))
+    graph = draw(strategies.steps(max_ops, again=draw(st.booleans())))
     cluster = draw(strategies.clusters(max_devices, whole=True))
     placement = draw(strategies.placements(graph, cluster))
     in_turn = draw(st.sets(st.integers(0, max_ops - 1)))

@@ -1,5 +1,6 @@
 """What only autograd or Python sees is honored as on the unsplit model, or refused by name."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -311,6 +312,25 @@ def test_a_scripted_model_is_refused() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(baechi.TraceError, match="no Python"):
         baechi.trace(scripted, (torch.randn(3, 4),))
+
+
+def test_other_threads_go_on_training_while_a_model_is_traced() -> None:
+    found: list[torch.Tensor] = []
+
+    def train() -> None:
+        x = torch.ones(2, requires_grad=True)
+        x.register_hook(lambda gradient: gradient * 2)
+        Sevenfold.apply(x).sum().backward()
+        found.append(x.grad)
+
+    def beside(x: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=train)
+        thread.start()
+        thread.join()
+        return x * 2
+
+    baechi.trace(Middle(beside), (torch.randn(3, 4),))
+    assert torch.equal(found[0], torch.full((2,), 14.0))
 
 
 def test_tracing_leaves_hooks_as_they_were() -> None:

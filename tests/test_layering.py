@@ -17,9 +17,9 @@ LAYERS = {
     0: "errors units values _core arrays graph devices topology constraints placement costs "
     "measurement optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
-    "linear_programs granularity link_fits profile_store device_kinds",
+    "linear_programs granularity link_fits profile_store device_kinds recomputation",
     2: "simulation solving placers.*",
-    3: "reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
+    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
     4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
     "naming lowering extraction metering saving profiling copying torch_devices timing cuda_timing "
     "operands value_dependence isolation in_place workspace kernels workload estimation "
@@ -52,7 +52,8 @@ ALLOWED = {
     "linkage": {"problem", "restrictions"},
     "granularity": {"problem"},
     "traced": {"training"},
-    "training": {"traced"},
+    "training": {"recomputation", "traced"},
+    "recomputation": {"traced"},
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
     "placers.base": {"simulation"},
@@ -268,9 +269,11 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.tapes": {"runtime.compiled", "runtime.steps"},
+    "runtime.steps": {"runtime.again"},
+    "runtime.tapes": {"runtime.again", "runtime.compiled", "runtime.edges", "runtime.steps"},
     "runtime.gradients": {"runtime.tapes"},
     "runtime.binding": {
+        "runtime.again",
         "runtime.compiled",
         "runtime.gradients",
         "runtime.steps",

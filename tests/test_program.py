@@ -6,7 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, takewhile
 
 import pytest
 from hypothesis import given, settings
@@ -21,12 +21,13 @@ from baechi.runtime.compiling import compile_program
 from baechi.runtime.cutting import tapes_of
 from baechi.runtime.program import Copy, Free, Place, Program, Run, Segment, Wait
 from baechi.serialization import dumps, loads
-from baechi.training import mirrored
+from baechi.training import mirrored, recomputed
 
 
 @st.composite
 def compiled(draw: st.DrawFn, **options: bool) -> tuple[OpGraph, Cluster, Placement, Program]:
-    graph = draw(strategies.steps(9))
+    again = options.get("again")
+    graph = draw(strategies.steps(9, again=draw(st.booleans()) if again is None else again))
     cluster = draw(strategies.clusters(4, whole=True))
     placement = draw(strategies.placements(graph, cluster))
     lanes = options.get("copy_lanes")
@@ -37,10 +38,12 @@ def compiled(draw: st.DrawFn, **options: bool) -> tuple[OpGraph, Cluster, Placem
 def run(program: Program, graph: OpGraph, seed: int) -> None:
     """Run the program op by op, lanes in any turn, and look up every input where the op is."""
     n, twins = mirrored(graph)
+    units = recomputed(graph)
     draw = random.Random(seed)
     for number, phase in enumerate(program.phases):
         memory = set(phase.given)
-        members = set(twins) if number else set(range(n))
+        members = {*twins, *units} if number else set(range(n))
+        again: set[int] = set()
         position = [0] * len(phase.lanes)
         ran = []
         while left := [k for k, rows in enumerate(phase.lanes) if position[k] < len(rows)]:
@@ -52,14 +55,28 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
             match row:
                 case Run():
                     segment = phase.segments[row.segment]
+                    if segment.again:
+                        for at in dict.fromkeys(program.tapes[t].again for t in segment.tapes):
+                            reads = set(graph.op_inputs[at]) & set(segment.reads)
+                            gradients = [
+                                t for t in graph.op_inputs[at] if graph.tensors[t].producer >= n
+                            ]
+                            assert reads == set(gradients)
+                            ran.append(at)
+                        assert all(Place(t, segment.device) in memory for t in segment.reads)
+                        again |= {op for t in segment.tapes for op in program.tapes[t].ops}
+                        continue
                     for index in segment.tapes:
                         ops = program.tapes[index].ops
+                        assert not number or program.tapes[index].again < 0 or set(ops) <= again
                         order = [twins[op] for op in reversed(ops)] if number else ops
                         inside: set[int] = set()
                         for op in (op for op in order if op >= 0):
                             for tensor in graph.op_inputs[op]:
                                 producer = graph.tensors[tensor].producer
-                                if producer in members or (number == 1 and producer == n):
+                                if producer in units:
+                                    assert op in {twins[row] for row in units[producer].ops}
+                                elif producer in members or (number == 1 and producer == n):
                                     there = Place(tensor, segment.device) in memory
                                     assert producer in inside or there, (op, tensor)
                             inside.add(op)
@@ -73,6 +90,8 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
                     memory.remove(Place(row.tensor, row.device))
         assert sorted(ran) == sorted(op for op in members if op >= 0)
         assert memory == set(phase.kept)
+        if number:
+            assert again == {op for unit in units.values() for op in unit.ops}
 
 
 @settings(max_examples=300, deadline=None)
@@ -109,7 +128,7 @@ def test_in_the_program_s_order_no_step_is_longer(
 
 
 @settings(max_examples=200, deadline=None)
-@given(case=compiled())
+@given(case=compiled(again=False))
 def test_a_segment_is_cut_only_where_something_arrives_or_leaves(
     case: tuple[OpGraph, Cluster, Placement, Program],
 ) -> None:
@@ -223,6 +242,63 @@ def test_a_model_s_step_runs_as_long_as_the_placement_says(
         assert 0.95 * said.makespan_ns <= done.makespan_ns <= 1.01 * said.makespan_ns
         for one, other in zip(done.peak_bytes, said.peak_bytes, strict=True):
             assert abs(one - other) <= 0.06 * other
+
+
+def held(program: Program, graph: OpGraph, persistent: list[int]) -> list[int]:
+    """The peak of every device where a program of one phase is done in its launch order.
+
+    What a segment reads last it lets go of at the last operator that reads it.
+    """
+    (phase,) = program.phases
+    live, peak = list(persistent), list(persistent)
+    gone: set[tuple[int, int]] = set()
+    position = [0] * len(phase.lanes)
+    for lane in phase.launch:
+        rows = phase.lanes[lane]
+        row = rows[position[lane]]
+        position[lane] += 1
+        if isinstance(row, Copy):
+            live[row.dst] += graph.tensors[row.tensor].nbytes
+            peak[row.dst] = max(peak[row.dst], live[row.dst])
+        elif isinstance(row, Free) and (row.tensor, row.device) not in gone:
+            live[row.device] -= graph.tensors[row.tensor].nbytes
+        elif isinstance(row, Run):
+            segment = phase.segments[row.segment]
+            at = segment.device
+            ops = [op for tape in segment.tapes for op in program.tapes[tape].ops]
+            after = takewhile(lambda row: isinstance(row, Free), rows[position[lane] :])
+            ending = {row.tensor for row in after}
+            inside = {t for op in ops for t in graph.op_outputs[op]} - set(segment.writes)
+            ending |= {t for t in inside if not graph.tensors[t].kept}
+            for place, op in enumerate(ops):
+                live[at] += sum(graph.tensors[t].nbytes for t in graph.op_outputs[op])
+                peak[at] = max(peak[at], live[at] + graph.ops[op].workspace_bytes)
+                later = {t for other in ops[place + 1 :] for t in graph.op_inputs[other]}
+                for tensor in ending.intersection(graph.op_inputs[op]) - later:
+                    live[at] -= graph.tensors[tensor].nbytes
+                    gone.add((tensor, at))
+    return peak
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_in_the_clock_s_order_no_device_holds_more_than_the_clock_says(data: st.DataObject) -> None:
+    graph = data.draw(strategies.graphs(9, kinds=False))
+    ops = tuple(replace(op, time_ns=op.time_ns + 1) for op in graph.ops)
+    graph = OpGraph(ops, graph.tensors)
+    cluster = data.draw(strategies.clusters(4, whole=True))
+    devices = tuple(replace(device, pool="") for device in cluster.devices)
+    cluster = Cluster(devices, cluster.links, cluster.ports)
+    placement = data.draw(strategies.placements(graph, cluster))
+    placement = replace(placement, order=tuple(range(len(ops))))  # tapes run in program order
+    schedule = baechi.simulate(graph, cluster, placement)
+    program = compile_program(graph, placement, copy_lanes=True, one_thread=True, schedule=schedule)
+    check_program(program)
+    persistent = [0] * len(cluster.devices)
+    for op, device in zip(graph.ops, placement.devices, strict=True):
+        persistent[device] += op.persistent_bytes
+    for most, said in zip(held(program, graph, persistent), schedule.peak_bytes, strict=True):
+        assert most <= said
 
 
 def test_a_program_explains_itself() -> None:

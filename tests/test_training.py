@@ -188,3 +188,38 @@ def test_gradients_through_views_of_parameters_and_of_inputs_are_ordered_by_the_
                 assert (back[ends[1]], back[ends[0]]) in edges, (node, user)
                 found += 1
     assert found >= 5
+
+
+class Halves(nn.Module):
+    """One parameter that two products read a half of each, or one that reads all of it turned."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.whole = whole
+        self.weight = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.whole:
+            return torch.mm(x, self.weight.t()).relu()
+        first, second = self.weight.chunk(2)
+        return torch.mm(x.relu(), first.t()) + torch.mm(x.tanh(), second.t())
+
+
+def test_a_parameter_that_is_read_in_parts_has_gradients_of_the_parts() -> None:
+    traced = baechi.trace(Halves(whole=False), (torch.randn(2, 4),), {})
+    graph = traced.graph(costs_of(traced))
+    state = next(op.name for op in graph.ops if op.name.startswith(f"{BACKWARD}state:"))
+    inputs = graph.op_inputs[graph.op_index[state]]
+    gradients = [graph.tensors[t].nbytes for t in inputs if graph.tensors[t].nbytes]
+    assert gradients == [48, 48]
+    assert graph.ops[graph.op_index[state]].late_bytes == 96
+
+
+def test_a_whole_parameter_that_is_only_turned_has_one_gradient() -> None:
+    traced = baechi.trace(Halves(whole=True), (torch.randn(2, 4),), {})
+    graph = traced.graph(costs_of(traced))
+    state = next(op.name for op in graph.ops if op.name.startswith(f"{BACKWARD}state:"))
+    index = graph.op_index[state]
+    assert sum(graph.tensors[tensor].nbytes for tensor in graph.op_inputs[index]) == 0
+    reader = next(op for op in graph.ops if op.name.startswith(BACKWARD) and "mm" in op.name)
+    assert (reader.late_bytes, graph.ops[index].late_bytes) == (96, 0)

@@ -1,9 +1,10 @@
 """Claim: running a placement costs next to nothing.
 
-`python3 -m benchmarks.runtime` prints three tables:
+`python3 -m benchmarks.runtime` prints four tables:
 
 - a model placed on one logical device against the unsplit eager model, at the same threads: at most
   1.03 of its time;
+- the peak memory of the same steps, metered: at most 1.02 of the unsplit model's;
 - a chain of tiny operators, cut between two devices after each, against the whole chain: what a
   segment costs where one thread does everything, at most 30 us, and with a worker per device, where
   each is handed over, at most 80 us;
@@ -29,6 +30,7 @@ import torch
 import typer
 from benchmarks.environment import environment
 from benchmarks.prediction.models import build
+from benchmarks.runtime.peaks import placed_alone, step_peaks
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -55,10 +57,13 @@ def main(
         console.print(against_compiled(rounds, quick=quick))
         return
     models = Table("model", "batch", "mode", "eager", "placed", "placed / eager", "by processor")
+    memory = Table("model", "batch", "mode", "unsplit", "placed", "placed / unsplit")
     for name, batch in _CASES[:1] if quick else _CASES:
         for training in (False, True):
             models.add_row(name, str(batch), *against_eager(name, batch, training, rounds))
+            memory.add_row(name, str(batch), *peaks(name, batch, training))
     console.print(models)
+    console.print(memory)
     console.print(overheads(rounds * 4))
     console.print(proofs())
 
@@ -66,7 +71,7 @@ def main(
 def against_eager(name: str, batch: int, training: bool, rounds: int) -> list[str]:
     """One row: the median steps of the eager and of the placed model, and their ratio."""
     model, args, kwargs = build(name, batch, training=training)
-    placed = _placed(baechi.trace(model, args, kwargs), training)
+    placed = placed_alone(baechi.trace(model, args, kwargs), training)
 
     def step(module: nn.Module) -> None:
         with nullcontext() if training else torch.no_grad():
@@ -128,6 +133,14 @@ def _placed(
     cluster = baechi.Cluster.uniform(1, 2**50, baechi.Link(0, 10**9))
     placement = baechi.solve(graph, cluster, placer="single")
     return baechi.apply(traced, placement, ["cpu:0"], compile=compile)
+
+
+def peaks(name: str, batch: int, training: bool) -> list[str]:
+    """One row: the peaks of the unsplit and of the placed model, and their ratio."""
+    model, args, kwargs = build(name, batch, training=training)
+    unsplit, placed = step_peaks(model, args, kwargs, training=training)
+    sizes = [f"{nbytes / 2**20:.1f} MiB" for nbytes in (unsplit, placed)]
+    return ["training" if training else "forward", *sizes, f"{placed / unsplit:.4f}"]
 
 
 def _loss(outputs: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The peak memory of a step, placed on one logical device and of the unsplit model, both metered."""
+"""The peak memory of a step: of the model placed on one logical device, and of the unsplit one."""
 
 import gc
 from collections.abc import Callable

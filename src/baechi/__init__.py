@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from baechi.calibration import calibrate as calibrate
+    from baechi.checkpointing import choose_checkpoint as choose_checkpoint
+    from baechi.checkpointing import within_memory as within_memory
     from baechi.constraints import Constraints as Constraints
     from baechi.costs import OpCost as OpCost
     from baechi.costs import Profile as Profile
@@ -64,6 +66,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "baechi.calibration": ("calibrate",),
+    "baechi.checkpointing": ("choose_checkpoint", "within_memory"),
     "baechi.constraints": ("Constraints",),
     "baechi.costs": ("OpCost", "Profile"),
     "baechi.devices": ("Cluster", "Device", "Link"),

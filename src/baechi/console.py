@@ -9,11 +9,14 @@ from typer.core import TyperGroup
 
 from baechi import device_kinds
 from baechi.constraints import Constraints
+from baechi.costs import Profile
 from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.graph import OpGraph
 from baechi.named_models import load_model
 from baechi.serialization import dump, load
 from baechi.traced import Traced
+from baechi.training import units_of
 from baechi.units import format_bytes
 
 
@@ -73,6 +76,14 @@ ConstraintsOption = Annotated[
     ),
 ]
 MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
+CheckpointOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUBMODULE",
+        help="Run this submodule's forward again in the backward instead of keeping what it made: "
+        "a path or a pattern such as 'h.*'; may be given repeatedly.",
+    ),
+]
 PinOption = Annotated[
     list[str] | None,
     typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
@@ -120,6 +131,28 @@ def describe(traced: Traced, out: Path | None) -> None:
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
     say(f"  parameters and buffers: {format_bytes(nbytes)}")
     write(traced, out)
+
+
+def check_checkpoint(traced: Traced, inference: bool, checkpoint: list[str] | None) -> None:
+    """Say what is wrong with `--checkpoint` before the work is done."""
+    if checkpoint and inference:
+        raise InputError("give --inference or --checkpoint: an inference keeps nothing anyway.")
+    if checkpoint:
+        units = units_of(traced, checkpoint)
+        say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
+
+
+def step_graph(
+    traced: Traced,
+    profile: Profile,
+    inference: bool,
+    optimizer: str,
+    checkpoint: list[str] | None,
+) -> OpGraph:
+    """The graph of one step as the options want it."""
+    if inference:
+        return traced.graph(profile, training=False)
+    return traced.graph(profile, optimizer=optimizer, checkpoint=checkpoint or None)
 
 
 def write(value: object, out: Path | None) -> None:

@@ -8,10 +8,13 @@ import typer
 from baechi import device_kinds
 from baechi.console import (
     MODEL_HELP,
+    CheckpointOption,
     OutOption,
+    check_checkpoint,
     describe,
     say,
     show,
+    step_graph,
     trace_model,
     writable,
     write,
@@ -57,6 +60,7 @@ def estimate(
     optimizer: Annotated[
         str, typer.Option(help="Whose state a training step holds, as `profile` takes it.")
     ] = "adamw",
+    checkpoint: CheckpointOption = None,
 ) -> None:
     """Compute what every operator of a model costs, on a device that need not be here.
 
@@ -88,6 +92,7 @@ def estimate(
 
     traced: Traced = trace_model(model)
     describe(traced, trace_file)
+    check_checkpoint(traced, inference, checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
     forward_ns = sum(cost.forward_ns for cost in computed.costs)
     backward_ns = sum(cost.backward_ns for cost in computed.costs)
@@ -100,8 +105,7 @@ def estimate(
         say(f"  {unseen} operators depend on values; their times are a guess from their bytes")
     write(computed, out)
     if graph is not None:
-        chosen = None if inference else optimizer
-        write(traced.graph(computed, training=not inference, optimizer=chosen), graph)
+        write(step_graph(traced, computed, inference, optimizer, checkpoint), graph)
 
 
 def calibrate(

@@ -8,6 +8,13 @@ import torch
 from torch import nn
 
 from baechi.calls import Call, canonical_call
+from baechi.checkpointing import (
+    Checkpoint,
+    checked,
+    choose_checkpoint,
+    memory_target,
+    within_memory,
+)
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster
@@ -48,6 +55,7 @@ def place(
     effort: str | None = None,
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
+    checkpoint: Checkpoint = None,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -75,6 +83,10 @@ def place(
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
         compile: Hand every segment to `torch.compile`, as in `apply`.
         cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs, as in `apply`.
+        checkpoint: What keeps only its inputs for the backward and runs forward again there:
+            paths of submodules, or patterns such as `"h.*"`; or the memory that each device may
+            use, in bytes or as `"4GiB"`; or `True` for all that it has. For a limit, submodules
+            are chosen, and none where the step fits without (`choose_checkpoint`).
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -99,8 +111,12 @@ def place(
     check_positive(max_shapes, "max_shapes")
     if threads_per_device is not None:
         check_positive(threads_per_device, "threads_per_device")
-    cluster = probe(devices)
-    compile_options(compile, [torch_device(device.name) for device in cluster.devices])
+    checkpoint = checked(checkpoint)
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    target = memory_target(checkpoint)
+    cluster = probe(devices) if target is None else within_memory(probe(devices), target)
+    compile_options(compile, ())  # wrong options are told before anything is traced
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
@@ -116,6 +132,7 @@ def place(
         effort,
         compile,
         cuda_graphs,
+        checkpoint,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -141,6 +158,7 @@ class _Maker:
     effort: str | None
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
+    checkpoint: Checkpoint
 
     def __call__(self, model: nn.Module, call: Call) -> Specialization:
         # A first call without gradients must not make a plan that has none.
@@ -155,8 +173,12 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
+        profiles = self._profiles(traced)
         graph = traced.graph(
-            self._profiles(traced), training=self.training, optimizer=self.optimizer
+            profiles,
+            training=self.training,
+            optimizer=self.optimizer,
+            checkpoint=self._checkpointed(traced, profiles),
         )
         say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
         placement = solve(
@@ -180,6 +202,24 @@ class _Maker:
         if unsplit is not None:
             verify(unsplit, special.executable, traced.module, call)
         return special
+
+    def _checkpointed(self, traced: Traced, profiles: list[Profile]) -> Any:
+        """The submodules that run forward again, as `Traced.graph` takes them."""
+        if self.checkpoint is None:
+            return None
+        if memory_target(self.checkpoint) is None:
+            return self.checkpoint
+        chosen = choose_checkpoint(
+            traced,
+            profiles,
+            self.cluster,
+            optimizer=self.optimizer,
+            placer=self.placer,
+            constraints=self.constraints,
+        )
+        if chosen:
+            (_say if self.progress else _hush)(f"recomputing {', '.join(chosen)}")
+        return chosen or None
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs, or a profile for each kind of device of the cluster, the first one's first."""

@@ -5,7 +5,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baechi.console import OutOption, describe, say, show, trace_model, writable, write
+from baechi.console import (
+    CheckpointOption,
+    OutOption,
+    check_checkpoint,
+    describe,
+    say,
+    show,
+    step_graph,
+    trace_model,
+    writable,
+    write,
+)
 from baechi.errors import InputError
 from baechi.profile_store import ProfileStore, default_path
 from baechi.units import format_ns
@@ -43,6 +54,7 @@ def profile(
         str,
         typer.Option(help="Whose state a training step holds: none, sgd, momentum, adam, adamw."),
     ] = "adamw",
+    checkpoint: CheckpointOption = None,
     cache: Annotated[
         Path | None,
         typer.Option(help="Keep measured costs in this file, not in the user's cache directory."),
@@ -83,6 +95,7 @@ def profile(
 
     traced = trace_model(model)
     describe(traced, trace_file)
+    check_checkpoint(traced, inference, checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
     forward_ns = sum(cost.forward_ns for cost in measured.costs)
@@ -95,8 +108,7 @@ def profile(
     _say_remarks(list(zip(names, (cost.remark for cost in measured.costs), strict=True)))
     write(measured, out)
     if graph is not None:
-        training_optimizer = None if inference else optimizer
-        write(traced.graph(measured, training=not inference, optimizer=training_optimizer), graph)
+        write(step_graph(traced, measured, inference, optimizer, checkpoint), graph)
 
 
 def _say_remarks(rows: list[tuple[str, str]]) -> None:

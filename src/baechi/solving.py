@@ -111,13 +111,16 @@ def solve(
     return placement
 
 
-def find(problem: Problem, effort: str = "fast") -> Placement | None:
-    """What `solve` returns for `"auto"`, or `None` where it would say what is missing.
+def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") -> Placement | None:
+    """What `solve` returns, or `None` where it would say what is missing.
 
     Finding out what is missing takes many times longer than finding that nothing fits.
     """
     check_effort(effort)
-    return _attempt(problem, Auto(effort=effort), effort)
+    placer = placer_of(placer)
+    if isinstance(placer, Auto):
+        placer = replace(placer, effort=effort)
+    return _attempt(problem, placer, effort)
 
 
 def placer_of(placer: str | Placer) -> Placer:

@@ -6,7 +6,7 @@ takes. Nothing here needs torch, so a trace is saved on one machine and planned 
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import cached_property
 from typing import Any, final
@@ -135,6 +135,7 @@ class Traced:
         *,
         training: bool = True,
         optimizer: str | None = None,
+        checkpoint: str | Iterable[str] | None = None,
     ) -> OpGraph:
         """The operator graph of one step of this model.
 
@@ -143,11 +144,16 @@ class Traced:
                 measured one and an estimated one; the first one's are the ops' own.
             training: The mirrored graph of forward, loss and backward; else the forward alone.
             optimizer: Whose state is persistent: a name of `optimizers.OPTIMIZERS`, with options.
+            checkpoint: Paths of submodules, or patterns such as `"h.*"`: each of them keeps only
+                its inputs for the backward and runs its forward again there. `place` and
+                `choose_checkpoint` find them for a limit of memory.
 
         Raises:
-            InputError: A profile is of another model, two are of one kind, or the optimizer is
-                unknown.
+            InputError: A profile is of another model, two are of one kind, the optimizer is
+                unknown, or a name of `checkpoint` fits no submodule.
         """
         from baechi.training import operator_graph
 
-        return operator_graph(self, profile, training=training, optimizer=optimizer)
+        return operator_graph(
+            self, profile, training=training, optimizer=optimizer, checkpoint=checkpoint
+        )

@@ -5,6 +5,7 @@
     what autograd keeps for i'  ->  the tensor lives until i' has run
     gradients of parameters  ->  persistent bytes of i that come late, with i'
     the caller's loss  ->  one op of no time between the outputs and their gradients
+    a checkpointed unit  ->  one op more, its forward again, before its backwards (`recomputation`)
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
 only forward times were simulated; here the backward and its gradients have their own.
@@ -12,18 +13,27 @@ only forward times were simulated; here the backward and its gradients have thei
 Complexity: O(ops + tensors).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.optimizers import TrainedParameter, check_optimizer, optimizer_state_bytes
+from baechi.recomputation import (
+    Unit,
+    backward_sequence,
+    groups_of,
+    named_units,
+    unit_of_ops,
+    workspace_bytes,
+)
 from baechi.traced import Traced, TracedOp, TracedTensor
 from baechi.values import FrozenDict, check_row
 
 BACKWARD = "backward:"
 LOSS = "loss"
+RECOMPUTE = "recompute:"
 
 
 def operator_graph(
@@ -32,6 +42,8 @@ def operator_graph(
     *,
     training: bool,
     optimizer: str | None,
+    checkpoint: str | Iterable[str] | None = None,
+    units: Sequence[Unit] | None = None,
 ) -> OpGraph:
     """The operator graph of one step of a traced model.
 
@@ -42,32 +54,49 @@ def operator_graph(
             the largest of all.
         training: Forward, loss and backward; else the forward alone.
         optimizer: Whose state is persistent when training.
+        checkpoint: Submodules whose forward runs again in a training step's backward, as in
+            `recomputation.named_units`.
+        units: Those units themselves, instead of names.
 
     Raises:
-        InputError: A profile is of another model, two are of one kind, there is none, or the
-            optimizer is unknown.
+        InputError: A profile is of another model, two are of one kind, there is none, the
+            optimizer is unknown, or a name of `checkpoint` fits nothing.
     """
     rows = [profile] if isinstance(profile, Profile) else profile
     profiles = _checked(traced, list(check_row(rows, "profiles", Profile)))
     costs = _merged(profiles)
     check_optimizer(optimizer)
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    if units is None:
+        units = () if checkpoint is None else units_of(traced, checkpoint)
+    groups, unit_of = groups_of(traced.ops, units), unit_of_ops(units)
     forward = [
         Op(
             name=op.name,
             time_ns=cost.forward_ns,
             persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
-            workspace_bytes=cost.workspace_bytes if training else _inference_workspace(cost),
-            group=op.group,
+            workspace_bytes=_forward_workspace(cost, training, index in unit_of),
+            group=groups.get(index, op.group),
         )
-        for op, cost in zip(traced.ops, costs, strict=True)
+        for index, (op, cost) in enumerate(zip(traced.ops, costs, strict=True))
     ]
     if training:
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs)
+        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs, units)
     else:
         ops = forward
         tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    times = {p.kind: _times(traced, p, training) for p in profiles if p.kind}
+    times = {p.kind: _times(traced, p, training, units) for p in profiles if p.kind}
     return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
+
+
+def units_of(traced: Traced, checkpoint: str | Iterable[str]) -> tuple[Unit, ...]:
+    """The units that `checkpoint` names.
+
+    Raises:
+        InputError: A name fits nothing, or nothing that has a backward.
+    """
+    return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
@@ -80,6 +109,13 @@ def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> 
         trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return 2 * op.trained_bytes + op.frozen_bytes + state
+
+
+def _forward_workspace(cost: OpCost, training: bool, again: bool) -> int:
+    """Scratch of a forward; what runs again makes what autograd would keep, and frees it soon."""
+    if not training:
+        return _inference_workspace(cost)
+    return cost.workspace_bytes + cost.saved_bytes if again else cost.workspace_bytes
 
 
 def _inference_workspace(cost: OpCost) -> int:
@@ -137,13 +173,19 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
     ]
 
 
-def _times(traced: Traced, profile: Profile, training: bool) -> tuple[int, ...]:
+def _times(
+    traced: Traced, profile: Profile, training: bool, units: Sequence[Unit]
+) -> tuple[int, ...]:
     """The time of every op of the graph by one profile."""
     forward = [cost.forward_ns for cost in profile.costs]
     if not training:
         return tuple(forward)
-    order = backward_ops(traced.ops, traced.tensors)
-    return (*forward, 0, *(profile.costs[op].backward_ns for op in order))
+    order = backward_sequence(traced.tensors, backward_ops(traced.ops, traced.tensors), units)
+    rows = (
+        profile.costs[row].backward_ns if row >= 0 else sum(forward[op] for op in units[~row].ops)
+        for row in order
+    )
+    return (*forward, 0, *rows)
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -174,8 +216,31 @@ def mirrored(graph: OpGraph) -> tuple[int, tuple[int, ...]]:
     n = graph.op_index.get(LOSS, len(graph.ops))
     twins = [-1] * n
     for twin in range(n + 1, len(graph.ops)):
-        twins[graph.op_index[graph.ops[twin].name.removeprefix(BACKWARD)]] = twin
+        name = graph.ops[twin].name
+        if not name.startswith(RECOMPUTE):
+            twins[graph.op_index[name.removeprefix(BACKWARD)]] = twin
     return n, tuple(twins)
+
+
+def recomputed(graph: OpGraph) -> dict[int, Unit]:
+    """The ops of a graph that run a unit again, and which unit.
+
+    Whose forward runs again leaves a tensor that nobody else reads.
+    """
+    return {
+        op: Unit(
+            row.name.removeprefix(RECOMPUTE),
+            tuple(
+                sorted(
+                    graph.tensors[tensor].producer
+                    for tensor in graph.op_inputs[op]
+                    if graph.tensors[tensor].consumers == (op,)
+                )
+            ),
+        )
+        for op, row in enumerate(graph.ops)
+        if row.name.startswith(RECOMPUTE)
+    }
 
 
 def _mirror(
@@ -183,11 +248,15 @@ def _mirror(
     tensors: Sequence[TracedTensor],
     forward: list[Op],
     costs: Sequence[OpCost],
+    units: Sequence[Unit],
 ) -> tuple[list[Op], list[Tensor]]:
-    """Forward ops, the loss and backward ops; and the tensors between them all."""
+    """Forward ops, the loss, backward ops and what runs again; and the tensors between them."""
     order = backward_ops(ops, tensors)
+    sequence = backward_sequence(tensors, order, units)
     loss = len(ops)
-    twin = {op: loss + 1 + i for i, op in enumerate(order)}
+    place = {row: loss + 1 + i for i, row in enumerate(sequence)}
+    twin = {row: at for row, at in place.items() if row >= 0}
+    again = {op: place[~k] for op, k in unit_of_ops(units).items()}
     # The caller computes the loss where the model's last output is.
     graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
@@ -196,8 +265,9 @@ def _mirror(
     late = {op: _late_gradient_bytes(ops[op]) for op in order}
     for op, reader in viewed.items():
         late[reader] += late.pop(op)
-    mirrored = [
-        Op(
+
+    def backward(op: int) -> Op:
+        return Op(
             BACKWARD + forward[op].name,
             costs[op].backward_ns,
             # A shared parameter's gradient of this op, and its sum with that so far.
@@ -205,35 +275,75 @@ def _mirror(
             group=grouped[op].group,
             late_bytes=late.get(op, 0),
         )
-        for op in order
-    ]
-    savers: list[list[int]] = [[] for _ in tensors]
-    for op in order:
-        for saved in ops[op].saves:
-            savers[saved].append(twin[op])
-    edges = []
-    for index, tensor in enumerate(tensors):
-        to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
-        consumers = (*tensor.consumers, *to_loss, *savers[index])
-        edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+
+    def forward_again(unit: Unit) -> Op:
+        return Op(
+            RECOMPUTE + unit.name,
+            sum(forward[op].time_ns for op in unit.ops),
+            workspace_bytes=workspace_bytes(unit, ops, tensors, costs, twin.keys()),
+            group=forward[unit.ops[0]].group,
+        )
+
+    later = [backward(row) if row >= 0 else forward_again(units[~row]) for row in sequence]
+    edges = _values(ops, tensors, twin, again, loss)
     # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
-    edges += [Tensor(op, (twin[op],), costs[op].saved_bytes) for op in order]
+    edges += [Tensor(again.get(op, op), (twin[op],), costs[op].saved_bytes) for op in order]
+    edges += [Tensor(op, (at,), 0) for op, at in again.items()]
     for tensor in tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
-        reader = (twin[tensor.producer],)
-        if tensor.kept:
-            edges.append(Tensor(loss, reader, tensor.nbytes))
+        mine = again.get(tensor.producer)
         sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
         if tensor.producer in viewed:
             sizes = (0,)
-        edges += [
-            Tensor(twin[consumer], reader, nbytes)
-            for consumer, nbytes in zip(tensor.consumers, sizes, strict=True)
-            if consumer in twin
+        sources: list[tuple[int, int | None, int]] = []
+        if tensor.kept:
+            sources.append((loss, None, tensor.nbytes))
+        sources += [
+            (twin[c], again.get(c), nbytes)
+            for c, nbytes in zip(tensor.consumers, sizes, strict=True)
+            if c in twin
         ]
+        for source, theirs, nbytes in sources:
+            # A unit begins to run again when all gradients that enter it are there.
+            first = () if mine is None or theirs == mine else (mine,)
+            edges.append(Tensor(source, (*first, twin[tensor.producer]), nbytes))
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
-    return [*grouped, loss_op, *mirrored], edges
+    return [*grouped, loss_op, *later], edges
+
+
+def _values(
+    ops: Sequence[TracedOp],
+    tensors: Sequence[TracedTensor],
+    twin: Mapping[int, int],
+    again: Mapping[int, int],
+    loss: int,
+) -> list[Tensor]:
+    """The tensors of the forward, with all who read them, and those that a unit makes again.
+
+    Args:
+        ops: Forward operators.
+        tensors: Between them.
+        twin: The backward op of every forward op that has one.
+        again: The op that runs a forward op again, for those in a unit.
+        loss: The loss.
+    """
+    savers: list[list[int]] = [[] for _ in tensors]
+    for op in twin:
+        for saved in ops[op].saves:
+            savers[saved].append(op)
+    edges, made_again = [], []
+    for index, tensor in enumerate(tensors):
+        to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
+        mine = again.get(tensor.producer)
+        own = [twin[op] for op in savers[index] if mine is not None and again.get(op) == mine]
+        others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
+        readers = [again[op] for op in tensor.consumers if again.get(op, mine) != mine]
+        consumers = (*tensor.consumers, *to_loss, *others, *readers)
+        edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+        if own and mine is not None:
+            made_again.append(Tensor(mine, tuple(own), tensor.nbytes))
+    return edges + made_again
 
 
 def _viewed_whole(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> dict[int, int]:

@@ -7,10 +7,10 @@ clock, in index order and in list order. The searches, from cheap to dear (`arra
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
    in topological order or best fit decreasing, under the smallest common fill of the devices with
    which everything has a place, and under looser ones;
-3. where groups and devices are few, every assignment (`_every_assignment`).
+3. where groups are few, backtracking over assignments (`_every_assignment`), largest group first.
 
 So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
-Complexity: some tens of simulations and 2 * `_ASSIGNMENTS` small ones.
+Complexity: some tens of simulations, and `_EVALUATED_OPS` ops in small ones.
 """
 
 import itertools
@@ -30,8 +30,10 @@ from baechi.problem import Problem
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
-# All assignments are tried up to this number of them: a second or so.
-_ASSIGNMENTS: Final = 2048
+# Backtracking is for few groups; of many it would see but a corner.
+_GROUPS: Final = 24
+# It ends after so many simulated ops in either order: half a second or so.
+_EVALUATED_OPS: Final = 2**18
 
 
 @final
@@ -164,19 +166,41 @@ def _best_fit(
 
 
 def _every_assignment(problem: Problem) -> Iterator[Placement]:
-    """All assignments of groups to devices whose persistent bytes fit, if they are few."""
+    """Assignments of few groups whose staying bytes fit, by backtracking: all, if they are few."""
+    if len(problem.group_ops) > _GROUPS:
+        return
+    loads = _staying(problem)
+    order = sorted(range(len(loads)), key=lambda group: (-loads[group], group))
     choices = [np.flatnonzero(column).tolist() for column in problem.allowed.T]
-    count = 1
-    for row in choices:
-        count *= len(row)
-        if count > _ASSIGNMENTS:
+    left, pools = list(problem.pool_memory), problem.device_pool
+    assignment = [0] * len(loads)
+
+    def extended(depth: int) -> Iterator[tuple[int, ...]]:
+        if depth == len(order):
+            yield tuple(assignment)
             return
-    for assignment in itertools.product(*choices):
-        held = [0] * len(problem.pool_memory)
-        for group, device in enumerate(assignment):
-            held[problem.device_pool[device]] += problem.group_persistent[group]
-        if all(h <= m for h, m in zip(held, problem.pool_memory, strict=True)):
-            yield from in_both_orders(problem, assignment, Packing.name)
+        group = order[depth]
+        for device in choices[group]:
+            if loads[group] <= left[pools[device]]:
+                assignment[group] = device
+                left[pools[device]] -= loads[group]
+                yield from extended(depth + 1)
+                left[pools[device]] += loads[group]
+
+    most = _EVALUATED_OPS // max(1, len(problem.graph.ops))
+    for found in itertools.islice(extended(0), most):
+        yield from in_both_orders(problem, found, Packing.name)
+
+
+def _staying(problem: Problem) -> list[int]:
+    """What every group holds at the end of the step: persistent bytes, and results that stay."""
+    loads = np.array(problem.group_persistent, np.int64)
+    lasting = problem.durations.min(axis=0) > 0  # what is made at the very end holds nothing
+    op_group = problem.graph.arrays.op_group
+    for tensor in problem.graph.tensors:
+        if lasting[tensor.producer] and (tensor.kept or not tensor.consumers):
+            loads[op_group[tensor.producer]] += tensor.nbytes
+    return [int(load) for load in loads]
 
 
 def is_hopeless(problem: Problem) -> bool:

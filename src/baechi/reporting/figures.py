@@ -8,7 +8,7 @@ from baechi.placement import Transfer
 from baechi.reporting.facts import Plan
 from baechi.reporting.layout import lay_out, sections
 from baechi.reporting.occupancy import memory_profile
-from baechi.training import BACKWARD
+from baechi.training import BACKWARD, RECOMPUTE
 from baechi.units import format_bytes, format_ns
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers. Their black and
@@ -132,7 +132,7 @@ def time_figure(plan: Plan) -> Any:
 def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...]) -> None:
     """Edges inside a device as one faint trace, those between devices strong, one per source."""
     graph, devices = plan.graph, plan.placement.devices
-    backward = [op.name.startswith(BACKWARD) for op in graph.ops]
+    backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in graph.ops]
     faint_x: list[float | None] = []
     faint_y: list[float | None] = []
 
@@ -194,7 +194,8 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
     for device, target in enumerate(plan.cluster.devices):
         name = escape(target.name)
         spans = [span for span in schedule.spans if span.device == device]
-        backward = [plan.graph.ops[span.op].name.startswith(BACKWARD) for span in spans]
+        ops = [plan.graph.ops[span.op] for span in spans]
+        backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in ops]
         figure.add_bar(
             orientation="h",
             name=name,

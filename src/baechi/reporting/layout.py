@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from baechi.graph import OpGraph
-from baechi.training import BACKWARD
+from baechi.training import BACKWARD, RECOMPUTE
 
 _GAP: Final = 2  # rows between two bands
 
@@ -35,7 +35,7 @@ class Layout:
 def lay_out(graph: OpGraph, devices: tuple[int, ...], n_devices: int) -> Layout:
     """The positions of all ops; O((ops + tensors) log) time, no two ops at one place."""
     columns = _columns(graph)
-    is_backward = [op.name.startswith(BACKWARD) for op in graph.ops]
+    is_backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in graph.ops]
     lanes, heights = _lanes(graph, columns, [*zip(devices, is_backward, strict=True)])
     top = 0
     start: dict[tuple[int, bool], int] = {}

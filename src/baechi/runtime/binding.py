@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.extraction import Extract, extract
+from baechi.extraction import Extract, extract, opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
+from baechi.runtime.again import Again
 from baechi.runtime.compiled import CompiledTape, CompileOptions
 from baechi.runtime.gradients import Gradients, Layout
 from baechi.runtime.program import Copy, Free, Place, Program
@@ -254,6 +255,7 @@ class _Binder:
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             parameters=self._gradients.of_tape(tape),
+            again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
         )
 
     def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -264,6 +266,51 @@ class _Binder:
         label = f"{count} {op_name(nodes[0])} on logical device {self._layout.device(tape)}"
         plain = self._extract(tape, boxed=False).function
         return CompiledTape(part.function, plain, self._options, nodes, label)
+
+    def _again(self, tape: int, part: Extract) -> Again:
+        """How a checkpointed tape runs again."""
+        nodes = self._layout.nodes(tape)
+        facts = self._module.facts.nodes
+        leaves = opaque_leaves(self._module.graph_module, nodes).values()
+        crossing: list[tuple[int, int, int]] = []  # (argument, slot, the tape that reads it last)
+        for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
+            user = reader if reader is not None else self._layout.users_in(node, tape)[0]
+            slots = self._crossing(node)
+            if user in slots:
+                readers = (other for other, slot in slots.items() if slot == slots[user])
+                crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
+        last = {slot: argument for argument, slot, _ in crossing}
+        return Again(
+            copied=tuple(
+                argument
+                for argument, node in enumerate(part.inputs)
+                if node.op == "get_attr"
+                and self._is_written(node)
+                and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
+            ),
+            leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
+            random=any(facts[node].random for node in nodes),
+            crossing=tuple(
+                (argument, slot, end == tape and last[slot] == argument)
+                for argument, slot, end in crossing
+            ),
+            leaving=frozenset(
+                slot for node in part.outputs for slot in self._crossing(node).values()
+            ),
+        )
+
+    def _crossing(self, node: fx.Node) -> dict[fx.Node, int]:
+        """The slot of each reader of a node that runs again, with it, on another tape."""
+        layout, tapes = self._layout, self._program.tapes
+        if node not in layout.op_of:
+            return {}
+        tape = layout.tape(node)
+        unit, device = tapes[tape].again, layout.device(tape)
+        return {
+            user: self._slot(node, self._carrier(node, user), device)
+            for user in layout.users(node)
+            if layout.tape(user) != tape and tapes[layout.tape(user)].again == unit >= 0
+        }
 
     def _is_written(self, node: fx.Node) -> bool:
         return any(v.storage in self._written for v in self._module.facts.nodes[node].values)

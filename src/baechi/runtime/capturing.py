@@ -73,6 +73,8 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         return f"a {code.place.type} device has no CUDA graphs"
     if code.written:
         return "it writes into a tensor of the caller's"
+    if code.again is not None:
+        return "it runs forward again in the backward"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
     if not runs:
         return "it launches nothing"

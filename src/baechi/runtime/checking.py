@@ -20,7 +20,10 @@ from typing import Final, final
 from baechi.errors import InputError
 from baechi.runtime.program import Copy, Free, Program, Run, Segment, Wait
 
-_STATE: Final = -1  # updated in place where its operators are; a place on no device of its own
+# Places on no device of their own: state, updated in place where its operators are, and the graph
+# of a tape that runs again, made then and used by its backward.
+_STATE: Final = -1
+_GRAPH: Final = -2
 
 
 @final
@@ -44,13 +47,14 @@ def check_program(program: Program) -> None:
     tapes_run: list[list[int]] = []
     for number in range(len(program.phases)):
         _Checker(program, number).check()
-        phase = program.phases[number]
-        tapes_run.append([t for segment in phase.segments for t in segment.tapes])
-    _check_tapes(program, tapes_run)
+        segments = program.phases[number].segments
+        tapes_run.append([t for segment in segments if not segment.again for t in segment.tapes])
+    again = [t for phase in program.phases for s in phase.segments if s.again for t in s.tapes]
+    _check_tapes(program, [*tapes_run, again] if len(program.phases) > 1 else tapes_run)
 
 
 def _check_tapes(program: Program, tapes_run: Sequence[Sequence[int]]) -> None:
-    """Every operator is on one tape, every tape runs once, and backward at most once."""
+    """Every operator is on one tape, every tape runs once, backward and again at most once."""
     ops = sorted(op for tape in program.tapes for op in tape.ops)
     if ops != list(range(len(program.names))):
         raise InputError(
@@ -58,8 +62,10 @@ def _check_tapes(program: Program, tapes_run: Sequence[Sequence[int]]) -> None:
             f"{len(program.names)}; each must be on one tape. Compile the placement again."
         )
     whole = {i for i, t in enumerate(program.tapes) if any(program.twins[op] >= 0 for op in t.ops)}
-    wanted = [set(range(len(program.tapes))), whole]
-    for what, tapes, every in zip(("forward", "backward"), tapes_run, wanted, strict=False):
+    again = {i for i, tape in enumerate(program.tapes) if tape.again >= 0}
+    wanted = [set(range(len(program.tapes))), whole, again]
+    phases = ("forward", "backward", "recomputation")
+    for what, tapes, every in zip(phases, tapes_run, wanted, strict=False):
         if sorted(tapes) != sorted(every):
             raise InputError(
                 f"the {what} runs tapes {sorted(tapes)} where each of {sorted(every)} must run "
@@ -154,6 +160,13 @@ class _Checker:
             self._write(lane, here, tensor, segment.device)
         for state in segment.updates:
             self._update(lane, here, state)
+        if self._number == 0:
+            return
+        for tape in segment.tapes:
+            if segment.again:
+                self._write(lane, here, tape, _GRAPH)
+            elif self._program.tapes[tape].again >= 0:
+                self._read(lane, here, tape, _GRAPH)
 
     def _check_copy(self, lane: int, here: int, row: Copy) -> None:
         own = self._program.lanes[lane]
@@ -216,7 +229,7 @@ class _Checker:
             raise InputError(f"segments {sorted(missing)} never run. Compile the placement again.")
         kept = {(place.tensor, place.device) for place in self._phase.kept}
         for (tensor, device), touched in sorted(self._touched.items()):
-            if device == _STATE:
+            if device < 0:
                 continue
             if touched.freed is None and (tensor, device) not in kept:
                 raise InputError(f"tensor {tensor} on device {device} is never freed.")
@@ -252,9 +265,10 @@ class _Checker:
         other: tuple[int, int] | None = None,
     ) -> None:
         where = f": {self._name(*other)}" if other is not None else ""
-        raise InputError(
-            f"{self._name(lane, here)}: tensor {tensor} on device {device}: {what}{where}."
-        )
+        place = f"tensor {tensor} on device {device}"
+        if device == _GRAPH:
+            place = f"the graph of tape {tensor}"
+        raise InputError(f"{self._name(lane, here)}: {place}: {what}{where}.")
 
     def _name(self, lane: int, here: int) -> str:
         """An instruction with its phase and lane, in words."""

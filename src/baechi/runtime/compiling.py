@@ -12,7 +12,7 @@ Complexity: O((ops + reads) * lanes), with a binary search per free.
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import Final, final
+from typing import Final, TypeAlias, final
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -31,7 +31,7 @@ from baechi.runtime.program import (
     Tape,
     Wait,
 )
-from baechi.training import mirrored
+from baechi.training import mirrored, recomputed
 
 
 def compile_program(
@@ -52,9 +52,11 @@ def compile_program(
             computes. A tensor is then freed by the device that holds it, which is what allocators
             that are bound to a stream need; else by the lane that knows first.
         one_thread: Whether one thread is to do everything in launch order. Then what leaves is
-            copied as soon as it is made, and any lane frees: so a device holds what the clock says.
+            copied as soon as it is made, and everything is freed right after its last use.
         in_turn: Forward operators whose segments run one after another, on whichever devices, in
             launch order, as those that draw from one random generator do.
+        schedule: Of the placement. The launch order is then the clock's own, and pieces end where
+            the clock sends something: with one thread no device holds more than the clock says.
 
     Raises:
         InputError: The placement is of another graph, or its order is not topological.
@@ -89,6 +91,8 @@ class _Compiler:
         self._copy_lanes = copy_lanes
         self._in_turn = in_turn
         self._n, self._twins = mirrored(graph)
+        self._units = recomputed(graph)
+        self._again = {op: at for at, unit in self._units.items() for op in unit.ops}
         self._backward = {op: twin for op, twin in enumerate(self._twins) if twin >= 0}
         n_devices = max(placement.devices, default=0) + 1
         self._lanes = [Lane(device) for device in range(n_devices)]
@@ -114,7 +118,7 @@ class _Compiler:
         """The whole program."""
         clock = None if self._schedule is None else Clock(self._graph, self._schedule)
         events = [
-            cut(self._graph, self._devices, order, self._copy_lanes, clock)
+            cut(self._graph, self._devices, order, self._copy_lanes, clock, self._units.keys())
             for order in self._orders
         ]
         if self._one_thread:
@@ -130,14 +134,19 @@ class _Compiler:
         forward: list[list[int]] = []
         backward: list[list[int]] = [[] for _ in pieces[-1]]
         for piece in pieces[0]:
-            rows = tapes_of(self._graph, piece.ops, backward_piece)
+            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again)
             forward.append(list(range(len(tapes), len(tapes) + len(rows))))
-            for tape, (index, _) in zip(forward[-1], rows, strict=True):
+            for number, (index, _) in zip(forward[-1], rows, strict=True):
                 if index is not None:
-                    backward[index].append(tape)
-            tapes += [Tape(piece.device, ops) for _, ops in rows]
+                    backward[index].append(number)
+            tapes += [Tape(piece.device, ops, self._again.get(ops[0], -1)) for _, ops in rows]
         # A tape's readers are in tapes after it, so going backward they come first.
         runs = [forward, [sorted(row, reverse=True) for row in backward]]
+        again: dict[int, list[int]] = {}
+        for index, tape in enumerate(tapes):
+            again.setdefault(tape.again, []).append(index)
+        for piece, row in zip(pieces[-1], runs[-1], strict=True):
+            row += [tape for op in piece.ops if op in self._units for tape in again[op]]
         phases = [
             self._phase(number, row, runs[number], tapes) for number, row in enumerate(events)
         ]
@@ -172,6 +181,7 @@ class _Compiler:
         tape_of: dict[int, int] = {}
         for index, tape in enumerate(tapes):
             tape_of.update((self._twins[op] if number else op, index) for op in tape.ops)
+        tape_of.update((op, -1) for op in self._units)
         given, values = self._values(members, tape_of)
         kept = {t for t in values if self._graph.tensors[t].kept}
         segments = self._segments(number, events, runs, values)
@@ -196,6 +206,8 @@ class _Compiler:
         values: set[int] = set()
         for index, tensor in enumerate(self._graph.tensors):
             readers = tuple(op for op in tensor.consumers if op in members)
+            if tensor.producer in self._units:
+                continue  # it is in the graph of its tape
             if tensor.producer in members:
                 own = tape_of[tensor.producer]
                 if tensor.kept or any(tape_of[op] != own for op in readers):
@@ -225,10 +237,12 @@ class _Compiler:
             }
             writes = {t for op in piece.ops for t in self._graph.op_outputs[op] if t in values}
             updates = {shared[op] for op in piece.ops if op in shared}
-            if number == 0 and inside & self._in_turn:
+            again = piece.ops[0] in self._units
+            ran = {op for at in piece.ops for op in self._units[at].ops} if again else inside
+            if (number == 0 or again) and ran & self._in_turn:
                 updates.add(len(self._graph.groups))
-            lists = (tuple(sorted(row)) for row in (reads, writes, updates))
-            segments.append(Segment(piece.device, tuple(row), *lists))
+            read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
+            segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
         return segments
 
     def _shared_state(self) -> dict[int, int]:
@@ -241,6 +255,7 @@ class _Compiler:
         return shared
 
 
+_Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
 _STATE: Final = -1  # the "device" of state that is updated in place: it is where its readers are
 
 
@@ -316,18 +331,11 @@ class _Writer:
         self._launch.append((lane, position))
         return lane, position
 
-    def written(
-        self, kept: frozenset[Place]
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    def written(self, kept: frozenset[Place]) -> _Written:
         """The lanes and the launch order, with all frees."""
-        after: dict[tuple[int, int], list[Free]] = {}
         if self._one_thread:
-            before: dict[tuple[int, int], list[Wait]] = {}
-            for place, uses in self._uses.items():
-                if place not in kept:
-                    last = self._last(uses, before)
-                    after.setdefault(last, []).append(Free(place.tensor, place.device))
-            return self._with_frees(before, after)
+            return self._freed_at_once(kept)
+        after: dict[tuple[int, int], list[Free]] = {}
         late: dict[int, list[tuple[Free, list[int]]]] = {}
         for place, uses in self._uses.items():
             if place in kept:
@@ -348,18 +356,20 @@ class _Writer:
             after.setdefault(last, []).extend(free for free, _ in late[lane])
         return self._with_frees({}, after)
 
-    def _last(
-        self,
-        uses: Sequence[tuple[int, int]],
-        before: dict[tuple[int, int], list[Wait]],
-    ) -> tuple[int, int]:
-        """The last use in launch order; it waits for those that its lane does not know of."""
-        last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
-        waits = before.setdefault(last, [])
-        for lane, position in uses:
-            if lane != last[0] and self._known[last[0]][lane][last[1]] <= position:
-                waits.append(Wait(lane, position))
-        return last
+    def _freed_at_once(self, kept: frozenset[Place]) -> _Written:
+        """The same, each free right after the last use, which waits for those not known of."""
+        before: dict[tuple[int, int], list[Wait]] = {}
+        after: dict[tuple[int, int], list[Free]] = {}
+        for place in sorted(self._uses.keys() - kept, key=lambda p: (p.tensor, p.device)):
+            uses = self._uses[place]
+            last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
+            after.setdefault(last, []).append(Free(place.tensor, place.device))
+            before.setdefault(last, []).extend(
+                Wait(lane, position)
+                for lane, position in uses
+                if lane != last[0] and self._known[last[0]][lane][last[1]] <= position
+            )
+        return self._with_frees(before, after)
 
     def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
         """The instruction after which a lane knows that all this has ended, launched first."""
@@ -378,7 +388,7 @@ class _Writer:
         self,
         before: dict[tuple[int, int], list[Wait]],
         after: dict[tuple[int, int], list[Free]],
-    ) -> tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]:
+    ) -> _Written:
         """Put waits and frees in, and let waits name the positions that instructions have then."""
         moved: list[list[int]] = []
         for lane, rows in enumerate(self._lanes):
@@ -391,13 +401,12 @@ class _Writer:
         lanes: list[list[Instruction]] = [[] for _ in self._lanes]
         launch: list[int] = []
         for lane, position in self._launch:
-            rows = [
-                *before.get((lane, position), ()),
-                self._lanes[lane][position],
-                *after.get((lane, position), ()),
+            rows = [*before.get((lane, position), ()), self._lanes[lane][position]]
+            lanes[lane] += [
+                Wait(row.lane, moved[row.lane][row.position]) if isinstance(row, Wait) else row
+                for row in rows
             ]
-            for row in rows:
-                waits = isinstance(row, Wait)
-                lanes[lane].append(Wait(row.lane, moved[row.lane][row.position]) if waits else row)
-            launch += [lane] * len(rows)
+            frees = after.get((lane, position), ())
+            lanes[lane] += frees
+            launch += [lane] * (len(rows) + len(frees))
         return tuple(map(tuple, lanes)), tuple(launch)

@@ -10,12 +10,13 @@ Complexity: O(ops + reads), with a sort of what arrives at each op.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from baechi.graph import OpGraph
 from baechi.placement import Schedule
+from baechi.values import FrozenDict
 
 
 @final
@@ -90,6 +91,7 @@ def cut(
     order: Sequence[int],
     apart: bool,
     clock: Clock | None = None,
+    again: Set[int] = frozenset(),
 ) -> list[Event]:
     """Pieces and arrivals of a phase, in launch order.
 
@@ -101,10 +103,11 @@ def cut(
         order: The operators of the phase, topological; inputs made by others are there already.
         apart: Whether copies run beside the operators. Then everything that arrives begins a
             piece. Else a copy that can be made before the piece under way began is made there.
-        clock: With it a piece ends, too, where the clock begins to send something from its device
-            that was made before: what it holds is let go of then, and not at the end of the piece.
+        clock: With it a piece ends, too, where the clock begins to send something from its device,
+            so that what was only waiting to be sent is let go of then.
+        again: Operators that run others forward again; they are in pieces without any else.
     """
-    cutter = _Cutter(graph, devices, order, apart, clock)
+    cutter = _Cutter(graph, devices, order, apart, clock, again)
     for op in order:
         cutter.add(op)
     for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
@@ -123,11 +126,13 @@ class _Cutter:
         order: Sequence[int],
         apart: bool,
         clock: Clock | None,
+        again: Set[int],
     ) -> None:
         self._graph = graph
         self._clock = clock
         self._devices = devices
         self._apart = apart
+        self._again = again
         self.rank = {op: i for i, op in enumerate(order)}
         self.events: list[Event] = []
         self.open: dict[int, _Open] = {}
@@ -145,6 +150,9 @@ class _Cutter:
             if self._graph.tensors[tensor].producer not in self._after:
                 self.close(source)
         piece = self.open.get(device)
+        if piece is not None and (piece.ops[0] in self._again) != (op in self._again):
+            self.close(device)
+            piece = None
         if piece is not None:
             late = bool(missing) and not self._in_time(piece, missing)
             last = piece.ops[-1]
@@ -205,44 +213,65 @@ class _Cutter:
         )
 
 
+Key: TypeAlias = tuple[int, int, int]  # level, -(backward piece), what runs it again or -1
+
+
 def tapes_of(
-    graph: OpGraph, ops: Sequence[int], backward_piece: Mapping[int, int]
+    graph: OpGraph,
+    ops: Sequence[int],
+    backward_piece: Mapping[int, int],
+    again: Mapping[int, int] = FrozenDict(),
 ) -> list[tuple[int | None, tuple[int, ...]]]:
     """The tapes of a forward piece, in an order in which they can run.
 
     Each is (backward piece or None, operators, ascending). An operator's tape is its backward's
     piece; gradients flow from later pieces' operators to earlier ones', so tapes in descending
     order of backward piece follow from each other. Where a value without a gradient goes the other
-    way a new level begins: (level, -backward piece) never falls along an edge.
+    way a new level begins: (level, -backward piece) never falls along an edge. What runs again has
+    tapes of its own for each operator that runs it.
 
     Args:
         graph: The graph.
         ops: Of the piece, in topological order.
         backward_piece: For every operator that has a backward, the piece that runs it.
+        again: For every operator whose forward runs again, the operator that runs it.
     """
     inside = set(ops)
-    key_of: dict[int, tuple[int, int] | None] = {}
+    last_piece: dict[int, int] = {}
+    for op in (op for op in ops if op in again):
+        last_piece[again[op]] = max(last_piece.get(again[op], 0), backward_piece.get(op, 0))
+    key_of: dict[int, Key | None] = {}
     for op in ops:
         producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
         before = [key for p in producers if p in inside and (key := key_of[p]) is not None]
         last = max(before, default=None)
-        if op not in backward_piece:
-            key_of[op] = last  # wherever it is convenient: beside the last that it reads
+        unit = again.get(op, -1)
+        if op in backward_piece:
+            rank = (-backward_piece[op], unit)
+        elif unit >= 0:
+            rank = (-last_piece[unit], unit)
+        elif last is None:
+            key_of[op] = None
             continue
-        rank = -backward_piece[op]
-        level = 0 if last is None else last[0] + (last[1] > rank)
-        key_of[op] = (level, rank)
+        else:
+            rank = (last[1], -1)  # wherever it is convenient: beside the last that it reads
+        level = 0 if last is None else last[0] + (last[1:] > rank)
+        key_of[op] = (level, *rank)
     first = min((key for key in key_of.values() if key is not None), default=None)
     for op in reversed(ops):  # what reads nothing: beside the first that reads it
         if key_of[op] is None:
             outputs = (graph.tensors[tensor] for tensor in graph.op_outputs[op])
             readers = (c for tensor in outputs for c in tensor.consumers if c in inside)
             keys = [key for c in readers if (key := key_of[c]) is not None]
-            key_of[op] = min(keys, default=first)
-    tapes: dict[tuple[int, int] | None, list[int]] = {}
+            chosen = min(keys, default=first)
+            key_of[op] = None if chosen is None else (*chosen[:2], -1)
+    tapes: dict[Key | None, list[int]] = {}
     for op in sorted(ops):
         tapes.setdefault(key_of[op], []).append(op)
     if None in tapes:
         return [(None, tuple(tapes[None]))]  # no operator of the piece has a backward
-    keys = sorted(key for key in tapes if key is not None)
-    return [(-key[1], tuple(tapes[key])) for key in keys]
+    rows = [tuple(tapes[key]) for key in sorted(key for key in tapes if key is not None)]
+    return [
+        (next((backward_piece[op] for op in row if op in backward_piece), None), row)
+        for row in rows
+    ]

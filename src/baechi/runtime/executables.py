@@ -25,6 +25,7 @@ from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
+from baechi.recomputation import Unit
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
@@ -38,6 +39,7 @@ from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.runtime.workers import CpuExecutor
 from baechi.traced import Traced
+from baechi.training import operator_graph
 
 
 @final
@@ -56,6 +58,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
         traced: The model, with its module.
@@ -63,6 +66,7 @@ class Executable:
         places: The torch device of every logical device.
         training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
+        units: What runs forward again in the backward.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
         cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
 
@@ -77,16 +81,16 @@ class Executable:
         places: Sequence[torch.device],
         training: bool,
         threads: int | None,
-        schedule: Schedule | None = None,
+        units: Sequence[Unit] = (),
         options: CompileOptions | None = None,
         cuda_graphs: CudaGraphs = False,
     ) -> None:
         check_wish(cuda_graphs, places)
-        self._schedule = schedule
+        self.schedule: Callable[[], Schedule] | None = None
         self._module: TracedModule = traced.module
         self.places = tuple(places)
         self.training = training
-        self._graph = structure_of(traced, training)
+        self._graph = structure_of(traced, training, units)
         self._placement = replace(placement, graph_digest=self._graph.digest)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
@@ -137,7 +141,8 @@ class Executable:
             return self._way
         program = self.program
         if not self._streams:
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self._schedule)
+            schedule = None if self.schedule is None else self.schedule()
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return _Way(bound, CudaExecutor(program, bound, self.places))
 
@@ -276,13 +281,14 @@ class Executable:
         return self._module.returned.fill(values)
 
 
-def structure_of(traced: Traced, training: bool) -> OpGraph:
+def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:
     """The graph of a step with made-up times: none for what the caller or the model gives."""
     module: TracedModule = traced.module
     given = ("placeholder", "get_attr")
     costs = [int(any(node.op not in given for node in nodes)) for nodes in module.nodes]
     rows = tuple(OpCost(forward_ns=cost, backward_ns=cost) for cost in costs)
-    return traced.graph(Profile(traced.digest, "", rows), training=training)
+    profile = Profile(traced.digest, "", rows)
+    return operator_graph(traced, profile, training=training, optimizer=None, units=units)
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> None:

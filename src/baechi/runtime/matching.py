@@ -11,19 +11,27 @@ from baechi.traced import Traced
 from baechi.training import backward_ops
 
 
-def check_placement(traced: Traced, placement: Placement, graph: OpGraph | None) -> bool:
+def check_placement(
+    traced: Traced, placement: Placement, graph: OpGraph | None, n_units: int
+) -> bool:
     """Whether the placement has the backward too.
+
+    Args:
+        traced: The model.
+        placement: Of it.
+        graph: What was placed, where known.
+        n_units: How many operators of the graph run others forward again.
 
     Raises:
         InputError: It is of another graph, parts a group, or is in no topological order.
     """
     n = len(traced.ops)
-    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)): True}
+    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + n_units: True}
     if len(placement.devices) not in sizes:
         raise InputError(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and "
             f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
-            "Solve the graph of this trace."
+            "Solve the graph of this trace; and give graph=..., if it was made with checkpoint=..."
         )
     if graph is not None and graph.digest != placement.graph_digest:
         raise InputError(

@@ -89,7 +89,8 @@ def planned_state_bytes(
     free = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
     bare = traced.graph(free, training=len(graph.ops) > len(traced.ops), optimizer=None)
     state = [0] * n_devices
-    for op, without, device in zip(graph.ops, bare.ops, placement.devices, strict=True):
+    rows = list(zip(graph.ops, bare.ops, placement.devices, strict=False))[: len(traced.ops)]
+    for op, without, device in rows:  # backward ops own nothing
         state[device] += max(op.persistent_bytes - without.persistent_bytes, 0)
     return tuple(state)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from threading import Lock
 from typing import Any, NoReturn, final
 
@@ -26,6 +27,7 @@ from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
 from baechi.simulation import simulate
 from baechi.traced import Traced
+from baechi.training import recomputed
 from baechi.values import check_is, check_positive, check_row
 
 
@@ -71,7 +73,7 @@ def apply(
         devices: The torch device of every logical device; several may be the same. By default
             the names of the cluster's devices.
         graph: The graph that was placed: the placement is checked against it, and `schedule` and
-            `report` need it.
+            `report` need it. It says what runs forward again, where it has `checkpoint`.
         cluster: What it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
@@ -100,7 +102,8 @@ def apply(
             f"this {traced.name} is on the meta device and has no weights to run with; load them "
             "(`model.to_empty(device=...)`, `load_state_dict`), then trace and apply it."
         )
-    training = check_placement(traced, placement, graph)
+    units = () if graph is None else tuple(recomputed(graph).values())
+    training = check_placement(traced, placement, graph, len(units))
     if devices is None:
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
@@ -112,11 +115,18 @@ def apply(
     call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
-    known = graph is not None and cluster is not None
-    schedule = simulate(graph, cluster, placement) if known else None
     executable = Executable(
-        traced, placement, places, training, threads_per_device, schedule, options, cuda_graphs
+        traced,
+        placement,
+        places,
+        training,
+        threads_per_device,
+        sorted(units, key=lambda unit: unit.ops),
+        options,
+        cuda_graphs,
     )
+    if graph is not None and cluster is not None:
+        executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 

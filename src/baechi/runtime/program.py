@@ -14,6 +14,8 @@ use. Words:
 - A *tape* is one autograd graph: operators of one forward segment whose backwards are in one
   backward segment. A forward segment runs its tapes one after the other, and a backward segment
   goes backward over its own, so that backward ops run where and when the placement says.
+- A *checkpointed* tape keeps nothing but what it reads when it runs forward. It runs forward
+  *again* in the backward, in a segment of its own, and has its graph from then on.
 - A *phase* is what runs from a call to its return: the forward, and then the backward. The caller
   waits for all lanes at the end of each.
 
@@ -72,10 +74,12 @@ class Tape:
     Attributes:
         device: Where they run.
         ops: Forward operators, ascending.
+        again: The operator of the graph that runs them forward again; -1 if they keep their graph.
     """
 
     device: int
     ops: tuple[int, ...]
+    again: int = -1
 
 
 @final
@@ -90,6 +94,7 @@ class Segment:
         writes: Tensors that it makes for others, for the caller, or for another of its tapes.
         updates: State that it may write in place: groups of operators, and one number beyond them
             for what draws random numbers in turn.
+        again: Whether it is in the backward and runs its tapes forward again.
     """
 
     device: int
@@ -97,6 +102,7 @@ class Segment:
     reads: tuple[int, ...] = ()
     writes: tuple[int, ...] = ()
     updates: tuple[int, ...] = ()
+    again: bool = False
 
 
 @final
@@ -184,6 +190,9 @@ class Program:
         return tuple(order)
 
     def _ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
+        if segment.again:
+            yield from dict.fromkeys(self.tapes[tape].again for tape in segment.tapes)
+            return
         for tape in segment.tapes:
             ops = self.tapes[tape].ops
             if backward:
@@ -217,10 +226,12 @@ class Program:
             case Run():
                 segment = self.phases[phase].segments[row.segment]
                 ops = [op for tape in segment.tapes for op in self.tapes[tape].ops]
-                ends = [self.names[op] for op in (ops if phase == 0 else reversed(ops))]
+                forward = phase == 0 or segment.again
+                ends = [self.names[op] for op in (ops if forward else reversed(ops))]
                 what = _span(ends) if ends else "nothing"
                 tapes = f", {len(segment.tapes)} tapes" if len(segment.tapes) > 1 else ""
-                text = f"run segment {row.segment}: {what} ({_many(len(ops), 'op')}{tapes})"
+                verb = "recompute" if segment.again else "run"
+                text = f"{verb} segment {row.segment}: {what} ({_many(len(ops), 'op')}{tapes})"
                 if segment.writes:
                     text += f" -> {_list(segment.writes)}"
             case Copy():

@@ -12,6 +12,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from baechi.metering import Meter
+from baechi.runtime.again import Kept
 
 Edges = list[GradientEdge | None]
 
@@ -29,6 +30,8 @@ class Step:
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
+        kept: For every checkpointed tape what it needs to run again; None if it need not.
+        crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
         apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
             for the stream on which a parameter was first used.
@@ -38,7 +41,7 @@ class Step:
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "keep", "apart", "graphed", "own", "__weakref__"),
+        *("records", "kept", "crossing", "keep", "apart", "graphed", "own", "__weakref__"),
     )
 
     def __init__(
@@ -56,6 +59,8 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
+        self.kept: list[Kept | None] = [None] * sizes.tapes
+        self.crossing: dict[int, Any] = {}
         self.keep = False
         self.apart = False
         self.graphed: set[int] = set()

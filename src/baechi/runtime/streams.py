@@ -204,15 +204,20 @@ class CudaExecutor:
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    for index, last in self._runs[phase][row.segment]:
-                        tape = self._tape(step, index)
-                        if phase:
-                            tape.backward(step)
-                        else:
-                            tape.forward(step, last)
+                    self._run_tapes(step, phase, row.segment)
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     _move(step, moves, lambda t, n: self._bring(step, t, row, streams, (phase, n)))
+
+    def _run_tapes(self, step: Step, phase: int, segment: int) -> None:
+        for index, last in self._runs[phase][segment]:
+            tape = self._tape(step, index)
+            if self._program.phases[phase].segments[segment].again:
+                tape.recompute(step)
+            elif phase:
+                tape.backward(step)
+            else:
+                tape.forward(step, last)
 
     def _tape(self, step: Step, index: int) -> Any:
         if self._graphs is not None and step.own.replayed:

@@ -2,6 +2,7 @@
 
     forward     slots -> cut off -> generated code -> publish -> slots
     backward    gradients of what it published -> autograd -> gradients of what entered
+    again       what a checkpointed one kept -> cut off -> generated code -> its graph
 
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
 only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
@@ -17,13 +18,14 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
+from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
+from baechi.runtime.edges import Leave, cut_off, detached, tensor_slots
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -93,6 +95,7 @@ class TapeCode:
         large: Whether these are many bytes, so that each should go as soon as it is used.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
+        again: How it runs again, if it is checkpointed.
     """
 
     index: int
@@ -113,6 +116,7 @@ class TapeCode:
     large: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     sums: tuple[tuple[int, int], ...] = ()
+    again: Again | None = None
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
@@ -135,17 +139,21 @@ class TapeCode:
         for argument, index in self.given:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
+        again = self.again if step.differentiate else None
+        kept = None if again is None else again.keep(arguments, self.place)
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         apart = self._part(arguments) if step.differentiate and step.apart else {}
         try:
-            results = self.function(arguments)
+            with nullcontext() if again is None else dropped():
+                results = self.function(arguments)
         except Exception as error:
             raise self._located(error) from error
         if step.differentiate:
-            self._publish(step, results, mine, entered)
-            record = step.records[self.index]
-            if record is not None:
-                record.parameters = apart
+            leaving = self._publish(step, results, mine)
+            if again is None:
+                self._remember(step, leaving, entered, apart)
+            elif again.leaving or any(tensor.requires_grad for tensor in leaving):
+                step.kept[self.index] = kept
             return
         for output in self.outputs:
             value = self._value(output, results, mine)
@@ -153,6 +161,35 @@ class TapeCode:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
+
+    def recompute(self, step: Step) -> None:
+        """Run the operators again, with what they read then, and record their graph.
+
+        Raises:
+            ExecutionError: An operator failed, or what it read was written since.
+        """
+        kept, again = step.kept[self.index], self.again
+        if kept is None or again is None:
+            return
+        if not step.keep:
+            step.kept[self.index] = None
+        arguments = kept.taken(again, step.crossing)
+        with kept.world(self.place):
+            if not step.keep:
+                kept.arguments = []  # the code alone shall hold them
+            entered = self._enter(step, arguments) if self.entries else []
+            apart = self._part(arguments) if step.apart else {}
+            try:
+                results = self.function(arguments)
+            except Exception as error:
+                raise self._located(error) from error
+            leaving = list(results[len(results) - self.exits :]) if self.exits else []
+            for output in (output for output in self.outputs if output.result >= 0):
+                value, tensors = detached(results[output.result])
+                leaving += tensors
+                for slot in again.leaving.intersection(output.slots):
+                    step.crossing[slot] = value
+            self._remember(step, leaving, entered, apart)
 
     def _bring(self, step: Step, index: int) -> torch.Tensor:
         """A tensor that the caller gave, where this tape is.
@@ -187,7 +224,7 @@ class TapeCode:
                 continue
             if flag is not True:
                 leaves, _ = flat.setdefault(entry.argument, pytree.tree_flatten(value))
-                value = leaves[_slots_of(leaves)[entry.leaf]]
+                value = leaves[tensor_slots(leaves)[entry.leaf]]
             tensors.append(value)
             taken.append(number)
         edges: Edges = [None] * len(self.entries)
@@ -199,7 +236,7 @@ class TapeCode:
             edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
-                leaves[_slots_of(leaves)[entry.leaf]] = tensor
+                leaves[tensor_slots(leaves)[entry.leaf]] = tensor
             else:
                 arguments[entry.argument] = tensor
         for argument, (leaves, spec) in flat.items():
@@ -227,13 +264,9 @@ class TapeCode:
         return edges
 
     def _publish(
-        self,
-        step: Step,
-        results: tuple[Any, ...],
-        mine: Mapping[int, torch.Tensor],
-        entered: Edges,
-    ) -> None:
-        """Give others what they read, cut off from this graph, and remember its edges."""
+        self, step: Step, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Give others what they read, cut off from this graph; what leaves with it."""
         leaving = list(results[len(results) - self.exits :]) if self.exits else []
         slots, flags = step.slots, step.flags
         for output in self.outputs:
@@ -247,20 +280,30 @@ class TapeCode:
                 if value.requires_grad:
                     value = value.detach()
             else:
-                value, tensors = _detached(value)
+                value, tensors = detached(value)
                 leaving += tensors
                 flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
+        return leaving
+
+    def _remember(
+        self,
+        step: Step,
+        leaving: Sequence[torch.Tensor],
+        entered: Edges,
+        apart: dict[torch.nn.Parameter, GradientEdge],
+    ) -> None:
+        """The edges of a graph that was recorded, if it has any."""
         if not any(tensor.requires_grad for tensor in leaving):
             return
         published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
-        record = step.records[self.index] = Record(entered, published)
+        record = step.records[self.index] = Record(entered, published, apart)
         if self.large or step.meter is not None:  # small models are metered as large ones run
             graded = [tensor for tensor in leaving if tensor.requires_grad]
-            end = _Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            end = Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
@@ -383,50 +426,3 @@ class TapeCode:
             if callers:
                 return callers[0] if len(callers) == 1 else None
         return None
-
-
-def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The same tensors as the beginning of a graph of their own.
-
-    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
-    and keeps nothing. Backward stops at its edges and never runs it.
-    """
-    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
-    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
-    found: Sequence[torch.Tensor] = node(seed, *tensors)
-    return found[1:]
-
-
-def _slots_of(leaves: Sequence[Any]) -> list[int]:
-    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-
-
-def _detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A structure without its graph, and its tensors with theirs."""
-    leaves, spec = pytree.tree_flatten(value)
-    tensors = []
-    for slot in _slots_of(leaves):
-        tensors.append(leaves[slot])
-        leaves[slot] = leaves[slot].detach()
-    return pytree.tree_unflatten(leaves, spec), tensors
-
-
-class _Leave(torch.autograd.Function):
-    """The end of a tape's graph: what leaves it, and where its backward begins.
-
-    What the engine is given stays alive as long as it runs. So it is given nothing, and this takes
-    the gradients out of a list: then each lives until it is used.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
-        ctx.seeds = seeds
-        return tensors[0].new_empty(0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        seeds = tuple(ctx.seeds)
-        ctx.seeds.clear()
-        return (None, *seeds)

@@ -270,7 +270,7 @@ def _actions_of(
     segment = program.phases[number].segments[row.segment]
     tapes = [bound.tapes[tape] for tape in segment.tapes]
     if number:
-        return [tape.backward for tape in tapes]
+        return [tape.recompute if segment.again else tape.backward for tape in tapes]
     freed = freed_after(rows, position, bound)
     return [forward_of(tapes, index, freed) for index in range(len(tapes))]
 

@@ -16,6 +16,7 @@ linear in jobs plus events.
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 from baechi.errors import InputError
@@ -77,36 +78,31 @@ def simulate_cluster(
             "counting tells no GPU from another, so jobs cannot share one: give a scheme, such as "
             "least-loaded."
         )
-    simulation = _Simulation(
-        *(fleet, copy.deepcopy(policy), scheme, sharing, preempt_cost + restart_cost, seed),
-        memo if memo is not None else {},
-    )
+    room = partial(_empty, fleet, sharing, scheme, seed, {} if memo is None else memo)
+    simulation = _Simulation(fleet, copy.deepcopy(policy), room, preempt_cost + restart_cost)
     return simulation.run(jobs, progress)
+
+
+def _empty(
+    fleet: Fleet, sharing: Sharing, scheme: Scheme | None, seed: int, memo: dict[object, object]
+) -> Room:
+    return Machines(fleet, sharing, scheme.place, seed, memo) if scheme else Counter(fleet)
 
 
 class _Simulation:
     """The state of one simulation."""
 
     def __init__(
-        self,
-        fleet: Fleet,
-        policy: Policy,
-        scheme: Scheme | None,
-        sharing: Sharing,
-        restart_cost: int,
-        seed: int,
-        memo: dict[object, object],
+        self, fleet: Fleet, policy: Policy, room: Callable[[], Room], restart_cost: int
     ) -> None:
         self._policy = policy
-        self._make_room: Callable[[], Room] = lambda: (
-            Counter(fleet) if scheme is None else Machines(fleet, sharing, scheme.place, seed, memo)
-        )
+        self._make_room = room
         self._room = self._make_room()
         self._gpus = len(fleet.gpus)
         self._memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
         self._byte_ticks = 0
         self._restart_cost = restart_cost
-        self._shared = sharing.most > 1
+        self._shared = isinstance(self._room, Machines) and self._room.sharing.most > 1
         self._asks = type(policy).accepts is not Policy.accepts
         self._queue: list[Run] = []  # that wait, or with preemption all that have not ended
         self._running: dict[int, Run] = {}
@@ -123,11 +119,9 @@ class _Simulation:
         self._runs = runs
         self._policy.begin(self._gpus)
         # Decided once: a policy that selects keeps its own queue from the first event on.
-        chosen = None
-        counts = isinstance(self._room, Counter) and not self._restart_cost
-        if counts:
+        if isinstance(self._room, Counter) and not self._restart_cost:
             chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
-        self._selects = chosen is not None
+            self._selects = chosen is not None
         rows: list[tuple[int, ...]] = []
         now = runs[0].job.submit_time if runs else 0
         place = 0
@@ -153,8 +147,7 @@ class _Simulation:
             rows.append((now, *self._room.row(), *counted))
             if progress is not None and (ended or arrived):
                 progress(len(self._done), len(runs))
-        resumes = self._policy.preemptive
-        outcomes = tuple(run.outcome(resumes=resumes) for run in self._done)
+        outcomes = tuple(run.outcome(resumes=self._policy.preemptive) for run in self._done)
         return Result(
             *(self._policy.name, self._gpus, outcomes, tuple(refused), tuple(rows)),
             memory_bytes=self._memory_bytes,
@@ -219,15 +212,13 @@ class _Simulation:
                 self._start(run, Grant((), ()), now)
             return
         self._queue += arrived
-        if policy.preemptive:
-            self._queue = policy.order(self._queue, now)
-            if isinstance(self._room, Counter):
-                self._count_out(now)
-            else:
-                self._deal_out(now)
-        else:
-            self._queue = policy.order(self._queue, now)
+        self._queue = policy.order(self._queue, now)
+        if not policy.preemptive:
             self._fill_up(now)
+        elif isinstance(self._room, Counter):
+            self._count_out(now)
+        else:
+            self._deal_out(now)
         wake = policy.wake(self._queue, now)
         self._wake = None if wake is None else max(now + 1, wake)
 

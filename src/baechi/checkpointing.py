@@ -1,0 +1,230 @@
+"""Which submodules to run forward again, so that a model trains in the memory that there is.
+
+Given a traced model with its costs and a cluster on which no placement of its step fits, find few
+submodules whose recomputation makes one fit:
+
+1. Cut the tree of submodules: one that keeps more than a quarter of all that autograd keeps is
+   taken apart into its submodules, else it is a candidate. What one unit keeps is there while it
+   goes backward; so where not even all candidates make the step fit, the cut is an eighth, then a
+   sixteenth. A half comes last: it is for models of a few large parts without parts of their own.
+2. Sort the candidates by the time that their recomputation takes for each byte that it saves.
+3. Take as many of them, from the first on, as are needed: by bisection, each answer by the placer.
+
+A greedy choice along one order, and not the best of all sets: that is a knapsack whose sack is a
+schedule. Deterministic.
+
+Complexity: O(log candidates) placements of the graph for each cut.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from typing import Final
+
+from baechi.constraints import Constraints
+from baechi.costs import Profile
+from baechi.devices import Cluster
+from baechi.errors import InfeasibleError, InputError
+from baechi.graph import OpGraph
+from baechi.placers.base import Placer
+from baechi.problem import Problem
+from baechi.recomputation import Unit, module_path, module_paths, named_units
+from baechi.solving import find, solve
+from baechi.traced import Traced
+from baechi.training import backward_ops
+from baechi.units import parse_bytes
+
+# Of all that autograd keeps, what one unit may keep: 1 / share. A step holds about that much more
+# than what is between units, so below a sixteenth there is next to nothing left to gain.
+_SHARES: Final = (4, 8, 16, 2)
+
+Checkpoint = bool | int | str | Iterable[str] | None
+
+
+def memory_target(checkpoint: Checkpoint) -> int | None:
+    """The memory that every device may use at most; `None` where `checkpoint` has names instead.
+
+    `True` is all that the devices have. A string is a size if it is a number and a unit.
+
+    Raises:
+        InputError: The size is negative or passes 2**63 - 1.
+    """
+    if checkpoint is True:
+        return 2**63 - 1
+    if isinstance(checkpoint, int) and checkpoint is not False:
+        return parse_bytes(checkpoint, what="checkpoint")
+    if isinstance(checkpoint, str) and checkpoint[:1].isdigit() and checkpoint[-1:].isalpha():
+        return parse_bytes(checkpoint, what="checkpoint")
+    return None
+
+
+def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None:
+    """The same, to be read more than once; `False` is `None`, as is an empty list.
+
+    Raises:
+        InputError: It is no name, no names and no size.
+    """
+    if isinstance(checkpoint, bool | int | str) or checkpoint is None:
+        return None if checkpoint is False else checkpoint
+    if not isinstance(checkpoint, Iterable):
+        raise InputError(
+            f"checkpoint is {checkpoint!r}, a {type(checkpoint).__name__}; give names of "
+            'submodules, a size such as "4GiB", or True.'
+        )
+    return tuple(checkpoint) or None
+
+
+def within_memory(cluster: Cluster, memory: int | str) -> Cluster:
+    """The cluster with at most that much memory on every device."""
+    limit = parse_bytes(memory, what="memory")
+    rows = (replace(d, memory_bytes=min(d.memory_bytes, limit)) for d in cluster.devices)
+    return replace(cluster, devices=tuple(rows))
+
+
+def choose_checkpoint(
+    traced: Traced,
+    profile: Profile | Sequence[Profile],
+    cluster: Cluster,
+    *,
+    optimizer: str | None = None,
+    placer: str | Placer = "auto",
+    constraints: Constraints | None = None,
+) -> tuple[str, ...]:
+    """Submodules for `Traced.graph(checkpoint=...)` with which a training step fits the cluster.
+
+    None, if it fits without.
+
+    Args:
+        traced: The model.
+        profile: Its costs, as for `Traced.graph`.
+        cluster: What is left; `within_memory` gives one with less.
+        optimizer: Whose state must fit too.
+        placer: Who answers whether it fits, as in `solve`.
+        constraints: What a placement must respect besides memory.
+
+    Raises:
+        InfeasibleError: It does not fit, whatever runs again; says what is missing.
+        InputError: As `Traced.graph` and `solve` do.
+    """
+
+    def graph_of(names: Sequence[str]) -> OpGraph:
+        return traced.graph(profile, optimizer=optimizer, checkpoint=names or None)
+
+    def fits(names: Sequence[str]) -> bool:
+        return find(Problem(graph_of(names), cluster, constraints), placer=placer) is not None
+
+    if fits(()):
+        return ()
+    every: list[tuple[str, ...]] = []
+    costs = (profile if isinstance(profile, Profile) else profile[0]).costs
+    measured = Profile(traced.digest, "", costs)
+    for share in _SHARES:
+        names = _joinable(_candidates(traced, measured, share), graph_of)
+        if not names or names in every:
+            continue
+        every.append(names)
+        if fits(names):
+            return _fewest(names, fits)
+    most = every[0] if every else ()
+    try:
+        solve(graph_of(most), cluster, placer, constraints=constraints)
+    except InfeasibleError as error:
+        what = f"with {len(most)} submodules that run forward again" if most else "as it is"
+        text = f"a training step of {traced.name} does not fit {what}: {error}"
+        raise InfeasibleError(text, *error.args[1:]) from None
+    return most
+
+
+def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
+    """The first of the names, as few as fit; all of them do."""
+    low, high = 0, len(names)
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(names[:middle]):
+            high = middle
+        else:
+            low = middle
+    return names[:high]
+
+
+def _joinable(
+    names: Sequence[str], graph_of: Callable[[Sequence[str]], OpGraph]
+) -> tuple[str, ...]:
+    """The names; where some wait for each other both ways, without the later ones of these."""
+    try:
+        graph_of(names)
+    except InputError:
+        joined: list[str] = []
+        for name in names:
+            try:
+                graph_of([*joined, name])
+            except InputError:
+                continue
+            joined.append(name)
+        return tuple(joined)
+    return tuple(names)
+
+
+def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]:
+    """The submodules of a cut, from the least recomputation time per byte saved on."""
+    reached = backward_ops(traced.ops, traced.tensors)
+    kept = _kept_bytes(traced, profile, reached)
+    total = sum(kept)
+    under: dict[str, int] = {}
+    for op, row in enumerate(traced.ops):
+        parts = module_path(row.name).split(".")
+        for end in range(1, len(parts) + 1):
+            path = ".".join(parts[:end])
+            under[path] = under.get(path, 0) + kept[op]
+    paths = module_paths(traced)
+    parents = {path.rpartition(".")[0] for path in paths}
+    opened = {path for path in paths if under[path] * share > total and path in parents}
+    chosen = [
+        path
+        for path in paths
+        if path not in opened
+        and all(parent in opened for parent in _parents(path))
+        and under[path] > 0
+    ]
+    rows = []
+    for at, path in enumerate(chosen):
+        units = named_units(traced, path, reached)
+        saved = sum(_saved_bytes(traced, profile, unit, set(reached)) for unit in units)
+        time = sum(profile.costs[op].forward_ns for unit in units for op in unit.ops)
+        if saved > 0:
+            rows.append((Fraction(time, saved), at, path))
+    return tuple(path for *_, path in sorted(rows))
+
+
+def _parents(path: str) -> list[str]:
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _kept_bytes(traced: Traced, profile: Profile, reached: Sequence[int]) -> list[int]:
+    """What autograd keeps, by the operator that makes it."""
+    kept = [0] * len(traced.ops)
+    for op in reached:
+        kept[op] += profile.costs[op].saved_bytes
+    for saved in {s for op in reached for s in traced.ops[op].saves}:
+        kept[traced.tensors[saved].producer] += traced.tensors[saved].nbytes
+    return kept
+
+
+def _saved_bytes(traced: Traced, profile: Profile, unit: Unit, reached: set[int]) -> int:
+    """What is kept no more if this unit alone runs again, less the inputs that are kept for it."""
+    inside = set(unit.ops)
+    savers: dict[int, set[int]] = {}
+    for op in reached:
+        for saved in traced.ops[op].saves:
+            savers.setdefault(saved, set()).add(op)
+    total = sum(profile.costs[op].saved_bytes for op in inside & reached)
+    for index, tensor in enumerate(traced.tensors):
+        if tensor.kept:
+            continue
+        mine = savers.get(index, set())
+        if tensor.producer in inside:
+            total += tensor.nbytes if mine and mine <= inside else 0
+        elif not mine and inside.intersection(tensor.consumers):
+            total -= tensor.nbytes
+    return total

@@ -1,0 +1,156 @@
+"""What a checkpointed tape keeps to run forward again, bit for bit, and nothing else.
+
+    forward     arguments ──► generated code, whose graph keeps nothing ──► slots
+                    └── kept, with the state of the world then ──┐
+    again       the same arguments, in the same world ──► generated code ──► the tape's graph
+
+The world is what the code reads besides its arguments: the generator of random numbers, autocast,
+and buffers. Buffers that the model writes are copied before they are, and the code writes into the
+copies when it runs again: running statistics move once.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from baechi.errors import ExecutionError
+
+
+@final
+@dataclass(frozen=True)
+class Again:
+    """How a tape runs again.
+
+    Attributes:
+        copied: Arguments that are buffers which the model writes.
+        leaves: Opaque submodules with buffers that they may write.
+        random: Whether it draws random numbers.
+        crossing: (argument, slot, whether it is the last that reads the slot) of what another tape
+            of the unit makes again.
+        leaving: Slots of what it makes for those.
+    """
+
+    copied: tuple[int, ...]
+    leaves: tuple[nn.Module, ...]
+    random: bool
+    crossing: tuple[tuple[int, int, bool], ...]
+    leaving: frozenset[int]
+
+    def keep(self, arguments: Sequence[Any], place: torch.device) -> "Kept":
+        """What the tape needs to run again with these arguments, before it runs."""
+        rows = list(arguments)
+        for argument in self.copied:
+            rows[argument] = rows[argument].detach().clone()
+        for argument, *_ in self.crossing:
+            rows[argument] = None
+        versions = [_version(value) for value in rows]
+        buffers = [
+            (owner, name, buffer.detach().clone())
+            for leaf in self.leaves
+            for owner in leaf.modules()
+            for name, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
+        random = _random_state(place) if self.random else None
+        return Kept(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was written; -1 for what cannot tell."""
+    known = isinstance(value, torch.Tensor) and not value.is_inference()
+    return value._version if known else -1
+
+
+_Autocast = tuple[str, bool, torch.dtype]
+
+
+@final
+@dataclass
+class Kept:
+    """What a tape needs to run again.
+
+    Attributes:
+        arguments: Of its function.
+        versions: How often each had been written; -1 for what cannot tell.
+        buffers: (module, name, value) of the buffers of opaque submodules.
+        random: The generator's state before it ran, if it draws from it.
+        autocast: (type of device, whether it was on, its type of element).
+    """
+
+    arguments: list[Any]
+    versions: tuple[int, ...]
+    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]
+    random: torch.Tensor | None
+    autocast: tuple[_Autocast, ...]
+
+    def taken(self, again: Again, crossing: dict[int, Any]) -> list[Any]:
+        """The arguments, for the function to empty; what it may write is copied once more.
+
+        Raises:
+            ExecutionError: One was written since.
+        """
+        for value, version in zip(self.arguments, self.versions, strict=True):
+            if _version(value) != version:
+                raise ExecutionError(
+                    f"a tensor of shape {list(value.shape)} that a checkpointed submodule read was "
+                    "written in place between forward and backward, so its forward cannot run "
+                    "again with it. Write into a copy, or leave the submodule out of checkpoint."
+                )
+        rows = list(self.arguments)
+        for argument in again.copied:
+            rows[argument] = rows[argument].clone()
+        for argument, slot, last in again.crossing:
+            rows[argument] = crossing.pop(slot) if last else crossing[slot]
+        return rows
+
+    @contextmanager
+    def world(self, place: torch.device) -> Iterator[None]:
+        """The block runs as the forward did, with a graph; afterwards all is as before."""
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for kind, enabled, dtype in self.autocast:
+                if enabled or torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled))
+            if self.random is not None:
+                stack.callback(_set_random_state, place, _random_state(place))
+                _set_random_state(place, self.random)
+            for owner, name, value in self.buffers:
+                stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
+                owner._buffers[name] = value.clone()
+            yield
+
+
+def dropped() -> saved_tensors_hooks:
+    """The block runs as with a graph, since kernels ask for that; but the graph keeps no tensor."""
+    return saved_tensors_hooks(_forget, _never)
+
+
+def _forget(_: torch.Tensor) -> None:
+    """What runs again needs nothing of the first time."""
+
+
+def _never(_: None) -> torch.Tensor:
+    raise AssertionError("nobody goes backward over a graph that kept nothing")
+
+
+def _autocast_of(place: torch.device) -> tuple[_Autocast, ...]:
+    return tuple(
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in dict.fromkeys((place.type, "cpu"))
+    )
+
+
+def _random_state(place: torch.device) -> torch.Tensor:
+    return torch.cuda.get_rng_state(place) if place.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(place: torch.device, state: torch.Tensor) -> None:
+    if place.type == "cuda":
+        torch.cuda.set_rng_state(state, place)
+    else:
+        torch.set_rng_state(state)
