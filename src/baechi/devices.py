@@ -11,6 +11,7 @@ from baechi.units import parse_bytes
 from baechi.values import check_count, check_name, check_row
 
 PORTS: Final = ("duplex", "shared", "none")
+MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
 
 
 @final
@@ -164,9 +165,12 @@ class Cluster:
     def uniform(
         n: int, memory: int | str, link: Link, *, kind: str = "", speed: float = 1.0
     ) -> "Cluster":
-        """`n` equal devices named `device0`, `device1`, ..., each pair joined by `link`."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise InputError(f"a cluster of {n!r} devices; give at least one.")
+        """`n` equal devices named `device0`, `device1`, ..., each pair joined by `link`.
+
+        Raises:
+            InputError: `n` is less than one or above `MAX_DEVICES`, or the memory cannot be read.
+        """
+        check_size(n)
         memory_bytes = parse_bytes(memory, what="memory")
         devices = [Device(f"device{i}", memory_bytes, speed, kind) for i in range(n)]
         return Cluster.connected(devices, link)
@@ -182,6 +186,22 @@ class Cluster:
             links.append(tuple(row))
             row[device] = link
         return Cluster(tuple(devices), tuple(links), ports)
+
+
+def check_size(n: object) -> int:
+    """`n`, if a cluster may have so many devices.
+
+    Raises:
+        InputError: It may not.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"a cluster of {n!r} devices; give at least one.")
+    if n > MAX_DEVICES:
+        raise InputError(
+            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
+            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
+        )
+    return n
 
 
 def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
