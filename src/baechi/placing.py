@@ -26,7 +26,8 @@ from baechi.probing import probe
 from baechi.profiling import profile
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.compiled import compile_options
-from baechi.runtime.module import PlacedModule, Specialization, apply
+from baechi.runtime.module import PlacedModule, apply
+from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
 from baechi.solving import placer_of, solve
 from baechi.torch_devices import device_kind, torch_device
