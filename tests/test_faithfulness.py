@@ -353,6 +353,10 @@ def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
     torch.testing.assert_close(placed(x), model(x), **EXACT)
     model.b = nn.Linear(4, 4)
     torch.testing.assert_close(placed(x), model(x), **EXACT)
+    everywhere = nn.modules.module.register_module_forward_hook(lambda _m, _i, _o: None)
+    with pytest.raises(baechi.TraceError, match="hooks on all modules"):
+        placed(x)
+    everywhere.remove()
     model.c.register_full_backward_hook(lambda _m, _i, _o: None)
     with pytest.raises(baechi.TraceError, match="module 'c'"):
         placed(x)

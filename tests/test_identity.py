@@ -50,6 +50,31 @@ def test_a_replaced_submodule_is_placed_anew() -> None:
     torch.testing.assert_close(model(X), model.unplace()(X))
 
 
+class Branch(nn.Module):
+    """Stays whole, and replaces its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.linear(x) if bool(x.sum() > 0) else x
+
+
+@pytest.mark.parametrize("name", ["0", "1.linear"])
+def test_parameters_of_submodules_that_stay_whole_count_too(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Branch())
+    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    assert mine.traced.rung == "module granularity, opaque leaves"
+    mine(X)
+    mine(X)
+    model.get_submodule(name).weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(baechi.ExecutionError, match=f"'{name}.weight' of Sequential was replaced"):
+        mine(X)
+
+
 def test_a_functional_call_is_refused_and_the_next_call_works() -> None:
     model = placed()
     state = {name: value * 2 for name, value in model.state_dict().items()}

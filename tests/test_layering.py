@@ -322,7 +322,9 @@ ALLOWED = {
         "runtime.executables",
         "runtime.matching",
         "runtime.measuring",
+        "runtime.specialization",
     },
+    "runtime.specialization": {"runtime.executables"},
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

@@ -24,6 +24,7 @@ from baechi.errors import TraceError
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS: Final = (*_BACKWARD, *_FORWARD)
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
 _INSTEAD: Final = "Remove it, or place the model without it"
 
@@ -40,7 +41,7 @@ def refuse_unfaithful(model: nn.Module) -> None:
             f"the model is a {type(model).__name__} and has no Python to trace; give the module "
             "that was scripted."
         )
-    for kind in (*_BACKWARD, *_FORWARD):
+    for kind in HOOKS:
         if getattr(nn.modules.module, f"_global{kind}"):
             raise TraceError(
                 f"torch has hooks on all modules ({_words(kind)}), which a placed model would not "

@@ -113,9 +113,7 @@ class Executable:
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
-        states = (str(node.target) for node in nodes if node.op == "get_attr")
-        names = (name.removeprefix("model.") for name in states)
-        self._identity = Identity(self._module.model, names)
+        self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
 
     def _compiled(self, **options: Any) -> Program:

@@ -4,38 +4,43 @@ A placed model runs the tensors that it was traced with. Who replaces one in the
 writing into it, would train or load what no longer runs.
 """
 
-from collections.abc import Iterable
 from typing import Any, final
 
-from torch import nn
+from torch import fx, nn
 
 from baechi.errors import ExecutionError
+from baechi.extraction import opaque_leaves
 
 
 @final
 class Identity:
-    """What the model holds under some qualified names, and on the way there.
+    """What the model holds under the names that its graph reads, and on the way there.
+
+    Of submodules that stay whole these are the parameters; they replace buffers as they like.
 
     Args:
         model: The user's model.
-        names: Qualified names of parameters and buffers; others are left out.
+        graph: What was traced of it, as the submodule `model`.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
         self._model = type(model).__name__
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
+        names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
+        for path, leaf in opaque_leaves(graph, graph.graph.nodes).items():
+            names += [f"{path}.{name}" for name, _ in leaf.named_parameters()]
         seen: set[tuple[int, str]] = set()
         for name in names:
             owner = model
-            for part in name.split("."):
+            for part in name.removeprefix("model.").split("."):
                 holders = (owner._modules, owner._parameters, owner._buffers)
                 holder = next((h for h in holders if h.get(part) is not None), None)
                 if holder is None:
-                    break
+                    break  # a constant of the graph
                 value: Any = holder[part]
                 if (id(holder), part) not in seen:
                     seen.add((id(holder), part))
-                    self._rows.append((holder, part, value, name))
+                    self._rows.append((holder, part, value, name.removeprefix("model.")))
                 owner = value
 
     def check(self) -> None:
