@@ -193,6 +193,8 @@ def test_example_arguments_of_the_wrong_shape() -> None:
 class Box:
     """An object that nothing can look into."""
 
+    __slots__ = ("tensor",)
+
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
@@ -230,3 +232,37 @@ def test_a_model_that_cannot_be_traced_at_all(model: nn.Module) -> None:
 def test_a_model_that_takes_what_cannot_be_traced() -> None:
     with pytest.raises((baechi.TraceError, baechi.InputError), match="Box"):
         baechi.trace(TakesABox(), (Box(X),))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: baechi.OpGraph(3),  # type: ignore[arg-type]
+        lambda: baechi.OpGraph((1,)),  # type: ignore[arg-type]
+        lambda: baechi.OpGraph((baechi.Op("a", 1),), (), 3),  # type: ignore[arg-type]
+        lambda: baechi.Tensor(0, 1, 1),  # type: ignore[arg-type]
+        lambda: baechi.Cluster(3, ()),  # type: ignore[arg-type]
+        lambda: baechi.Cluster.connected([1], baechi.Link(1, 1)),  # type: ignore[list-item]
+        lambda: baechi.Placement("x", 3, ()),  # type: ignore[arg-type]
+        lambda: baechi.Placement(3, (), ()),  # type: ignore[arg-type]
+        lambda: baechi.Profile("x", "cpu", (1,)),  # type: ignore[arg-type]
+        lambda: baechi.simulate(small_graph(), two_devices(), 3),  # type: ignore[arg-type]
+        lambda: baechi.load(3),  # type: ignore[call-overload]
+        lambda: baechi.dump(small_graph(), 3),  # type: ignore[arg-type]
+        lambda: baechi.probe(3),
+        lambda: baechi.profile(3),  # type: ignore[arg-type]
+        lambda: baechi.estimate(3, "cpu"),  # type: ignore[arg-type]
+        lambda: baechi.apply(3, 3),  # type: ignore[arg-type]
+        lambda: baechi.trace(towers(), X),  # type: ignore[arg-type]
+        lambda: baechi.trace(towers(), (X,), 3),  # type: ignore[arg-type]
+        lambda: baechi.place(towers(), ["cpu"], example_args=X),  # type: ignore[arg-type]
+        lambda: place(["cpu"], optimizer=torch.optim.Adam),
+        lambda: place(["cpu"], threads_per_device="a"),
+        lambda: place(["cpu"], max_shapes=0),
+        lambda: baechi.place(towers(), ["cpu"], effort="hard"),
+        lambda: baechi.place(towers(), ["cpu"], placer="nobody"),
+    ],
+)
+def test_a_value_of_the_wrong_type(make: Any) -> None:
+    with pytest.raises(baechi.InputError, match=r"\b(is|are|has)\b"):
+        make()

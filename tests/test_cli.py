@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -22,6 +23,8 @@ from baechi import (
 )
 from baechi.__main__ import app
 from baechi.named_models import load_model
+from baechi.optimizers import OPTIMIZERS
+from baechi.solving import _PLACERS
 from baechi.traced import Traced
 
 COMMANDS = (
@@ -55,6 +58,9 @@ def listed():
     return Net(), [torch.ones(4, 8)]
 
 number = 7
+
+def needs(x):
+    return x
 """
 GRAPH = OpGraph(
     tuple(Op(f"op{i}", 1000, persistent_bytes=60) for i in range(4)),
@@ -92,6 +98,14 @@ def test_help_teaches(command):
     text = run(command, "--help")
     assert f"baechi {command}" in text
     assert "or example" in text
+
+
+@pytest.mark.parametrize(
+    ("command", "names"), [("solve", tuple(_PLACERS)), ("profile", OPTIMIZERS)]
+)
+def test_help_names_every_choice(command, names):
+    words = set(re.findall(r"[\w-]+", run(command, "--help")))
+    assert set(names) <= words
 
 
 def test_help_lists_the_words_of_the_api():
@@ -312,6 +326,8 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["calibrate", "model.py:tiny"], "'model.py:tiny' names no profile; write MODEL=PROFILE"),
         (["solve", "a.graph.json", "4xH100"], "device kind 'H100' is unknown"),
         (["solve", "a.graph.json", "0xT4"], "'0xT4' has no devices"),
+        (["solve", "a.graph.json", "99999999xT4"], "99999999 devices would need a table"),
+        (["solve", "a.graph.json", "--devices", "99999999"], "may have 4096 devices at most"),
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
@@ -339,6 +355,7 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["trace", "model.py:wrong"], "returned a Net; it must return (model, args)"),
         (["trace", "model.py:listed"], "returned list args and dict kwargs"),
         (["trace", "model.py:number"], "is 7, no function"),
+        (["trace", "model.py:needs"], "cannot be called without arguments: missing"),
         (["trace", "model.py:short", "-o", "no/such/folder/t.json"], "cannot write no/such"),
     ],
 )

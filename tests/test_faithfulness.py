@@ -67,6 +67,33 @@ class Sevenfold(torch.autograd.Function):
         return gradient * 7 * x
 
 
+class Rounded(torch.autograd.Function):
+    """Two outputs, one of which has no gradient; and an argument that is no tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rounded = x.round()
+        ctx.mark_non_differentiable(rounded)
+        return rounded, x * factor
+
+    @staticmethod
+    def backward(_: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[1] * 9, None
+
+
+class Reversed(torch.autograd.Function):
+    """Doubles its argument in place, and turns the gradient around."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return -gradient
+
+
 class InSubmodule(nn.Module):
     """Calls a function where a submodule can stay whole."""
 
@@ -76,6 +103,22 @@ class InSubmodule(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.function(x)
+
+
+class NothingReentrant(Middle):
+    """Its first layer has no gradient: none of what goes into the checkpoint has one."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.tanh)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.c(checkpoint(self.a, x, use_reentrant=True))
+
+
+class GradientOfALayer(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.a(x)
+        return self.c(torch.autograd.grad(self.b(x).sum(), x, create_graph=True)[0])
 
 
 @torch.library.custom_op("baechi_tests::triple", mutates_args=())
@@ -91,10 +134,21 @@ def _(x: torch.Tensor) -> torch.Tensor:
 triple.register_autograd(lambda _, gradient: gradient * 30)
 
 
+def without_gradients(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        half = x.tanh() / 2
+    return x + half.clone()
+
+
 def hooked_inside(x: torch.Tensor) -> torch.Tensor:
     x = x * 1
     if torch.is_grad_enabled():
         x.register_hook(lambda gradient: gradient * 3)
+    return x
+
+
+def going_back(x: torch.Tensor) -> torch.Tensor:
+    (x**2).sum().backward()
     return x
 
 
@@ -150,11 +204,29 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
     "pruning": changed(lambda n: prune.l1_unstructured(n.a, "weight", 0.5)),
     "adapters": changed(adapted),
     "checkpointing": lambda: Middle(lambda x: checkpoint(torch.tanh, x, use_reentrant=False)),
+    "reentrant checkpointing": lambda: Middle(
+        lambda x: checkpoint(torch.tanh, x, use_reentrant=True)
+    ),
+    "reentrant checkpointing without gradients": NothingReentrant,
+    "autograd function": lambda: Middle(Sevenfold.apply),
+    "autograd function by keyword": lambda: Middle(lambda x: Sevenfold.apply(x=x)),
+    "autograd function without gradients": lambda: Middle(
+        lambda x: x + torch.no_grad()(Sevenfold.apply)(x)
+    ),
+    "autograd function in a checkpoint": lambda: Middle(
+        lambda x: checkpoint(Sevenfold.apply, x, use_reentrant=False)
+    ),
+    "autograd function of several values": lambda: Middle(lambda x: sum(Rounded.apply(x, 3))),
+    "autograd function that writes": lambda: Middle(lambda x: Reversed.apply(x * 1)),
     "autograd function in a submodule": lambda: Middle(InSubmodule(Sevenfold.apply)),
     "tensor hook in a submodule": lambda: Middle(InSubmodule(hooked_inside)),
     "custom operator": lambda: Middle(triple),
+    "inference mode inside": lambda: Middle(without_gradients),
     "gradient inside": lambda: Middle(
         lambda x: torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+    ),
+    "gradient inside without a graph": lambda: Middle(
+        lambda x: x + torch.autograd.grad((x**3).sum(), x)[0]
     ),
     "complex numbers": lambda: Middle(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4)),
 }
@@ -176,14 +248,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         changed(lambda n: n.b.weight.register_hook(lambda gradient: gradient * 5)),
         "parameter 'b.weight' has a hook",
     ),
-    "autograd function": (lambda: Middle(Sevenfold.apply), "autograd function Sevenfold"),
     "tensor hook": (lambda: Middle(hooked_inside), "Tensor.register_hook"),
     "saved tensors": (lambda: Middle(with_own_saving), "saved_tensors_hooks"),
-    "reentrant checkpointing": (
-        lambda: Middle(lambda x: checkpoint(torch.tanh, x, use_reentrant=True)),
-        "use_reentrant=False",
-    ),
     "lazy module": (lambda: Middle(nn.LazyLinear(4)), "middle.weight.* has no shape"),
+    "backward inside": (lambda: Middle(going_back), r"backward\(\)"),
+    "gradient of a layer inside": (GradientOfALayer, "cannot be traced"),
+    "gradient by torch.func": (
+        lambda: Middle(torch.func.vmap(torch.func.grad(lambda row: row.sin().sum()))),
+        "cannot be traced",
+    ),
     "vmap": (lambda: Middle(torch.vmap(lambda row: row * row.sum())), "cannot be traced"),
 }
 
@@ -202,6 +275,7 @@ def two_steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return [*rows, [p.grad for p in model.parameters()], dict(model.state_dict())]
 
 
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", HONORED)
 def test_what_is_honored_equals_the_unsplit_model(name: str) -> None:
     model, reference, x = seeded(HONORED[name]), seeded(HONORED[name]), torch.randn(3, 4)
@@ -219,6 +293,9 @@ def test_what_a_trace_would_lose_is_refused_by_name(name: str) -> None:
     with pytest.raises(baechi.TraceError, match=reason):
         baechi.trace(make(), (torch.randn(3, 4),))
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
+    # What works does so after it, too: saving for the backward was forbidden, or apply replaced.
+    assert Sevenfold.apply(torch.ones(2, requires_grad=True)).requires_grad
+    baechi.trace(Middle(Sevenfold.apply), (torch.randn(3, 4),))
 
 
 def test_hooks_on_all_modules_are_refused() -> None:
@@ -276,6 +353,10 @@ def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
     torch.testing.assert_close(placed(x), model(x), **EXACT)
     model.b = nn.Linear(4, 4)
     torch.testing.assert_close(placed(x), model(x), **EXACT)
+    everywhere = nn.modules.module.register_module_forward_hook(lambda _m, _i, _o: None)
+    with pytest.raises(baechi.TraceError, match="hooks on all modules"):
+        placed(x)
+    everywhere.remove()
     model.c.register_full_backward_hook(lambda _m, _i, _o: None)
     with pytest.raises(baechi.TraceError, match="module 'c'"):
         placed(x)

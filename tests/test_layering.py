@@ -21,9 +21,10 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking",
-    4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
-    "profiling copying torch_devices timing cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration faithfulness",
+    4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
+    "naming lowering extraction metering saving profiling copying torch_devices timing cuda_timing "
+    "operands value_dependence isolation in_place workspace kernels workload estimation "
+    "calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -248,7 +249,8 @@ ALLOWED = {
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
-    "tracing": {"calls", "faithfulness", "lowering", "propagation"},
+    "faithfulness": {"custom_functions"},
+    "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},
@@ -312,10 +314,11 @@ ALLOWED = {
     "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps"},
     "runtime.executables": {
         "runtime.binding",
-        "runtime.compiled",
         "runtime.capturing",
+        "runtime.compiled",
         "runtime.executors",
         "runtime.nodes",
+        "runtime.identity",
         "runtime.replays",
         "runtime.steps",
         "runtime.streams",
@@ -331,7 +334,9 @@ ALLOWED = {
         "runtime.executables",
         "runtime.matching",
         "runtime.measuring",
+        "runtime.specialization",
     },
+    "runtime.specialization": {"runtime.executables"},
     # Layer 6. What the runtime does is what `probe` measures.
     "placing": {"probing"},
     "demo": {"demo_models"},

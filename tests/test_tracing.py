@@ -236,3 +236,37 @@ def test_a_loaded_trace_says_that_it_has_no_model(tmp_path) -> None:
     with pytest.raises(baechi.InputError, match="loaded from a file"):
         baechi.profile(loaded)
     assert dataclasses.is_dataclass(loaded)
+
+
+class Cache:
+    """A class that neither torch nor Baechi knows."""
+
+    def __init__(self, key: torch.Tensor, layer: "Cache | None" = None) -> None:
+        self.key, self.layer, self.length = key, layer, len(key)
+
+
+class Caching(nn.Module):
+    """Returns tensors inside of objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        hidden = self.first(x)
+        return {"y": self.last(hidden), "cache": Cache(hidden, Cache(hidden * 2))}
+
+
+def test_objects_are_returned_with_their_tensors() -> None:
+    model, x = Caching(), torch.ones(3, 6)
+    expected = model(x)
+    placed = baechi.place(
+        model, ["cpu"], example_args=(x,), costs="estimate", progress=False, placer="m-topo"
+    )
+    actual = placed(x)
+    assert placed.traced.rung == "torch.export (non-strict)"
+    assert type(actual["cache"]) is Cache
+    assert actual["cache"].length == 3
+    torch.testing.assert_close(actual["cache"].layer.key, expected["cache"].layer.key)
+    torch.testing.assert_close(actual["y"], expected["y"])
+    placed.unplace()

@@ -7,7 +7,8 @@ out, so that every rung of the tracing ladder traces the same flat function.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
 from types import EllipsisType, NoneType
@@ -22,7 +23,7 @@ from baechi.errors import InputError
 
 _PLAIN = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -51,6 +52,21 @@ class _Slot:
 
 @final
 @dataclass(frozen=True)
+class _Object:
+    """An object of any class, such as a cache of keys and values, without its tensors."""
+
+    kind: type
+    attributes: "Structure"
+
+    def fill(self, tensors: Sequence[Any]) -> Any:
+        """A new object of the class, with these attributes; its `__init__` does not run."""
+        value: Any = object.__new__(self.kind)
+        vars(value).update(self.attributes.fill(tensors))
+        return value
+
+
+@final
+@dataclass(frozen=True)
 class Structure:
     """A nested value without its tensors; `fill` puts tensors back.
 
@@ -65,31 +81,63 @@ class Structure:
     @property
     def n_tensors(self) -> int:
         """How many tensors `fill` takes."""
-        return sum(isinstance(leaf, _Slot) for leaf in self.leaves)
+        return sum(isinstance(leaf, _Slot) for leaf in self._flat())
 
     @property
     def constants(self) -> tuple[Any, ...]:
         """The leaves that are no tensors, with None in the tensors' places."""
-        return tuple(None if isinstance(leaf, _Slot) else leaf for leaf in self.leaves)
+        return tuple(None if isinstance(leaf, _Slot) else leaf for leaf in self._flat())
+
+    def _flat(self) -> Iterator[Any]:
+        for leaf in self.leaves:
+            if isinstance(leaf, _Object):
+                yield from leaf.attributes._flat()
+            else:
+                yield leaf
 
     def fill(self, tensors: Sequence[Any]) -> Any:
         """The nested value with `tensors` in its slots."""
-        filled = [tensors[x.index] if isinstance(x, _Slot) else x for x in self.leaves]
-        return _rebuild(pytree.tree_unflatten(filled, self.spec))
+        return _rebuild(
+            pytree.tree_unflatten([_filled(x, tensors) for x in self.leaves], self.spec)
+        )
 
 
-def flatten(value: Any, is_tensor: Callable[[Any], bool]) -> tuple[list[Any], Structure]:
-    """The tensors of a nested value, in order, and the structure around them."""
-    leaves, spec = pytree.tree_flatten(_take_apart(value))
+def _filled(leaf: Any, tensors: Sequence[Any]) -> Any:
+    if isinstance(leaf, _Object):
+        return leaf.fill(tensors)
+    return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
+
+
+def flatten(
+    value: Any, is_tensor: Callable[[Any], bool], *, objects: bool = False
+) -> tuple[list[Any], Structure]:
+    """The tensors of a nested value, in order, and the structure around them.
+
+    Args:
+        value: Tuples, lists, dicts, dataclasses, and what pytree knows, of anything.
+        is_tensor: Which leaves are tensors.
+        objects: Whether to look into objects of other classes too. Only where nobody else holds
+            them: `fill` makes new ones.
+    """
     tensors: list[Any] = []
+    return tensors, _flatten_into(tensors, value, is_tensor, objects)
+
+
+def _flatten_into(
+    tensors: list[Any], value: Any, is_tensor: Callable[[Any], bool], objects: bool
+) -> Structure:
+    leaves, spec = pytree.tree_flatten(_take_apart(value))
     slots: list[Any] = []
     for leaf in leaves:
         if is_tensor(leaf):
             slots.append(_Slot(len(tensors)))
             tensors.append(leaf)
+        elif objects and not _is_plain(leaf) and hasattr(leaf, "__dict__"):
+            attributes = _flatten_into(tensors, dict(vars(leaf)), is_tensor, objects)
+            slots.append(_Object(type(leaf), attributes))
         else:
             slots.append(leaf)
-    return tensors, Structure(tuple(slots), spec)
+    return Structure(tuple(slots), spec)
 
 
 def _take_apart(value: Any) -> Any:
@@ -152,7 +200,7 @@ class Call:
         return (str(self.structure.spec), constants, shapes, self.autocast)
 
 
-def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
     """The call `model(*args, **kwargs)` in canonical form.
 
     Raises:
@@ -163,9 +211,14 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]
             f"the example arguments are a {type(args).__name__}; give a tuple of positional "
             "arguments, such as `(x,)`, and a dict of keyword arguments."
         )
+    if not isinstance(kwargs, Mapping | None):
+        raise InputError(
+            f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
+            'to values, such as `{"mask": mask}`.'
+        )
     signature = inspect.signature(model.forward)
     try:
-        bound = signature.bind(*args, **kwargs)
+        bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
         raise InputError(
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
@@ -217,8 +270,17 @@ def _readable(path: tuple[Any, ...]) -> str:
     return ".".join(keys[1:] if keys[0] == "1" else ["args", *keys[1:]])
 
 
-def flat_model(model: nn.Module, call: Call) -> tuple[nn.Module, list[Structure]]:
+def flat_model(
+    model: nn.Module,
+    call: Call,
+    around: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+) -> tuple[nn.Module, list[Structure]]:
     """The model as a module from flat tensors to flat tensors, for every rung to trace.
+
+    Args:
+        model: The model.
+        call: The call whose structure it takes.
+        around: What a run of the model's forward happens in.
 
     Returns:
         The module, whose `forward` has one argument per tensor of the call and whose only
@@ -229,14 +291,19 @@ def flat_model(model: nn.Module, call: Call) -> tuple[nn.Module, list[Structure]
 
     def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = structure.fill(tensors)
-        outputs, around = flatten(model(*args, **kwargs), _is_traceable)
-        for constant in around.constants:
+        if around is None:
+            result = model(*args, **kwargs)
+        else:
+            with around(model):
+                result = model(*args, **kwargs)
+        outputs, shell = flatten(result, _is_traceable, objects=True)
+        for constant in shell.constants:
             if not _is_plain(constant):
                 raise TypeError(
                     f"forward returns a {type(constant).__name__}, which cannot be looked into. "
                     f"{_TAKEN_APART}"
                 )
-        returned.append(around)
+        returned.append(shell)
         return tuple(outputs)
 
     # fx reads the arguments from the code object of the class's forward: varargs would be one.

@@ -61,8 +61,8 @@ OutOption = Annotated[
 PlacerOption = Annotated[
     str,
     typer.Option(
-        help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, single, round-robin or "
-        "random; auto takes the best of them and searches on."
+        help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, local-search, single, "
+        "round-robin or random; auto takes the best of them and searches on."
     ),
 ]
 EffortOption = Annotated[

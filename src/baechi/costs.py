@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import final
 
 from baechi.errors import InputError
-from baechi.values import check_count, check_name
+from baechi.values import check_count, check_is, check_name, check_row
 
 
 @final
@@ -71,6 +71,7 @@ class Profile:
 
     def __post_init__(self) -> None:
         check_name(self.traced_digest, "traced_digest of a profile")
-        object.__setattr__(self, "costs", tuple(self.costs))
+        check_is(self.kind, str, "kind of a profile")
+        object.__setattr__(self, "costs", check_row(self.costs, "costs", OpCost))
         if self.source not in ("measured", "computed"):
             raise InputError(f"source of a profile is {self.source!r}, not measured or computed.")

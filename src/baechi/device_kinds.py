@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, final
 
-from baechi.devices import Cluster, Device, Link
+from baechi.devices import Cluster, Device, Link, check_size
 from baechi.efficiency import ANY, DTYPES, Calibration, Efficiency, Kernel, check_positive
 from baechi.errors import InputError
 from baechi.units import parse_bytes
@@ -197,6 +197,7 @@ def cluster(
     count = int(match[1])
     if count < 1:
         raise InputError(f"cluster {text!r} has no devices; give at least one.")
+    check_size(count)
     devices = [Device(f"cuda:{i}", memory_bytes, kind=kind or row.name) for i in range(count)]
     if row.name == "cpu":
         devices = [replace(device, name=f"cpu:{i}") for i, device in enumerate(devices)]

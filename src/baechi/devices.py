@@ -8,9 +8,10 @@ from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.values import check_count, check_name
+from baechi.values import check_count, check_name, check_row
 
 PORTS: Final = ("duplex", "shared", "none")
+MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
 
 
 @final
@@ -108,8 +109,8 @@ class Cluster:
     ports: str = "duplex"
 
     def __post_init__(self) -> None:
-        devices = tuple(self.devices)
-        links = tuple(tuple(row) for row in self.links)
+        devices = check_row(self.devices, "devices", Device)
+        links = tuple(check_row(row, "links of a device") for row in check_row(self.links, "links"))
         object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "links", links)
         if not devices:
@@ -164,9 +165,12 @@ class Cluster:
     def uniform(
         n: int, memory: int | str, link: Link, *, kind: str = "", speed: float = 1.0
     ) -> "Cluster":
-        """`n` equal devices named `device0`, `device1`, ..., each pair joined by `link`."""
-        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-            raise InputError(f"a cluster of {n!r} devices; give at least one.")
+        """`n` equal devices named `device0`, `device1`, ..., each pair joined by `link`.
+
+        Raises:
+            InputError: `n` is less than one or above `MAX_DEVICES`, or the memory cannot be read.
+        """
+        check_size(n)
         memory_bytes = parse_bytes(memory, what="memory")
         devices = [Device(f"device{i}", memory_bytes, speed, kind) for i in range(n)]
         return Cluster.connected(devices, link)
@@ -174,7 +178,7 @@ class Cluster:
     @staticmethod
     def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
         """`devices`, each ordered pair joined by `link`."""
-        n = len(devices)
+        n = len(check_row(devices, "devices", Device))
         row: list[Link | None] = [link] * n
         links = []
         for device in range(n):
@@ -182,6 +186,22 @@ class Cluster:
             links.append(tuple(row))
             row[device] = link
         return Cluster(tuple(devices), tuple(links), ports)
+
+
+def check_size(n: object) -> int:
+    """`n`, if a cluster may have so many devices.
+
+    Raises:
+        InputError: It may not.
+    """
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"a cluster of {n!r} devices; give at least one.")
+    if n > MAX_DEVICES:
+        raise InputError(
+            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
+            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
+        )
+    return n
 
 
 def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:

@@ -20,6 +20,7 @@ from baechi.device_kinds import DeviceKind, find
 from baechi.efficiency import Calibration, Kernel
 from baechi.errors import InputError
 from baechi.traced import Traced
+from baechi.values import check_is
 from baechi.workload import Workload, workloads
 
 
@@ -49,6 +50,7 @@ def estimate(
         InputError: The traced model was loaded from a file, the kind is unknown, a row of the
             table is wrong, or the calibration is of another kind.
     """
+    check_is(traced, Traced, "traced")
     row = find(kind, kinds_file)
     if calibration is not None:
         if not isinstance(calibration, Calibration):

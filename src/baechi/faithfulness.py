@@ -1,32 +1,32 @@
-"""What a trace would lose without a word, refused by name.
+"""What only Python or autograd sees: kept by a trace, or refused by name.
 
-A trace keeps the operators that a call runs, and autograd differentiates those. Lost would be what
-only autograd or Python sees: backward hooks, gradients made by hand, and hooks that look and
-return nothing. What is inside a submodule that stays whole is not lost: it runs as it is. So where
-a submodule can still stay whole, `watched` raises an error that sends a tracer to its next rung.
+A trace keeps the operators that a call runs, and autograd differentiates those. Lost would be
+backward hooks, gradients made by hand, and hooks that look and return nothing. What is inside a
+submodule that stays whole is not lost: it runs as it is. So where a submodule can still stay whole,
+`watched` raises an error that is no `TraceError` and sends a tracer to its next rung.
+
+Seen with torch 2.13; `tests/test_faithfulness.py` has a case of each.
 """
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
 
+from baechi.custom_functions import CustomFunctions
 from baechi.errors import TraceError
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
-_BASE: Final[Any] = torch.autograd.function._SingleLevelFunction
+HOOKS: Final = (*_BACKWARD, *_FORWARD)
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
 _INSTEAD: Final = "Remove it, or place the model without it"
-
-
-class LostError(RuntimeError):
-    """A rung cannot take this; the next may, which leaves a submodule whole."""
 
 
 def refuse_unfaithful(model: nn.Module) -> None:
@@ -41,7 +41,7 @@ def refuse_unfaithful(model: nn.Module) -> None:
             f"the model is a {type(model).__name__} and has no Python to trace; give the module "
             "that was scripted."
         )
-    for kind in (*_BACKWARD, *_FORWARD):
+    for kind in HOOKS:
         if getattr(nn.modules.module, f"_global{kind}"):
             raise TraceError(
                 f"torch has hooks on all modules ({_words(kind)}), which a placed model would not "
@@ -78,13 +78,22 @@ def refuse_hooked(name: str, parameter: torch.Tensor) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[list[str]]:
-    """While a tracer runs the model's Python: raise where something would be lost.
+def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]:
+    """While a tracer runs the model's Python: keep what it would lose, or raise.
+
+    Args:
+        model: The model.
+        keep: Whether the tracer can take custom autograd functions as nodes.
 
     Yields:
-        What was lost without an error: hooks that returned nothing.
+        The custom functions that became nodes.
+
+    Raises:
+        RuntimeError: Something would be lost, unless a submodule stays whole.
+        TraceError: A hook returned nothing, at the end.
     """
     lost: list[str] = []
+    functions = CustomFunctions(keep)
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:
@@ -94,40 +103,27 @@ def watched(model: nn.Module) -> Iterator[list[str]]:
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = _noting(hook, title, lost)
                         stack.callback(hooks.__setitem__, key, hook)
-        # The base's, since `apply = MyFunction.apply` may have been taken long ago.
-        apply = _here(_apply, lambda cls, *args, **kwargs: super(_BASE, cls).apply(*args, **kwargs))
-        stack.enter_context(patch.object(_BASE, "apply", classmethod(apply), create=True))
+
+        def replace(owner: Any, name: str, checked: Callable[[Callable[..., Any]], Any]) -> None:
+            own = getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _here(checked(own), own)))
+
+        apply = classmethod(functions.apply)  # which leaves alone what is not being traced
+        stack.enter_context(patch.object(CustomFunctions.BASE, "apply", apply, create=True))
         for name in ("register_hook", "retain_grad"):
-            refused = _here(_refused(f"Tensor.{name}"), getattr(torch.Tensor, name))
-            stack.enter_context(patch.object(torch.Tensor, name, refused))
-        own = saved_tensors_hooks.__enter__
-        enter = _here(_checked_enter(own), own)
-        stack.enter_context(patch.object(saved_tensors_hooks, "__enter__", enter))
-        yield lost
-
-
-def refuse_lost(lost: list[str]) -> None:
-    """Refuse hooks that returned nothing.
-
-    Raises:
-        TraceError: There are some.
-    """
+            replace(torch.Tensor, name, _refused(f"Tensor.{name}"))
+        replace(saved_tensors_hooks, "__enter__", _checked_enter)
+        # The one function that every way of asking for gradients calls.
+        replace(torch.autograd, "_engine_run_backward", _engine)
+        replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
+        replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
+        yield functions
     if lost:
         raise TraceError(
             f"{lost[0]} returned nothing when the model was traced: a placed model would not run "
             f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
             "in tensors: it is then traced with the model."
         )
-
-
-def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """In this thread the one, in all others, which may be training, the other."""
-    tracer = threading.get_ident()
-
-    def either(*args: Any, **kwargs: Any) -> Any:
-        return (checked if threading.get_ident() == tracer else own)(*args, **kwargs)
-
-    return either
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:
@@ -140,44 +136,60 @@ def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[.
     return noting
 
 
-def _apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-    """An autograd function's `apply` that raises where its backward counts."""
-    values = [*args, *kwargs.values()]
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    plain = not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors)
-    # What has no tensors has proxies. What torch.library makes is behind one operator.
-    if (tensors and plain) or cls.__module__.startswith("torch._library"):
-        return super(_BASE, cls).apply(*args, **kwargs)
-    if cls.__module__ == "torch.utils.checkpoint":
-        raise TraceError(
-            "the model uses reentrant checkpointing, whose gradients a trace would lose; give "
-            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False)."
-        )
-    raise LostError(
-        f"the backward of the autograd function {cls.__name__} would be lost; put it in a "
-        "submodule, which then stays whole, or make it a torch.library.custom_op with "
-        "register_autograd"
+def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """In this thread the one, in all others, which may be training, the other."""
+    tracer = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (checked if threading.get_ident() == tracer else own)(*args, **kwargs)
+
+    return either
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"what {name} asks for inside forward would be lost; put it in a submodule, which then "
+        "stays whole"
     )
 
 
-def _refused(name: str) -> Callable[..., Any]:
-    def refuse(*args: Any, **kwargs: Any) -> Any:  # noqa: ARG001 (of any call)
-        raise LostError(
-            f"what {name} asks for inside forward would be lost; put it in a submodule, which then "
-            "stays whole"
-        )
-
-    return refuse
+def _refused(name: str) -> Callable[[Any], Callable[..., NoReturn]]:
+    return lambda _: lambda *args, **kwargs: _refuse(name)  # noqa: ARG005 (of any call)
 
 
 def _checked_enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def enter(hooks: Any) -> Any:
         # torch's own, such as checkpointing's and `save_on_cpu`, change no value.
         if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
-            _refused("saved_tensors_hooks")()
+            _refuse("saved_tensors_hooks")
         return own(hooks)
 
     return enter
+
+
+def _engine(own: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        if accumulate_grad:
+            _refuse("backward()")
+        gradients = own(*args, accumulate_grad=accumulate_grad, **kwargs)
+        _, _, _, create_graph, *_ = args
+        if create_graph:
+            return gradients
+        # The tracer has recorded how they came about; nothing shall flow through that.
+        return tuple(None if grad is None else grad.detach() for grad in gradients)
+
+    return run
+
+
+def _enter_no_grad(self: Any) -> None:
+    """Inference mode lets gradients through in a trace; `torch.no_grad` does not."""
+    self.before = torch.is_grad_enabled()
+    if self.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_no_grad(self: Any, *error: Any) -> None:  # noqa: ARG001 (of any exit)
+    torch.set_grad_enabled(self.before)
 
 
 def _words(kind: str) -> str:

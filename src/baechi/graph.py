@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from baechi.errors import InputError
-from baechi.values import INT64_MAX, FrozenDict, check_count, check_counts, check_name
+from baechi.values import INT64_MAX, FrozenDict, check_count, check_counts, check_name, check_row
 
 if TYPE_CHECKING:
     import networkx
@@ -98,7 +98,8 @@ class Tensor:
             return
         object.__setattr__(self, "producer", check_count(self.producer, "producer of a tensor"))
         what = f"of a tensor of op {self.producer}"
-        consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in self.consumers}))
+        row = check_row(self.consumers, f"consumers {what}")
+        consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in row}))
         object.__setattr__(self, "consumers", consumers)
         object.__setattr__(self, "nbytes", check_count(self.nbytes, f"nbytes {what}"))
         if not isinstance(self.kept, bool):
@@ -136,12 +137,14 @@ class OpGraph:
     times: Mapping[str, tuple[int, ...]] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ops", tuple(self.ops))
-        object.__setattr__(self, "tensors", tuple(self.tensors))
+        object.__setattr__(self, "ops", check_row(self.ops, "ops", Op))
+        object.__setattr__(self, "tensors", check_row(self.tensors, "tensors", Tensor))
         self._check_names()
         self._check_tensors()
         self._check_late()
         times = {}
+        if not isinstance(self.times, Mapping):
+            raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
         for kind in sorted(self.times):
             what = f"time of an op on device kind {kind!r}"
             row = check_counts(self.times[kind], what)

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import inspect
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
     shape = "it must return (model, args) or (model, args, kwargs), with args a tuple"
     if not callable(function):
         raise InputError(f"{name} is {function!r}, no function; {shape}.")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise InputError(f"{name} cannot be called without arguments: {error}; {shape}.") from None
     returned = function()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise InputError(f"{name} returned a {type(returned).__name__}; {shape}.")

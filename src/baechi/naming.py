@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -30,6 +31,8 @@ def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> st
             rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
             continue
         target = str(node.target)
+        if isinstance(node.target, FunctionType):  # its text would have its address
+            target = f"{node.target.__module__}.{node.target.__qualname__}"
         if node.op == "call_module":
             target = repr(module.get_submodule(target))
         arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)

@@ -110,6 +110,8 @@ def check_optimizer(optimizer: str | None) -> tuple[str, frozenset[str]]:
     Raises:
         InputError: One of them is unknown.
     """
+    if not isinstance(optimizer, str | None):
+        raise InputError(f"optimizer is {optimizer!r}; give its name, such as 'adamw', or None.")
     name, *options = (optimizer or "none").lower().split("+")
     if name not in _RULES:
         known = ", ".join(sorted(_RULES))

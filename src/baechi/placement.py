@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 from typing import overload as typing_overload
 
 from baechi.errors import InputError
-from baechi.values import FrozenDict, check_counts
+from baechi.values import FrozenDict, check_counts, check_is
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,6 +37,10 @@ class Placement:
     stats: Mapping[str, int | float | str] = field(default_factory=FrozenDict)
 
     def __post_init__(self) -> None:
+        check_is(self.graph_digest, str, "graph_digest of a placement")
+        check_is(self.placer, str, "placer of a placement")
+        if not isinstance(self.stats, Mapping):
+            raise InputError(f"stats of a placement are {self.stats!r}; give a dict.")
         devices = check_counts(self.devices, "device of a placement")
         order = check_counts(self.order, "op in the order of a placement")
         if sorted(order) != list(range(len(devices))):

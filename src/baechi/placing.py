@@ -21,16 +21,19 @@ from baechi.devices import Cluster
 from baechi.errors import InputError
 from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
+from baechi.placers.auto import check_effort
 from baechi.probing import probe
 from baechi.profiling import profile
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.compiled import compile_options
-from baechi.runtime.module import PlacedModule, Specialization, apply
+from baechi.runtime.module import PlacedModule, apply
+from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
-from baechi.solving import solve
+from baechi.solving import placer_of, solve
 from baechi.torch_devices import device_kind, torch_device
 from baechi.traced import Traced
 from baechi.tracing import trace
+from baechi.values import check_positive
 
 MAX_SHAPES: Final = 8
 
@@ -101,6 +104,14 @@ def place(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
     check_optimizer(optimizer)
+    placer_of(placer)
+    if effort is not None:
+        check_effort(effort)
+    if constraints is not None and not isinstance(constraints, Constraints):
+        raise InputError(f"constraints is {constraints!r}; give a baechi.Constraints or None.")
+    check_positive(max_shapes, "max_shapes")
+    if threads_per_device is not None:
+        check_positive(threads_per_device, "threads_per_device")
     checkpoint = checked(checkpoint)
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
@@ -126,7 +137,7 @@ def place(
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
-        call = canonical_call(model, example_args or (), dict(example_kwargs or {}))
+        call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
         placed._special(model, call)
     return placed
 

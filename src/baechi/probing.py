@@ -15,6 +15,7 @@ from baechi.link_fits import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
 from baechi.profiling import device_kind, torch_device
 from baechi.runtime.handover import handover_ns
 from baechi.units import format_bytes, parse_bytes
+from baechi.values import check_row
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -159,7 +160,7 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     if isinstance(devices, Mapping):
         return [(str(name), capacity) for name, capacity in devices.items()]
     wanted: list[tuple[str | Device, int | str | None]] = []
-    for device in devices:
+    for device in check_row(devices, "devices"):
         if not isinstance(device, str | torch.device | Device):
             raise InputError(
                 f"device {device!r} is a {type(device).__name__}; give a name such as 'cuda:0', "

@@ -18,6 +18,7 @@ from baechi.console import (
     write,
 )
 from baechi.errors import InputError
+from baechi.optimizers import OPTIMIZERS
 from baechi.profile_store import ProfileStore, default_path
 from baechi.units import format_ns
 
@@ -52,7 +53,10 @@ def profile(
     ] = False,
     optimizer: Annotated[
         str,
-        typer.Option(help="Whose state a training step holds: none, sgd, momentum, adam, adamw."),
+        typer.Option(
+            help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
+            "fp32 copy of the parameters, too, or `+amsgrad`."
+        ),
     ] = "adamw",
     checkpoint: CheckpointOption = None,
     cache: Annotated[

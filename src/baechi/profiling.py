@@ -34,6 +34,7 @@ from baechi.torch_devices import cache_bytes, device_kind, hardware, torch_devic
 from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
+from baechi.values import check_is
 from baechi.workspace import sizes
 
 __all__ = ["device_kind", "profile", "torch_device"]
@@ -68,6 +69,7 @@ def profile(
             operator can be measured neither alone nor in the model.
         FormatError: `cache` names a file that is no store.
     """
+    check_is(traced, Traced, "traced")
     if traced.module is None:
         raise InputError(
             f"this trace of {traced.name} was loaded from a file and has no model to measure; "

@@ -244,7 +244,10 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
     if not isinstance(target, torch._ops.OpOverload):
         owner = node.graph.owning_module
         assert owner is not None  # a traced graph belongs to its module
-        normalized = node.normalized_arguments(owner, None, None, True)
+        try:
+            normalized = node.normalized_arguments(owner, None, None, True)
+        except RuntimeError:  # several schemas fit, of `torch.tanh` for one
+            normalized = None
         return dict(normalized.kwargs if normalized else node.kwargs)
     arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     names = [argument.name for argument in target._schema.arguments]

@@ -87,6 +87,7 @@ def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
             text names the path and the field.
         InputError: The file cannot be read.
     """
+    check_path(path)
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -115,7 +116,7 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         InputError: The path cannot be written; what was there is still there.
     """
-    target = Path(path).resolve()
+    target = Path(check_path(path)).resolve()
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         if target.exists() and not target.is_file():  # a pipe or /dev/stdout must not be replaced
@@ -131,6 +132,17 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror}.") from error
+
+
+def check_path(path: object) -> str | os.PathLike[str]:
+    """`path`, which names a file.
+
+    Raises:
+        InputError: It is neither a text nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"the path is {path!r}, a {type(path).__name__}; give a str or a Path.")
+    return path
 
 
 def _parse(text: str, expect: type | None, source: str) -> Any:

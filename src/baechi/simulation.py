@@ -36,6 +36,7 @@ from baechi.graph import OpGraph
 from baechi.placement import Placement, Rows, Schedule, Span, Transfer
 from baechi.problem import Problem
 from baechi.restrictions import check_devices, why_not
+from baechi.values import check_is
 
 
 @final
@@ -159,6 +160,7 @@ def simulate(
             a matter of `overflows`.
     """
     problem = Problem(graph, cluster, constraints)
+    check_is(placement, Placement, "placement")
     if placement.graph_digest != graph.digest:
         raise InputError(
             f"the placement is for graph {placement.graph_digest[:12]}..., but this is "

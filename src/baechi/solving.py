@@ -94,7 +94,7 @@ def solve(
         InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
             constraints contradict each other, or a placer that does not search violates one.
     """
-    placer = _placer_of(placer)
+    placer = placer_of(placer)
     if effort is None:
         effort = placer.effort if isinstance(placer, Auto) else Auto().effort
     check_effort(effort)
@@ -117,13 +117,18 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
     Finding out what is missing takes many times longer than finding that nothing fits.
     """
     check_effort(effort)
-    placer = _placer_of(placer)
+    placer = placer_of(placer)
     if isinstance(placer, Auto):
         placer = replace(placer, effort=effort)
     return _attempt(problem, placer, effort)
 
 
-def _placer_of(placer: str | Placer) -> Placer:
+def placer_of(placer: str | Placer) -> Placer:
+    """The placer of that name, in any case.
+
+    Raises:
+        InputError: There is none.
+    """
     if isinstance(placer, Placer):
         return placer
     known = _PLACERS.get(placer.lower()) if isinstance(placer, str) else None

@@ -14,6 +14,7 @@ import linecache
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -22,8 +23,9 @@ from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.errors import InputError, TraceError
-from baechi.faithfulness import refuse_lost, refuse_unfaithful, watched
+from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
+from baechi.model_state import buffers_in_place, unchanged
 from baechi.propagation import propagate, quiet
 from baechi.traced import Attempt, Traced
 
@@ -57,27 +59,23 @@ def trace(
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
-    call = canonical_call(model, args, dict(kwargs or {}))
+    call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
         return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
 
 
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     attempts: list[Attempt] = []
     for rung, capture in _LADDER.items():
         try:
-            with quiet():
+            with quiet(), unchanged(model):
                 captured = capture(model, call)
                 return _finish(model, call, captured, (*attempts, Attempt(rung)))
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-        finally:
-            # A tracer that fails inside torch.vmap and its like can leave it entered.
-            torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
     reasons = "\n".join(f"  {a.rung}: {a.reason}" for a in attempts)
     raise TraceError(
         f"{type(model).__name__} cannot be traced:\n{reasons}\n"
@@ -109,26 +107,42 @@ _RECURRENT = tuple(
 )
 
 
-def _export(strict: bool) -> Callable[[nn.Module, Call], _Capture]:
-    def capture(model: nn.Module, call: Call) -> _Capture:
-        flat, returned = flat_model(model, call)
-        with watched(model) as lost:
-            program = torch.export.export(flat, call.tensors, strict=strict)
-        refuse_lost(lost)
-        module = program.module()
-        for node in list(module.graph.nodes):
-            # Shape guards: `placing` compares shapes before it runs a program.
-            if node.op == "call_module" and node.target == "_guards_fn":
-                module.graph.erase_node(node)
-            elif call.autocast.dtypes and str(node.target) in _RECURRENT:
-                raise TypeError(
-                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-                )
-        if not returned:
-            _run_fake(flat, call)
-        return _Capture(module, returned[-1])
+_BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
-    return capture
+
+def _non_strict(model: nn.Module, call: Call) -> _Capture:
+    flat, returned = flat_model(model, call, buffers_in_place)
+    with watched(model) as functions:
+        program = torch.export.export(flat, call.tensors, strict=False)
+    module = program.module()
+    functions.restore(module)
+    return _Capture(_exported(module, call), returned[-1])
+
+
+def _strict(model: nn.Module, call: Call) -> _Capture:
+    # Dynamo reads the model's code; what it would lose is seen when that code runs.
+    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
+    with watched(model, keep=False):
+        _run_fake(flat, call)
+    flat, _ = flat_model(model, call)
+    program = torch.export.export(flat, call.tensors, strict=True)
+    return _Capture(_exported(program.module(), call), returned[-1])
+
+
+def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
+    """What `torch.export` made, without guards of shapes: `placing` compares those itself.
+
+    Raises:
+        TypeError: An operator's fake tensors are not what it gives.
+    """
+    for node in list(module.graph.nodes):
+        if node.op == "call_module" and node.target == "_guards_fn":
+            module.graph.erase_node(node)
+        elif call.autocast.dtypes and str(node.target) in _RECURRENT:
+            raise TypeError(
+                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+            )
+    return module
 
 
 def _run_fake(flat: nn.Module, call: Call) -> None:
@@ -152,11 +166,20 @@ class _ModuleTracer(fx.Tracer):
         super().__init__()
         self._own = _own_modules(model)
         self._opaque = opaque
+        self._modes = _modes()
         self.path: list[str] = []
 
-    def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that knows the model's own line, as those of `torch.export` do."""
-        node = super().create_node(*args, **kwargs)
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that knows the model's own line, as those of `torch.export` do.
+
+        Raises:
+            RuntimeError: fx would lose what it does, or the mode that it runs in.
+        """
+        if _modes() != self._modes:
+            raise RuntimeError("forward switches gradients or autocast, which fx would lose")
+        if target in _AUTOGRAD:
+            raise RuntimeError("forward looks at autograd's graph, which a trace does not have")
+        node = super().create_node(kind, target, *args, **kwargs)
         frame = inspect.currentframe()
         while frame is not None and frame.f_globals.get("__name__") not in self._own:
             frame = frame.f_back
@@ -178,20 +201,34 @@ class _ModuleTracer(fx.Tracer):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        self.path.append(self.path_of_module(m))
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
+            return super().call_module(m, forward, args, kwargs)
+        self.path.append(path)
         result = super().call_module(m, forward, args, kwargs)
         self.path.pop()  # not in a `finally`: after an error the path says where it was
         return result
 
 
+_AUTOGRAD = (
+    *(torch.autograd.grad, torch.autograd.backward),
+    *("backward", "register_hook", "retain_grad"),
+)
+
+
+def _modes() -> tuple[Any, ...]:
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *autocast
+
+
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
-    flat, returned = flat_model(model, call)
+    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
     return _Capture(_symbolic_module(model, flat, _ModuleTracer(model)), returned[-1])
 
 
 def _opaque(model: nn.Module, call: Call) -> _Capture:
     """Trace with ever more submodules opaque, the innermost that fails each time."""
-    flat, returned = flat_model(model, call)
+    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
     opaque: frozenset[str] = frozenset()
     while True:
         tracer = _ModuleTracer(model, opaque)
@@ -209,15 +246,14 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
 
 
 def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    with watched(model) as lost:
+    with watched(model):
         graph = tracer.trace(flat)
-    refuse_lost(lost)
     return fx.GraphModule(flat, graph)
 
 
 _LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {
-    "torch.export (non-strict)": _export(strict=False),
-    "torch.export (strict)": _export(strict=True),
+    "torch.export (non-strict)": _non_strict,
+    "torch.export (strict)": _strict,
     "torch.fx.symbolic_trace": _symbolic,
     "module granularity, opaque leaves": _opaque,
 }

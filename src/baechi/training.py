@@ -29,7 +29,7 @@ from baechi.recomputation import (
     workspace_bytes,
 )
 from baechi.traced import Traced, TracedOp, TracedTensor
-from baechi.values import FrozenDict
+from baechi.values import FrozenDict, check_row
 
 BACKWARD = "backward:"
 LOSS = "loss"
@@ -62,7 +62,8 @@ def operator_graph(
         InputError: A profile is of another model, two are of one kind, there is none, the
             optimizer is unknown, or a name of `checkpoint` fits nothing.
     """
-    profiles = _checked(traced, [profile] if isinstance(profile, Profile) else list(profile))
+    rows = [profile] if isinstance(profile, Profile) else profile
+    profiles = _checked(traced, list(check_row(rows, "profiles", Profile)))
     costs = _merged(profiles)
     check_optimizer(optimizer)
     if checkpoint is not None and not training:

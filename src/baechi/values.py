@@ -59,13 +59,50 @@ def check_count(value: object, what: str) -> int:
     return int(count)
 
 
+def check_positive(value: object, what: str) -> int:
+    """`value` as a positive int.
+
+    Raises:
+        InputError: It is no integer, or less than one.
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+        raise InputError(f"{what} is {value!r}; it must be a positive integer.")
+    return int(value.__index__())
+
+
+def check_is(value: object, kind: type[_V], what: str) -> _V:
+    """`value`, which is of that class.
+
+    Raises:
+        InputError: It is of another.
+    """
+    if not isinstance(value, kind):
+        raise InputError(f"{what} is {value!r}, a {type(value).__name__}; give a {kind.__name__}.")
+    return value
+
+
+def check_row(values: object, what: str, kind: type | None = None) -> tuple[Any, ...]:
+    """`values` as a tuple, each of that class where one is given.
+
+    Raises:
+        InputError: It is no sequence, or one of them is of another class.
+    """
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes):
+        raise InputError(f"{what} are {values!r}, a {type(values).__name__}; give a tuple of them.")
+    row = tuple(values)
+    if kind is not None and not set(map(type, row)) <= {kind}:
+        wrong = next(value for value in row if type(value) is not kind)
+        raise InputError(f"one of {what} is {wrong!r}; each must be a {kind.__name__}.")
+    return row
+
+
 def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
     """All values as `check_count` gives them; fast where they are ints already.
 
     Raises:
         InputError: As `check_count`, at the first that is none.
     """
-    row: tuple[Any, ...] = tuple(values)
+    row: tuple[Any, ...] = check_row(values, f"the values of {what}")
     if set(map(type, row)) <= {int} and (not row or (min(row) >= 0 and max(row) <= INT64_MAX)):
         return row
     return tuple(check_count(value, what) for value in row)

@@ -25,6 +25,7 @@ from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import graphs_of, make_executor
+from baechi.runtime.identity import Identity
 from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
 from baechi.runtime.replays import Graphs
@@ -97,6 +98,7 @@ class Executable:
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
+        self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
 
     def _compiled(self, **options: Any) -> Program:
@@ -205,6 +207,7 @@ class Executable:
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
+        self._identity.check()
         if self._modes is None or meter is not None:
             return self._run(self._way_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from threading import Lock
 from typing import Any, NoReturn, final
@@ -16,7 +16,6 @@ from baechi.errors import ExecutionError, InputError
 from baechi.graph import OpGraph
 from baechi.measurement import Measurement
 from baechi.metering import Meter
-from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.profiling import torch_device
 from baechi.runtime.capturing import CudaGraphs
@@ -25,30 +24,11 @@ from baechi.runtime.executables import Executable, move
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
+from baechi.runtime.specialization import Specialization, call_key
 from baechi.simulation import simulate
 from baechi.traced import Traced
 from baechi.training import recomputed
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Specialization:
-    """A placed model for one shape of call.
-
-    Attributes:
-        traced: What was traced.
-        placement: Where it went.
-        graph: What was placed, where known.
-        cluster: On what, where known.
-        executable: What runs.
-    """
-
-    traced: Traced
-    placement: Placement
-    graph: OpGraph | None
-    cluster: Cluster | None
-    executable: Executable
-
+from baechi.values import check_is, check_positive, check_row
 
 Specialize = Callable[[nn.Module, Call], Specialization]
 
@@ -84,6 +64,12 @@ def apply(
             or names more devices than there are; a torch device is not there; or torch.compile
             does not know an option.
     """
+    check_is(traced, Traced, "traced")
+    check_is(placement, Placement, "placement")
+    if graph is not None:
+        check_is(graph, OpGraph, "graph")
+    if cluster is not None:
+        check_is(cluster, Cluster, "cluster")
     if traced.module is None:
         raise InputError(
             f"this trace of {traced.name} was loaded from a file and has no model to run; "
@@ -101,7 +87,9 @@ def apply(
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
         devices = [device.name for device in cluster.devices]
-    places = [torch_device(name) for name in devices]
+    if threads_per_device is not None:
+        check_positive(threads_per_device, "threads_per_device")
+    places = [torch_device(name) for name in check_row(devices, "devices")]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call
     options = compile_options(compile, places)
@@ -120,22 +108,6 @@ def apply(
         executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
-
-
-def _key(model: nn.Module, call: Call) -> tuple[Any, ...]:
-    modules = tuple(model.modules())
-    hooks = (
-        tuple(hooks)
-        for m in modules
-        for hooks in (
-            m._forward_hooks,
-            m._forward_pre_hooks,
-            m._backward_hooks,
-            m._backward_pre_hooks,
-        )
-        if hooks
-    )
-    return (call.key, modules, tuple(module.training for module in modules), tuple(hooks))
 
 
 @final
@@ -195,7 +167,7 @@ class PlacedModule(nn.Module):
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
-        key = _key(model, call)
+        key = call_key(model, call)
         special = self._specializations.get(key)
         if special is self._latest and special is not None and special.executable.takes(call):
             return special
@@ -210,7 +182,7 @@ class PlacedModule(nn.Module):
 
     def _adopt(self, call: Call, special: Specialization) -> None:
         """Make a specialization that `apply` made the one for its shape of call."""
-        self._specializations[_key(self.__dict__["_model"], call)] = special
+        self._specializations[call_key(self.__dict__["_model"], call)] = special
         self._latest = special
 
     def _make(self, model: nn.Module, call: Call) -> Specialization:
@@ -356,35 +328,13 @@ class PlacedModule(nn.Module):
         Args:
             optimizer: Whose state to count on its parameters' devices.
         """
-        meter = Meter([0] * self._n_accounts())
-        self._hold_residents(meter, optimizer)
+        meter = Meter([0] * self._current.n_devices)
+        self._current.hold_state(self, meter, optimizer)
         self._meter = meter
         try:
             yield meter
         finally:
             self._meter = None
-
-    def _n_accounts(self) -> int:
-        special = self._current
-        if special.cluster is not None:
-            return len(special.cluster.devices)
-        return max(special.placement.devices, default=0) + 1
-
-    def _hold_residents(self, meter: Meter, optimizer: torch.optim.Optimizer | None) -> None:
-        """Count parameters, buffers, gradients and optimizer state on their logical devices."""
-        special = self._current
-        named = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        constants = special.traced.module.graph_module
-        for op, device in zip(special.traced.ops, special.placement.devices, strict=False):
-            for name in op.parameters:
-                tensor = named[name] if name in named else attribute(constants, name)
-                meter.hold(device, tensor)
-                if tensor.grad is not None:
-                    meter.hold(device, tensor.grad)
-                if optimizer is not None:
-                    for value in optimizer.state.get(tensor, {}).values():
-                        if isinstance(value, torch.Tensor):
-                            meter.hold(device, value)
 
     def unplace(self) -> nn.Module:
         """The model itself, back on the devices it came from; this module runs no more."""

@@ -1,0 +1,69 @@
+"""What a forward does to its model and to torch, while a tracer runs it.
+
+A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
+that it puts elsewhere into the model would stay there as a fake: it is taken out. What torch.func
+began where a trace failed would go on: it is ended.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _pytree as pytree
+
+
+@contextmanager
+def buffers_in_place(model: nn.Module, *, keep: bool = True) -> Iterator[None]:
+    """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
+
+    Raises:
+        RuntimeError: The new value has another shape or type; or nothing shall be kept.
+    """
+    owners = [(module, dict(module._buffers)) for module in model.modules()]
+    replaced: list[tuple[str, torch.Tensor | None, Any]] = []
+    try:
+        yield
+    finally:
+        for module, before in owners:
+            for name, buffer in before.items():
+                value = module._buffers.get(name)
+                if value is not buffer:
+                    replaced.append((name, buffer, value))
+                    module._buffers[name] = buffer
+    for name, buffer, value in replaced:
+        if not keep or buffer is None or _form(value) != _form(buffer):
+            raise RuntimeError(f"forward replaces buffer {name!r}, which would be lost")
+        with torch.no_grad():
+            buffer.copy_(value)
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    return (value.shape, value.dtype) if isinstance(value, torch.Tensor) else ()
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Trace inside; the model and the state of torch.func are as before."""
+    attributes = [(module, dict(vars(module))) for module in model.modules()]
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    finally:
+        if hooks_off is None:
+            torch._C._autograd._saved_tensors_hooks_enable()
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for module, before in attributes:
+            for name, value in list(vars(module).items()):
+                if value is not before.get(name) and _holds_fake(value):
+                    if name in before:
+                        vars(module)[name] = before[name]
+                    else:
+                        del vars(module)[name]
+
+
+def _holds_fake(value: Any) -> bool:
+    return any(isinstance(leaf, FakeTensor | fx.Proxy) for leaf in pytree.tree_leaves(value))

@@ -1,0 +1,91 @@
+"""A placed model refuses to run where the model no longer holds what was placed."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+
+X = torch.ones(2, 3)
+
+
+def placed() -> baechi.PlacedModule:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    return baechi.place(model, devices, example_args=(X,), costs="estimate", progress=False)
+
+
+def assign(model: baechi.PlacedModule) -> None:
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()}, assign=True)
+
+
+def replace_parameter(model: baechi.PlacedModule) -> None:
+    model.get_submodule("0").weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def replace_buffer(model: baechi.PlacedModule) -> None:
+    model.get_submodule("1.1").running_mean = torch.ones(3)
+
+
+@pytest.mark.parametrize("change", [assign, replace_parameter, replace_buffer])
+def test_what_replaces_placed_state_is_refused(
+    change: Callable[[baechi.PlacedModule], None],
+) -> None:
+    model = placed()
+    change(model)
+    with pytest.raises(baechi.ExecutionError, match="was replaced after the model was placed"):
+        model(X)
+
+
+def test_a_replaced_submodule_is_placed_anew() -> None:
+    model = placed()
+    nested = model.get_submodule("1")
+    nested.register_module("0", nn.Linear(3, 3))
+    y = model(X)
+    y.sum().backward()
+    assert nested.get_parameter("0.weight").grad is not None
+    model.eval()
+    torch.testing.assert_close(model(X), model.unplace()(X))
+
+
+class Branch(nn.Module):
+    """Stays whole, and replaces its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+        return self.linear(x) if bool(x.sum() > 0) else x
+
+
+@pytest.mark.parametrize("name", ["0", "1.linear"])
+def test_parameters_of_submodules_that_stay_whole_count_too(name: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Branch())
+    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    assert mine.traced.rung == "module granularity, opaque leaves"
+    mine(X)
+    mine(X)
+    model.get_submodule(name).weight = nn.Parameter(torch.zeros(3, 3))
+    with pytest.raises(baechi.ExecutionError, match=f"'{name}.weight' of Sequential was replaced"):
+        mine(X)
+
+
+def test_a_functional_call_is_refused_and_the_next_call_works() -> None:
+    model = placed()
+    state = {name: value * 2 for name, value in model.state_dict().items()}
+    with pytest.raises(baechi.ExecutionError, match="functional_call"):
+        torch.func.functional_call(model, state, (X,))
+    model(X)
+
+
+def test_what_is_written_into_placed_state_runs() -> None:
+    model = placed()
+    model.load_state_dict({k: v * 0 for k, v in model.state_dict().items()})
+    assert not model(X).any()
+    model.get_parameter("1.1.bias").data = torch.ones(3)
+    assert (model(X) == 1).all()
