@@ -81,7 +81,7 @@ def test_one_step_equals_the_unsplit_model(name: str, devices: list[str], seed: 
 def slow_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Let every tape begin with a spin of random length on its stream."""
     generator = torch.Generator().manual_seed(seed)
-    for name in ("forward", "backward"):
+    for name in ("forward", "differentiate"):
         original = getattr(TapeCode, name)
 
         def spun(self: Any, *args: Any, original: Any = original, **options: Any) -> None:

@@ -113,6 +113,32 @@ def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
 
 
+class Tied(nn.Module):
+    """A weight that operators far apart read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(torch.tanh(x @ self.weight)))
+        return torch.tanh(self.second(torch.tanh(x @ self.weight)))
+
+
+def test_gradients_of_a_tied_weight_are_added_up_across_recorded_tapes() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(3, 4)
+    placed = placed_at_random(model, (x,), {}, 0, 2)
+    replaying(placed)
+    assert any(tape.sums for tape in placed._current.executable._way.bound.tapes)
+    expected = step(copy.deepcopy(model), (x,), {})
+    for _ in range(STEPS):
+        placed.zero_grad()
+        for one, two in zip(expected, step(placed, (x,), {}), strict=True):
+            torch.testing.assert_close(two, one)
+
+
 @pytest.mark.parametrize(
     "name", ["vit", *(pytest.param(n, marks=pytest.mark.slow) for n in ("inception", "t5"))]
 )

@@ -312,7 +312,11 @@ class TapeCode:
         Raises:
             ExecutionError: An operator's backward failed.
         """
-        self._differentiate(step)
+        self.differentiate(step)
+        self.add_up(step)
+
+    def add_up(self, step: Step) -> None:
+        """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
         grads = step.grads
         for total, slot in self.sums:
             gradient, grads[slot] = grads[slot], None
@@ -320,7 +324,12 @@ class TapeCode:
                 so_far = grads[total]
                 grads[total] = gradient if so_far is None else so_far + gradient
 
-    def _differentiate(self, step: Step) -> None:
+    def differentiate(self, step: Step) -> None:
+        """The backward of this tape alone, without the gradients that other tapes have made.
+
+        Raises:
+            ExecutionError: An operator's backward failed.
+        """
         record = step.records[self.index]
         if record is None:
             return
