@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 import baechi
@@ -137,6 +138,19 @@ def test_gradients_of_a_tied_weight_are_added_up_across_recorded_tapes() -> None
         placed.zero_grad()
         for one, two in zip(expected, step(placed, (x,), {}), strict=True):
             torch.testing.assert_close(two, one)
+
+
+def test_recordings_keep_no_node_of_a_parameter() -> None:
+    """It would go on adding up gradients on the stream that was current when it was recorded."""
+    model, args, kwargs = zoo.MODELS["towers"]()
+    placed = placed_at_random(model, args, kwargs, 3, 2)
+    graphs = replaying(placed)
+    for _ in range(STEPS):
+        step(placed, args, kwargs)
+    assert "" in graphs.reasons
+    for parameter in placed.parameters():
+        get_gradient_edge(parameter).node.metadata["kept"] = True
+        assert "kept" not in get_gradient_edge(parameter).node.metadata
 
 
 @pytest.mark.parametrize(
