@@ -242,7 +242,7 @@ class CudaExecutor:
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
-            moved = tensor.to(place, non_blocking=reader is not None and tensor.is_pinned())
+            moved = tensor.to(place)  # at once: of pinned memory, too, which the caller may write
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
