@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
-from baechi.runtime.cuda_graphs import CudaRecorder
+from baechi.cuda_graphs import CudaRecorder
 from baechi.runtime.replays import WARM_UP
 from baechi.runtime.tapes import TapeCode
 from baechi.runtime.verifying import Unsplit, verify
