@@ -148,8 +148,9 @@ def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: l
     model, args, kwargs = on_gpu(name)
     reference = copy.deepcopy(model)
     placed = placed_randomly(model, args, kwargs, devices, 1, cuda_graphs="auto")
-    # Small steps: Inception is chaotic here, and with large ones even float64 parts in three.
-    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-6) for m in (reference, placed)]
+    # Inception is chaotic here: with larger steps rounding in float64 shows after a few.
+    rate = 1e-8 if name == "inception" else 1e-3
+    optimizers = [torch.optim.SGD(m.parameters(), lr=rate) for m in (reference, placed)]
     for number in range(WARM_UP + 4):
         given = pytree.tree_map_only(
             torch.Tensor, lambda t, n=number: t.flip(0) if n % 2 and t.dim() else t, (args, kwargs)
