@@ -289,9 +289,8 @@ def test_a_model_on_the_cpu_moves_to_the_gpu_and_back() -> None:
 def test_another_shape_and_another_mode_run_once_the_model_is_spread() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.0), nn.Tanh(), nn.Linear(16, 4))
     reference = copy.deepcopy(model).to("cuda:0")
-    placed = baechi.place(
-        model, ["cuda:0", "cpu:0"], placer=baechi.RandomPlacer(1), progress=False, costs="estimate"
-    )
+    devices = ["cuda:0", "cpu:0"]
+    placed = baechi.place(model, devices, placer=baechi.RandomPlacer(1), progress=False)
     for training in (True, False):
         reference.train(training)
         placed.train(training)
