@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 import baechi
@@ -111,6 +112,45 @@ def test_replayed_training_equals_the_unsplit_model(name: str, n_devices: int) -
             optimizer.step()
         for one, two in zip(*rows, strict=True):
             torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-5)
+
+
+class Tied(nn.Module):
+    """A weight that operators far apart read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.first(torch.tanh(x @ self.weight)))
+        return torch.tanh(self.second(torch.tanh(x @ self.weight)))
+
+
+def test_gradients_of_a_tied_weight_are_added_up_across_recorded_tapes() -> None:
+    torch.manual_seed(0)
+    model, x = Tied(), torch.randn(3, 4)
+    placed = placed_at_random(model, (x,), {}, 0, 2)
+    replaying(placed)
+    assert any(tape.sums for tape in placed._current.executable._way.bound.tapes)
+    expected = step(copy.deepcopy(model), (x,), {})
+    for _ in range(STEPS):
+        placed.zero_grad()
+        for one, two in zip(expected, step(placed, (x,), {}), strict=True):
+            torch.testing.assert_close(two, one)
+
+
+def test_recordings_keep_no_node_of_a_parameter() -> None:
+    """It would go on adding up gradients on the stream that was current when it was recorded."""
+    model, args, kwargs = zoo.MODELS["towers"]()
+    placed = placed_at_random(model, args, kwargs, 3, 2)
+    graphs = replaying(placed)
+    for _ in range(STEPS):
+        step(placed, args, kwargs)
+    assert "" in graphs.reasons
+    for parameter in placed.parameters():
+        get_gradient_edge(parameter).node.metadata["kept"] = True
+        assert "kept" not in get_gradient_edge(parameter).node.metadata
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,10 @@ LAYERS = {
     "naming lowering extraction metering saving profiling copying torch_devices timing cuda_timing "
     "operands value_dependence isolation in_place workspace kernels workload estimation "
     "calibration",
+    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
+    4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
+    "profiling copying torch_devices timing cuda_graphs cuda_timing operands value_dependence "
+    "isolation in_place workspace kernels workload estimation calibration faithfulness",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -255,7 +259,7 @@ ALLOWED = {
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},
     "in_place": {"lowering"},
-    "cuda_timing": {"timing"},
+    "cuda_timing": {"cuda_graphs", "timing"},
     "workspace": {"isolation", "metering", "saving"},
     "profiling": {
         "cuda_timing",
@@ -304,7 +308,6 @@ ALLOWED = {
     "runtime.executors": {
         "runtime.binding",
         "runtime.capturing",
-        "runtime.cuda_graphs",
         "runtime.graphed",
         "runtime.replays",
         "runtime.steps",

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.runtime import module
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -218,3 +219,28 @@ def test_a_model_without_inputs_runs() -> None:
     placed = baechi.place(Constant(), DEVICES, progress=False)
     placed().sum().backward()
     torch.testing.assert_close(placed.weight.grad, torch.full((3,), 2.0))
+
+
+def test_a_model_on_several_devices_goes_home_to_be_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A second shape, or another mode: the first has spread the parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    moved: list[tuple[torch.Tensor, torch.device]] = []
+    monkeypatch.setattr(module, "move", lambda tensor, place: moved.append((tensor, place)))
+    seen: list[int] = []
+
+    def specialize(_model: nn.Module, _call: object) -> module.Specialization:
+        seen.append(len(moved))
+        raise ValueError("traced")
+
+    placed = module.PlacedModule(model, specialize, 8)
+    with pytest.raises(ValueError, match="traced"):
+        placed(torch.ones(2, 4))
+    assert seen == [0]  # all on one device
+    placed._homes[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
+    placed.eval()
+    with pytest.raises(ValueError, match="traced"):
+        placed(torch.ones(2, 4))
+    assert seen == [0, 4]
+    assert {place for _, place in moved} == {torch.device("cpu")}

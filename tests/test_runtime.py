@@ -118,6 +118,7 @@ def test_an_error_on_the_way_back_names_the_operator_or_how_to_see_which(devices
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.two(self.one(x).sqrt())
 
+    torch.manual_seed(0)  # some of the first layer's results are negative, and have no root
     model, x = Roots(), -torch.ones(2, 4)
     placed = placed_on(model, (x,), devices, "round-robin")
     named = {
@@ -412,3 +413,28 @@ def test_the_peak_that_was_predicted_is_not_passed() -> None:
         (y * y).sum().backward()
     for said, seen in zip(predicted, meter.peak_bytes, strict=True):
         assert 0.9 * said <= seen <= 1.02 * said
+
+
+class Positions(nn.Module):
+    """Makes tensors where its argument is, in a block without gradients, too."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            positions = torch.arange(x.shape[1], device=x.device)
+            mean = x.detach().mean().to(x.device, torch.float32)
+            scale = torch.cos(positions.float() * mean)
+        return x * scale + torch.ones(x.shape[1], device=x.device)
+
+
+def test_what_a_trace_made_on_another_device_is_made_where_it_runs() -> None:
+    """As for a model that is traced on a CPU and runs on a GPU, or the other way round."""
+    model = Positions()
+    traced = baechi.trace(model, (torch.ones(2, 3, device="meta", requires_grad=True),))
+    profile = baechi.profile(traced, "cpu", cache=False, progress=False)
+    assert not any("fails alone" in cost.remark for cost in profile.costs)
+    graph = traced.graph(profile)
+    cluster = baechi.Cluster.connected([baechi.Device("cpu:0", "1GiB")], baechi.Link(1, 10**9))
+    placement = baechi.solve(graph, cluster)
+    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    x = torch.rand(2, 3, requires_grad=True)
+    assert torch.equal(placed(x), model(x))

@@ -11,12 +11,14 @@ the host wait cannot be queued: it is clocked by the host, from an idle device t
 
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, final
 
 import torch
 
+from baechi.cuda_graphs import CudaRecorder
 from baechi.timing import Preparation, Reading, Run, rounds, summary
 
 _WARM_UPS: Final = 3
@@ -99,32 +101,31 @@ class CudaTimer:
 
     def _captured(self, prepare: Preparation) -> Run | None:
         """A graph that repeats the run, or `None` where it cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
-        # A backward runs on its forward's stream: both are on the one that is captured.
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
+        recorder = CudaRecorder(self._device)
+        runs: list[Run] = []
+        results: list[Any] = []
         try:
-            with torch.cuda.stream(stream):
-                runs = prepare(_REPEATS)
-            # Other threads may go on using CUDA: only this one's calls are captured.
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                results = _call(runs)
-            graph.replay()
+            # A backward runs on its forward's stream: both are on the one that is captured.
+            recorder.run(lambda: runs.extend(prepare(_REPEATS)))
+            replay = recorder.record(lambda: results.extend(_call(runs)), 0)
+            replay()
             torch.cuda.synchronize(self._device)
         except RuntimeError:
             torch.cuda.synchronize(self._device)
             return None
 
-        def replay() -> Any:
-            graph.replay()
+        def repeated() -> Any:
+            replay()
             return results  # the graph writes to these, so they live with it
 
-        return replay
+        return repeated
 
     def _makes_the_host_wait(self, runs: Sequence[Run]) -> bool:
         before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
         try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Synchronization debug mode is a proto")
+                torch.cuda.set_sync_debug_mode("error")
             _call(runs)
         except RuntimeError as error:
             if _SYNCHRONIZING not in str(error):

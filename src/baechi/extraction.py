@@ -119,6 +119,23 @@ def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> Non
         setattr(owner, last, leaf)
 
 
+def located(value: Any, device: torch.device) -> Any:
+    """A graph that an operator runs, such as a block under autocast, as it is on a device.
+
+    Other values are given back as they are.
+    """
+    if not isinstance(value, fx.GraphModule):
+        return value
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(value.graph, {}))
+    for node in graph.nodes:
+        _allocate_on(node, device)
+    moved = fx.GraphModule(value, graph)
+    for target, inner in list(moved.named_children()):
+        setattr(moved, target, located(inner, device))
+    return moved
+
+
 def _allocate_on(node: fx.Node, device: torch.device) -> None:
     def move(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument

@@ -23,7 +23,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.extraction import extract, opaque_leaves
+from baechi.extraction import extract, located, opaque_leaves
 from baechi.lowering import TracedModule
 from baechi.operands import tensors_in
 from baechi.timing import Run
@@ -81,7 +81,7 @@ class Alone:
         leaves = _leaves(module, nodes, device)
         part = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
         self._function = part.function
-        self._inputs = [make(node, nodes) for node in part.inputs]
+        self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
         wanted = self._read(part.inputs) + [(p, True) for p in parameters]
         self.known = [t for t, _ in wanted]

@@ -1,7 +1,7 @@
 """The one call: trace, profile, solve and apply, when the shapes are known."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -168,6 +168,7 @@ class _Maker:
 
     def _made(self, model: nn.Module, call: Call) -> Specialization:
         say = _say if self.progress else _hush
+        call = _beside(model, call)
         shapes = ", ".join(
             f"{n} {list(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)
         )
@@ -244,6 +245,15 @@ class _Maker:
             return self.threads
         cpus = sum(torch_device(d.name).type == "cpu" for d in self.cluster.devices)
         return max(torch.get_num_threads() // cpus, 1) if cpus else None
+
+
+def _beside(model: nn.Module, call: Call) -> Call:
+    """The call with its tensors where the model is: what is traced is on one device."""
+    home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
+    if home is None or home.type == "meta" or all(t.device == home for t in call.tensors):
+        return call
+    rows = (t.detach().to(home).requires_grad_(t.requires_grad) for t in call.tensors)
+    return replace(call, tensors=tuple(rows))
 
 
 def _say(text: str) -> None:

@@ -43,6 +43,9 @@ def sizes(alone: Alone, place: torch.device) -> Sizes:
     saved = saved_inside_bytes(alone.forward, alone.known)
     with torch.no_grad():
         _, inference, _ = gauge.measure(alone.forward)
+    if place.type == "cuda":
+        # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
+        alone.differentiated(*alone.seeded(alone.forward()))
     outputs, forward, _ = gauge.measure(alone.forward)
     seeded = alone.seeded(outputs)
     # The peak above what the forward left, less what the backward gives out.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.extraction import Extract, extract, opaque_leaves
+from baechi.extraction import Extract, extract, located, opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
@@ -168,7 +168,6 @@ class _Binder:
         )
 
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
-        place = self._places[self._layout.device(tape)]
         nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
         outputs = [node for node in nodes if self._leaves(node, tape)]
         return extract(
@@ -177,7 +176,7 @@ class _Binder:
             outputs,
             apart=self._gradients.read_apart(nodes),
             exits=self._gradients.exits(nodes, outputs),
-            device=place if place.type == "cuda" else None,
+            device=self._places[self._layout.device(tape)],
             boxed=boxed,
         )
 
@@ -222,7 +221,7 @@ class _Binder:
             elif node.op == "placeholder":
                 given.append((argument, self._inputs[node]))
             else:
-                template[argument] = layout.attribute(node)
+                template[argument] = located(layout.attribute(node), self._places[device])
         nodes = layout.nodes(tape)
         inputs = [node for node in nodes if node.op == "placeholder"]
         written = [node for node in inputs if self._is_written(node)]

@@ -9,11 +9,11 @@ from typing import Protocol
 
 import torch
 
+from baechi.cuda_graphs import CudaRecorder
 from baechi.errors import ExecutionError
 from baechi.lowering import TracedModule
 from baechi.runtime.binding import Bound
 from baechi.runtime.capturing import obstacle
-from baechi.runtime.cuda_graphs import CudaRecorder
 from baechi.runtime.graphed import Recorder
 from baechi.runtime.program import Program
 from baechi.runtime.replays import Graphs

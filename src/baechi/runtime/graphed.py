@@ -185,7 +185,10 @@ class GraphedTape:
         if self._code.index not in step.graphed or self._forward is None:
             self._code.backward(step)
             return
-        record = self._forward.record
+        self._differentiate(step, self._forward.record)
+        self._code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
+
+    def _differentiate(self, step: Step, record: Record | None) -> None:
         pattern = tuple(step.grads[slot] is not None for slot in self._seeds)
         if record is None or not any(pattern):
             return
@@ -243,7 +246,7 @@ class GraphedTape:
                 static = self._statics.of(gradient)
                 scratch.grads[slot] = static
                 seeds.append((slot, _Static.of(static)))
-        replay = self._recorded(lambda: self._code.backward(scratch), self._ranks[1])
+        replay = self._recorded(lambda: self._code.differentiate(scratch), self._ranks[1])
         if replay is None:
             return None
         found = [(slot, g) for slot, g in enumerate(scratch.grads) if g is not None]
@@ -257,7 +260,7 @@ class GraphedTape:
         scratch = self._scratch(record)
         for slot in self._seeds:
             scratch.grads[slot], step.grads[slot] = step.grads[slot], None
-        self._recorder.run(lambda: self._code.backward(scratch))
+        self._recorder.run(lambda: self._code.differentiate(scratch))
         for slot, gradient in enumerate(scratch.grads):
             if gradient is not None:
                 step.grads[slot] = gradient

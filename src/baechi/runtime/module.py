@@ -204,7 +204,15 @@ class PlacedModule(nn.Module):
                 f"call, its limit; this call has {shapes} in {mode} mode. Pad inputs to few "
                 "shapes, or give `place(..., max_shapes=...)` a higher limit."
             )
-        return self._specialize(model, call)
+        if len({tensor.device for tensor, _ in self._homes}) > 1:
+            for tensor, device in self._homes:  # a model is traced where it came from, in one place
+                move(tensor, device)
+        try:
+            return self._specialize(model, call)
+        except BaseException:
+            if self._latest is not None:
+                self._latest.executable.settle()
+            raise
 
     @property
     def _current(self) -> Specialization:

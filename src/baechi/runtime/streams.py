@@ -105,6 +105,10 @@ class CudaExecutor:
         gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._gpus = tuple(gpus)
         self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
+        if self._out:
+            # The step is one node, on one GPU, and gives gradients of parameters on several: that
+            # their streams differ is no mistake, and the end of a phase has ordered them.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
         self._landings: dict[tuple[Any, ...], torch.Tensor] = {}
         # Of every segment its tapes, with the slots that each is the last to read.
@@ -242,7 +246,7 @@ class CudaExecutor:
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
-            moved = tensor.to(place, non_blocking=reader is not None and tensor.is_pinned())
+            moved = tensor.to(place)  # at once: of pinned memory, too, which the caller may write
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,

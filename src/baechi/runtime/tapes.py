@@ -244,7 +244,7 @@ class TapeCode:
         """Cut parameters off from the caller's graph; the edges of their gradients.
 
         A parameter's own node belongs to the stream on which it was first used, and a gradient that
-        comes to it makes that stream wait.
+        comes to it makes that stream wait. A graph that is kept must not keep that node either.
         """
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
         places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
@@ -252,8 +252,9 @@ class TapeCode:
             if id(argument) in places:
                 places[id(argument)].append(place)
         found = [parameter for parameter in wanted if places[id(parameter)]]
+        bare = cut_off([parameter.detach() for parameter in found]) if found else ()
         edges: dict[torch.nn.Parameter, GradientEdge] = {}
-        for parameter, tensor in zip(found, cut_off(found) if found else (), strict=True):
+        for parameter, tensor in zip(found, bare, strict=True):
             assert tensor.grad_fn is not None  # the node that cuts off
             edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
             for place in places[id(parameter)]:
@@ -309,7 +310,11 @@ class TapeCode:
         Raises:
             ExecutionError: An operator's backward failed.
         """
-        self._differentiate(step)
+        self.differentiate(step)
+        self.add_up(step)
+
+    def add_up(self, step: Step) -> None:
+        """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
         grads = step.grads
         for total, slot in self.sums:
             gradient, grads[slot] = grads[slot], None
@@ -317,7 +322,12 @@ class TapeCode:
                 so_far = grads[total]
                 grads[total] = gradient if so_far is None else so_far + gradient
 
-    def _differentiate(self, step: Step) -> None:
+    def differentiate(self, step: Step) -> None:
+        """The backward of this tape alone, without the gradients that other tapes have made.
+
+        Raises:
+            ExecutionError: An operator's backward failed.
+        """
         record = step.records[self.index]
         if record is None:
             return

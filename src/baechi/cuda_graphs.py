@@ -9,7 +9,7 @@ import contextlib
 import gc
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 
@@ -21,6 +21,8 @@ class CudaRecorder:
     Args:
         place: The GPU.
     """
+
+    _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
@@ -53,7 +55,7 @@ class CudaRecorder:
             try:
                 graph.capture_end()
             except BaseException:
-                self._clear(pool)
+                self._clear(graph, pool)
                 raise
         return graph.replay
 
@@ -70,23 +72,25 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._clear(pool)
+            self._clear(graph, pool)
 
-    def _clear(self, pool: Any) -> None:
+    def _clear(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Undo what a capture leaves behind whose end fails.
 
         `CUDAGraph::capture_end` throws before it tells the allocator and the random generator that
-        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). The allocator can
-        be told; the generator learns it from the end of another capture.
+        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). The allocator can be told; the
+        generator learns it from the end of another capture. The allocator of pinned memory, which
+        has no such entry in Python, goes on asking the graph: so that stays for good.
         """
+        self._failed.append(graph)
         index = self._place.index
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
         with contextlib.suppress(RuntimeError):
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(capture_error_mode="thread_local")
-            graph.capture_end()
+            another = torch.cuda.CUDAGraph()
+            another.capture_begin(capture_error_mode="thread_local")
+            another.capture_end()
 
 
 @contextlib.contextmanager
