@@ -22,13 +22,9 @@ LAYERS = {
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking",
     4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
-    "naming lowering extraction metering saving profiling copying torch_devices timing cuda_timing "
-    "operands value_dependence isolation in_place workspace kernels workload estimation "
-    "calibration",
-    3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.compiling runtime.checking",
-    4: "tracing calls autocast propagation partition naming lowering extraction metering saving "
-    "profiling copying torch_devices timing cuda_graphs cuda_timing operands value_dependence "
-    "isolation in_place workspace kernels workload estimation calibration faithfulness",
+    "naming lowering extraction metering saving profiling copying torch_devices timing "
+    "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
+    "workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
