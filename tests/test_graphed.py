@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 import baechi
 import zoo
 from baechi.runtime.binding import bind
-from baechi.runtime.executables import _Way
+from baechi.runtime.nodes import Way
 from baechi.runtime.executors import graphs_of
 from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
@@ -54,7 +54,7 @@ def replaying(
     )
     executable.close()
     executable.program = program
-    executable._way = _Way(bound, CudaExecutor(program, bound, executable.places, graphs))
+    executable._way = Way(bound, CudaExecutor(program, bound, executable.places, graphs))
     return graphs
 
 
