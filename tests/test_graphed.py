@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 import baechi
 import zoo
 from baechi.runtime.binding import bind
-from baechi.runtime.nodes import Way
 from baechi.runtime.executors import graphs_of
+from baechi.runtime.nodes import Way
 from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
 from recording import CpuRecorder
