@@ -140,6 +140,10 @@ def test_one_device_holds_no_more_than_the_unsplit_model(name: str, training: bo
     assert placed <= 1.02 * unsplit
 
 
+# A recurrent kernel of several layers, and T5's attention in inference: docs/memory.md.
+TOO_HIGH = ("lstm_lm", "t5")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [None, "sgd", "adamw"])
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -147,8 +151,8 @@ def test_one_device_holds_no_more_than_the_unsplit_model(name: str, training: bo
 def test_peaks_are_predicted(name: str, n: int, optimizer: str | None) -> None:
     rows = [row for seed in range(3) for row in peaks(name, n, optimizer, seed)]
     errors = sorted(abs(said - seen) / seen for said, seen in rows)
-    # The highest is a recurrent kernel of several layers: docs/memory.md.
-    assert errors[len(errors) // 2] <= (0.13 if n == 1 else 0.16)
+    bound = (0.06, 0.12) if name not in TOO_HIGH else (0.13, 0.17)
+    assert errors[len(errors) // 2] <= bound[n > 1]
     total = [sum(column) for column in zip(*rows, strict=True)]
     assert total[0] >= 0.97 * total[1]
 
