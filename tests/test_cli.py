@@ -24,7 +24,7 @@ from baechi import (
 from baechi.__main__ import app
 from baechi.named_models import load_model
 from baechi.optimizers import OPTIMIZERS
-from baechi.solving import _PLACERS
+from baechi.placers.named import PLACERS
 from baechi.traced import Traced
 
 COMMANDS = (
@@ -100,9 +100,7 @@ def test_help_teaches(command):
     assert "or example" in text
 
 
-@pytest.mark.parametrize(
-    ("command", "names"), [("solve", tuple(_PLACERS)), ("profile", OPTIMIZERS)]
-)
+@pytest.mark.parametrize(("command", "names"), [("solve", tuple(PLACERS)), ("profile", OPTIMIZERS)])
 def test_help_names_every_choice(command, names):
     words = set(re.findall(r"[\w-]+", run(command, "--help")))
     assert set(names) <= words

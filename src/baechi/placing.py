@@ -22,6 +22,7 @@ from baechi.errors import InputError
 from baechi.estimation import estimate
 from baechi.optimizers import check_optimizer
 from baechi.placers.auto import check_effort
+from baechi.placers.named import placer_of
 from baechi.probing import probe
 from baechi.profiling import profile
 from baechi.runtime.capturing import CudaGraphs, check_wish
@@ -29,7 +30,7 @@ from baechi.runtime.compiled import compile_options
 from baechi.runtime.module import PlacedModule, apply
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
-from baechi.solving import placer_of, solve
+from baechi.solving import solve
 from baechi.torch_devices import device_kind, torch_device
 from baechi.traced import Traced
 from baechi.tracing import trace

@@ -20,39 +20,15 @@ from baechi.placement import Placement
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.base import Placer
-from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.baselines import SingleDevice
 from baechi.placers.choices import device_choices, device_kinds
-from baechi.placers.contiguous import Contiguous
-from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
-from baechi.placers.mincut import Metis
+from baechi.placers.named import placer_of
 from baechi.placers.packing import arrangements, is_hopeless
-from baechi.placers.peft import PEFT
-from baechi.placers.sct import MSCT
-from baechi.placers.search import LocalSearch
-from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
 from baechi.units import format_bytes
 from baechi.values import INT64_MAX, FrozenDict
 
-_PLACERS: Final[dict[str, Placer]] = {
-    placer.name: placer
-    for placer in (
-        Auto(),
-        MTopo(),
-        METF(),
-        MSCT(),
-        HEFT(),
-        PEFT(),
-        Contiguous(),
-        Metis(),
-        LocalSearch(),
-        SingleDevice(),
-        RoundRobin(),
-        RandomPlacer(),
-    )
-}
 # Instead of a device: all of them, and none.
 _EVERY: Final = -1
 _NONE: Final = -2
@@ -121,21 +97,6 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
     if isinstance(placer, Auto):
         placer = replace(placer, effort=effort)
     return _attempt(problem, placer, effort)
-
-
-def placer_of(placer: str | Placer) -> Placer:
-    """The placer of that name, in any case.
-
-    Raises:
-        InputError: There is none.
-    """
-    if isinstance(placer, Placer):
-        return placer
-    known = _PLACERS.get(placer.lower()) if isinstance(placer, str) else None
-    if known is None:
-        names = ", ".join(repr(name) for name in _PLACERS)
-        raise InputError(f"placer {placer!r} is unknown; it must be one of {names}, or a Placer.")
-    return known
 
 
 def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
