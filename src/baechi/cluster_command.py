@@ -238,7 +238,7 @@ def _report(results: "Sequence[Result]") -> None:
     table = Table()
     table.add_column("policy", no_wrap=True)
     for column in ("jobs", "mean JCT", "median", "p99", "makespan", "preempted", "use"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         row = summary(result)
         times = [_number(row[key]) for key in ("mean_jct", "median_jct", "p99_jct", "makespan")]

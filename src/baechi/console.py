@@ -172,7 +172,10 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def show(renderable: Any) -> None:
-    """What rich can draw, on the terminal."""
+    """What rich can draw, as wide as the terminal, or wider where columns would lose digits."""
     from rich.console import Console
+    from rich.measure import Measurement
 
-    Console().print(renderable)
+    console = Console()
+    least = Measurement.get(console, console.options.update(max_width=1000), renderable).minimum
+    Console(width=max(console.width, least)).print(renderable)
