@@ -172,10 +172,14 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def show(renderable: Any) -> None:
-    """What rich can draw, as wide as the terminal, or wider where columns would lose digits."""
+    """What rich can draw, as wide as the terminal; a table wider, where it would lose digits."""
     from rich.console import Console
     from rich.measure import Measurement
+    from rich.table import Table
 
     console = Console()
-    least = Measurement.get(console, console.options.update(max_width=1000), renderable).minimum
-    Console(width=max(console.width, least)).print(renderable)
+    if isinstance(renderable, Table):
+        free = console.options.update(max_width=160)
+        needed = Measurement.get(console, free, renderable).maximum
+        console = Console(width=max(console.width, needed))
+    console.print(renderable)
