@@ -67,7 +67,7 @@ struct PairTable {
 struct Graph {
   int32_t ops = 0, tensors = 0, groups = 0;
 
-  Shared<int64_t> workspace;         // per op
+  Shared<int64_t> workspace;         // per op; below 0 where outputs take the room of its inputs
   Shared<int32_t> group;             // per op; an op without a group is alone in its own
   Shared<int64_t> group_persistent;  // per group, the sum of its ops
   SharedRows group_ops;              // per group, ops ascending

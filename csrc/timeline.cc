@@ -223,12 +223,14 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
     if (remaining(transfer.tensor) > 1) staying += nbytes;
   }
   const int64_t adds = missing + problem_.output_bytes[op] + workspace;
-  if (profile.bound() + adds <= room) return Fit::kFits;
+  // Room that is used again is taken when the op ends.
+  const int64_t most = adds - std::min<int64_t>(workspace, 0);
+  if (profile.bound() + most <= room) return Fit::kFits;
   // On a device alone in its pool, all that stays is there before the op starts.
   if (end > start && problem_.pool_devices.size(pool) == 1 && profile.total() + adds > room) {
     return Fit::kFull;
   }
-  if (profile.max_ever() + adds <= room) return Fit::kFits;
+  if (profile.max_ever() + most <= room) return Fit::kFits;
   changes_.clear();
   for (const Planned& transfer : planned_) {
     const int64_t nbytes = problem_.nbytes[transfer.tensor];

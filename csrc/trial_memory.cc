@@ -51,7 +51,7 @@ int64_t Trial::overflow() {
     const int32_t pool = problem_.pool[device_[op]];
     const int64_t from = start(op);
     const int64_t running = problem_.workspace[op];
-    if (running > 0 && end_[op] > from) {
+    if (running != 0 && end_[op] > from) {
       add(pool, from, problem_.output_bytes[op] + running);
       add(pool, end_[op], -running);
     } else if (problem_.output_bytes[op] > 0) {

@@ -256,7 +256,7 @@ def _group_loads(graph: OpGraph, parts: _Parts) -> dict[int, int]:
         for op in row:
             outputs = sum(graph.tensors[tensor].nbytes for tensor in graph.op_outputs[op])
             load[group] += graph.ops[op].persistent_bytes + outputs
-            workspace[group] = max(workspace[group], graph.ops[op].workspace_bytes)
+            workspace[group] = max(workspace[group], graph.ops[op].net_workspace_bytes)
     return {group: load[group] + workspace[group] for group in load}
 
 
@@ -374,7 +374,7 @@ def _peak(graph: OpGraph, row: tuple[int, ...], part_of: list[int]) -> int:
         for tensor in graph.op_outputs[op]:
             if _is_internal(graph.tensors[tensor], part_of):
                 live += graph.tensors[tensor].nbytes
-        peak = max(peak, live + graph.ops[op].workspace_bytes)
+        peak = max(peak, live + graph.ops[op].net_workspace_bytes)
         for tensor in graph.op_inputs[op]:
             consumers = graph.tensors[tensor].consumers
             if consumers[-1] == op and _is_internal(graph.tensors[tensor], part_of):

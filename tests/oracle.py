@@ -204,7 +204,7 @@ class Oracle:
                 rows.append((copy.begin, step if stays else copy.last_use, tensor.nbytes))
         for op, (device, start, end) in self.spans.items():
             if self.pool(device) == pool:
-                rows.append((start, end, self.graph.ops[op].workspace_bytes))
+                rows.append((start, end, self.graph.ops[op].net_workspace_bytes))
         return rows
 
     def persistent(self, pool):

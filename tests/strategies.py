@@ -5,6 +5,7 @@ Small, and full of corners: no time, no bytes, no memory, missing links, pools, 
 
 import random
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -48,6 +49,9 @@ def graphs(draw, max_ops=9, *, grouped=True, kinds=True, min_ops=0):
         )
         for producer in draw(st.lists(st.integers(0, n - 1), max_size=2 * n) if n else st.just([]))
     )
+    made = [sum(tensor.nbytes for tensor in tensors if tensor.producer == op) for op in range(n)]
+    reused = [draw(st.integers(0, nbytes) | st.just(0)) for nbytes in made]
+    ops = tuple(replace(op, reused_bytes=r) for op, r in zip(ops, reused, strict=True))
     rows = {}
     if kinds and draw(st.booleans()):
         rows["fast"] = tuple(draw(times) for _ in range(n))

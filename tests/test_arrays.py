@@ -38,7 +38,7 @@ def test_arrays_are_the_columns_of_the_graph(graph):
     assert arrays.times.tolist() == [op.time_ns for op in graph.ops]
     assert {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()} == graph.times
     assert arrays.persistent.tolist() == [op.persistent_bytes for op in graph.ops]
-    assert arrays.workspace.tolist() == [op.workspace_bytes for op in graph.ops]
+    assert arrays.workspace.tolist() == [op.net_workspace_bytes for op in graph.ops]
     assert arrays.nbytes.tolist() == [tensor.nbytes for tensor in graph.tensors]
     assert arrays.kept.tolist() == [tensor.kept for tensor in graph.tensors]
     producers, consumers = (row.tolist() for row in arrays.edges())
@@ -52,7 +52,7 @@ def test_arrays_are_the_columns_of_the_graph(graph):
     first = [arrays.op_group.tolist().index(group) for group in range(arrays.groups)]
     assert first == sorted(first)
     running = [
-        row.workspace_bytes
+        row.net_workspace_bytes
         + sum(graph.tensors[t].nbytes for t in graph.op_inputs[op] + graph.op_outputs[op])
         for op, row in enumerate(graph.ops)
     ]

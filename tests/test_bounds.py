@@ -276,7 +276,13 @@ def test_twice_as_long_and_as_large_doubles_the_paths(graph, cluster):
     at_2 = [[link and Link(2 * link.latency_ns, 10**9) for link in row] for row in cluster.links]
     doubled = OpGraph(
         tuple(
-            Op(o.name, 2 * o.time_ns, 2 * o.persistent_bytes, 2 * o.workspace_bytes, o.group)
+            replace(
+                o,
+                time_ns=2 * o.time_ns,
+                persistent_bytes=2 * o.persistent_bytes,
+                workspace_bytes=2 * o.workspace_bytes,
+                reused_bytes=2 * o.reused_bytes,
+            )
             for o in graph.ops
         ),
         tuple(Tensor(t.producer, t.consumers, 2 * t.nbytes, t.kept) for t in graph.tensors),

@@ -25,6 +25,7 @@ A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
         (lambda: Op("a", True), "time_ns of op 'a' is True, a bool"),
         (lambda: Op("a", 0, 2**63), "persistent_bytes of op 'a' is 9223372036854775808"),
         (lambda: Op("a", 0, 0, "9"), "workspace_bytes of op 'a' is '9', a str"),
+        (lambda: Op("a", 0, reused_bytes=-1), "reused_bytes of op 'a' is -1; it must be between"),
         (lambda: Op("a", 0, group=""), "group of op 'a' is ''"),
         (lambda: Tensor(-1, (), 0), "producer of a tensor is -1"),
         (lambda: Tensor(0, (1.0,), 0), "consumer of a tensor of op 0 is 1.0"),
@@ -33,6 +34,10 @@ A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
         (lambda: Tensor(0, (), -5), "nbytes of a tensor of op 0 is -5"),
         (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1; it must be a bool"),
         (lambda: OpGraph((A, A)), "two ops are named 'a'"),
+        (
+            lambda: OpGraph((A, Op("b", 1, 3, late_bytes=3, reused_bytes=9)), (Tensor(1, (), 5),)),
+            "reused_bytes of op 'b' is 9, but it makes 8 bytes of tensors and late bytes",
+        ),
         (lambda: OpGraph((A,), (Tensor(1, (), 0),)), "tensor 0 names op 1, but there are 1 ops"),
         (lambda: OpGraph((A,), (Tensor(0, (9,), 0),)), "tensor 0 names op 9"),
         (lambda: OpGraph((A, B), (Tensor(1, (0,), 0),)), r"op 'b' \(index 1\) to op 'a' .* cycle"),
@@ -81,6 +86,7 @@ def test_networkx_sees_the_same_graph():
         "workspace_bytes": 0,
         "group": "g",
         "late_bytes": 0,
+        "reused_bytes": 0,
     }
     assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
 
@@ -106,6 +112,7 @@ def test_the_digest_is_of_the_canonical_json(graph, name, group):
     rows = {
         "ops": [
             [op.name, op.time_ns, op.persistent_bytes, op.workspace_bytes, op.group]
+            + ([op.late_bytes, op.reused_bytes] if op.reused_bytes else [])
             for op in graph.ops
         ],
         "tensors": [[t.producer, t.consumers, t.nbytes, t.kept] for t in graph.tensors],
@@ -150,7 +157,7 @@ def late_graph() -> OpGraph:
         Op("f", 10, persistent_bytes=60, group="g"),
         Op("other", 10, persistent_bytes=5),
         Op("again", 10, persistent_bytes=40, group="g"),
-        Op("b", 10, workspace_bytes=2, group="g", late_bytes=70),
+        Op("b", 10, workspace_bytes=2, group="g", late_bytes=70, reused_bytes=9),
     )
     return OpGraph(ops, (Tensor(0, (3,), 8),))
 
@@ -161,6 +168,7 @@ def test_late_bytes_are_tensors_of_the_explicit_graph():
     assert explicit.tensors == (*graph.tensors, Tensor(3, (), 70, kept=True))
     assert [op.persistent_bytes for op in explicit.ops] == [0, 5, 30, 0]
     assert not any(op.late_bytes for op in explicit.ops)
+    assert (explicit.ops[3].reused_bytes, explicit.ops[3].net_workspace_bytes) == (9, -7)
     assert explicit.digest == graph.digest
     assert explicit.explicit is explicit
     assert [op.name for op in explicit.ops] == [op.name for op in graph.ops]
@@ -168,8 +176,10 @@ def test_late_bytes_are_tensors_of_the_explicit_graph():
 
 def test_late_bytes_are_in_the_digest():
     graph = late_graph()
-    less = OpGraph((*graph.ops[:3], Op("b", 10, 0, 2, "g", 69)), graph.tensors)
-    assert len({graph.digest, less.digest, OpGraph(graph.explicit.ops, graph.tensors).digest}) == 3
+    less = OpGraph((*graph.ops[:3], Op("b", 10, 0, 2, "g", 69, 9)), graph.tensors)
+    whole = OpGraph((*graph.ops[:3], Op("b", 10, 0, 2, "g", 70)), graph.tensors)
+    early = OpGraph((*graph.explicit.ops[:3], Op("b", 10, 0, 2, "g")), graph.tensors)
+    assert len({graph.digest, less.digest, whole.digest, early.digest}) == 4
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def held(program: Program, graph: OpGraph, persistent: list[int]) -> list[int]:
             ending |= {t for t in inside if not graph.tensors[t].kept}
             for place, op in enumerate(ops):
                 live[at] += sum(graph.tensors[t].nbytes for t in graph.op_outputs[op])
-                peak[at] = max(peak[at], live[at] + graph.ops[op].workspace_bytes)
+                peak[at] = max(peak[at], live[at] + graph.ops[op].net_workspace_bytes)
                 later = {t for other in ops[place + 1 :] for t in graph.op_inputs[other]}
                 for tensor in ending.intersection(graph.op_inputs[op]) - later:
                     live[at] -= graph.tensors[tensor].nbytes

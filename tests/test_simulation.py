@@ -39,7 +39,7 @@ def memory_at(graph, schedule, pool_of, pool, time):
         span = spans[op]
         if pool_of[span.device] == pool:
             total += row.persistent_bytes
-            total += row.workspace_bytes * (span.start_ns <= time < span.end_ns)
+            total += row.net_workspace_bytes * (span.start_ns <= time < span.end_ns)
     for t, tensor in enumerate(graph.tensors):
         made = spans[tensor.producer]
         sent = [row for row in schedule.transfers if row.tensor == t]
@@ -160,6 +160,18 @@ def test_no_ops():
     schedule = simulate(OpGraph(()), CLUSTER, Placement(OpGraph(()).digest, (), ()))
     assert (schedule.makespan_ns, schedule.lower_bound_ns, schedule.gap) == (0, 0, 0.0)
     assert schedule.peak_bytes == (0, 0)
+
+
+def test_what_is_used_again_is_charged_when_its_op_ends():
+    ops = (Op("f", 10), Op("b", 10, 30, late_bytes=30, reused_bytes=25), Op("last", 10))
+    graph = OpGraph(ops, (Tensor(0, (1,), 20), Tensor(1, (2,), 8)))
+    cluster = Cluster.uniform(1, 38, LINK)
+    schedule = simulate(graph, cluster, Placement(graph.digest, (0, 0, 0), (0, 1, 2)))
+    # 20 and, of 38 that come, 13 besides; then the 38 alone.
+    assert schedule.peak_bytes == (38,)
+    assert solve(graph, cluster, "m-etf").devices == (0, 0, 0)
+    with pytest.raises(InfeasibleError):
+        solve(graph, Cluster.uniform(1, 37, LINK), "m-etf")
 
 
 def test_late_bytes_are_charged_from_their_op_on():

@@ -133,7 +133,7 @@ class _Packing:
             for op, group in enumerate(problem.op_group):
                 tensors = graph.op_inputs[op] + graph.op_outputs[op]
                 running = sum(graph.tensors[t].nbytes for t in tensors)
-                running += graph.ops[op].workspace_bytes
+                running += graph.ops[op].net_workspace_bytes
                 for device in problem.pool_devices[pool]:
                     # An op of no time holds nothing while it runs.
                     if running and problem.durations[problem.device_class[device]][op]:
@@ -225,7 +225,7 @@ class _Model(_Packing):
                     start, duration, here, ""
                 )
                 self.running[device].append(interval)
-                workspace = problem.graph.ops[op].workspace_bytes
+                workspace = problem.graph.ops[op].net_workspace_bytes
                 self.held[problem.device_pool[device]].append((interval, workspace))
             self.end.append(self._time())
             self.model.add(self.end[op] == start + time)

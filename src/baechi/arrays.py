@@ -27,14 +27,14 @@ class GraphArrays:
         times: ns per op on a device of speed 1 without times of its kind.
         kind_times: ns per op of every kind in `OpGraph.times`.
         persistent: Bytes per op.
-        workspace: Bytes per op.
+        workspace: Net bytes per op: below 0 where it reuses more of its inputs than it takes.
         op_group: Per op; groups are counted by first op, and an op without one is alone in its own.
         producer: Op per tensor.
         nbytes: Per tensor.
         kept: Per tensor, 0 or 1.
         consumer_begin: Where the consumers of every tensor begin in `consumers`, and their number.
         consumers: Ops, ascending per tensor.
-        total_op_bytes: Persistent and workspace bytes of all ops, exact.
+        total_op_bytes: Persistent and workspace bytes of all ops, exact, as if none were reused.
         total_tensor_bytes: Bytes of all tensors, exact.
     """
 
@@ -103,7 +103,7 @@ def arrays_of(
 ) -> GraphArrays:
     """The columns of a graph's `Op` and `Tensor` values and times; O(ops + tensors)."""
     persistent = np.array([op.persistent_bytes for op in ops], np.int64)
-    workspace = np.array([op.workspace_bytes for op in ops], np.int64)
+    workspace = np.array([op.workspace_bytes - op.reused_bytes for op in ops], np.int64)
     nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
     sizes = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
     columns = GraphArrays(
@@ -117,7 +117,7 @@ def arrays_of(
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=_consumers(tensors, int(sizes.sum())),
-        total_op_bytes=exact_sum(persistent) + exact_sum(workspace),
+        total_op_bytes=exact_sum(persistent) + exact_sum(np.maximum(workspace, 0)),
         total_tensor_bytes=exact_sum(nbytes),
     )
     for name in GraphArrays.__dataclass_fields__:

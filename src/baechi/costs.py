@@ -21,11 +21,16 @@ class OpCost:
             outputs are tensors of the graph and not counted here.
         workspace_bytes: Scratch that is free again when its forward ends.
         backward_workspace_bytes: The same of its backward; `None`: as much as the forward's.
+        backward_reused_bytes: Of the gradients, as much takes the room of what autograd kept, which
+            goes bit by bit while the backward runs.
         forward_spread_ns: Half the middle half of what its forward was measured to take (the
             quartiles' distance, halved): how much to trust `forward_ns`. 0 where computed.
         backward_spread_ns: The same of its backward.
         remark: What a reader should know of these numbers, such as that they depend on values, or
             that the operator failed alone and was measured in place; empty for most.
+        inference_workspace_bytes: Scratch of a forward without gradients, for which torch may
+            choose another kernel. `None`: not known.
+        inference_ns: Time of that forward; `None`: as long as the one with gradients.
     """
 
     forward_ns: int
@@ -39,6 +44,8 @@ class OpCost:
     backward_spread_ns: int = 0
     remark: str = ""
     inference_workspace_bytes: int | None = None
+    inference_ns: int | None = None
+    backward_reused_bytes: int = 0
 
     def __post_init__(self) -> None:
         if self.backward_workspace_bytes is None:

@@ -8,7 +8,7 @@ Nothing here knows torch, so a scheduler can build, save and load graphs by itse
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
@@ -35,6 +35,8 @@ class Op:
         group: Ops of one group share a device; `None` is alone.
         late_bytes: Of the persistent bytes of its group, those that are there only from this op's
             start on: gradients of parameters, which come with the backward.
+        reused_bytes: Of what it makes, its tensors and late bytes, as much takes the room of inputs
+            that it lets go of while it runs.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Op:
     workspace_bytes: int = 0
     group: str | None = None
     late_bytes: int = 0
+    reused_bytes: int = 0
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -56,17 +59,26 @@ class Op:
             and 0 <= self.persistent_bytes <= INT64_MAX
             and 0 <= self.workspace_bytes <= INT64_MAX
             and 0 <= self.late_bytes <= INT64_MAX
+            and type(self.reused_bytes) is int
+            and 0 <= self.reused_bytes <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
         ):
             return
         check_name(self.name, "op name")
-        for attribute in ("time_ns", "persistent_bytes", "workspace_bytes", "late_bytes"):
+        for attribute in self.__slots__:
+            if not attribute.endswith(("_ns", "_bytes")):
+                continue
             value = getattr(self, attribute)
             if type(value) is not int or not 0 <= value <= INT64_MAX:
                 count = check_count(value, f"{attribute} of op {self.name!r}")
                 object.__setattr__(self, attribute, count)
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
+
+    @property
+    def net_workspace_bytes(self) -> int:
+        """What it holds while it runs besides inputs and outputs; negative where it reuses more."""
+        return self.workspace_bytes - self.reused_bytes
 
 
 @final
@@ -129,7 +141,8 @@ class OpGraph:
     Raises:
         InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
             is produced (a cycle, or no topological order), a group of which more bytes are late
-            than persistent, or a `times` row of another length.
+            than persistent, an op that reuses more than it makes, or a `times` row of another
+            length.
     """
 
     ops: tuple[Op, ...]
@@ -142,6 +155,7 @@ class OpGraph:
         self._check_names()
         self._check_tensors()
         self._check_late()
+        self._check_reused()
         times = {}
         if not isinstance(self.times, Mapping):
             raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
@@ -200,6 +214,21 @@ class OpGraph:
                     "of them."
                 )
 
+    def _check_reused(self) -> None:
+        made = {index: op.late_bytes for index, op in enumerate(self.ops) if op.reused_bytes}
+        if not made:
+            return
+        for tensor in self.tensors:
+            if tensor.producer in made:
+                made[tensor.producer] += tensor.nbytes
+        for index, nbytes in made.items():
+            op = self.ops[index]
+            if op.reused_bytes > nbytes:
+                raise InputError(
+                    f"reused_bytes of op {op.name!r} is {op.reused_bytes}, but it makes {nbytes} "
+                    "bytes of tensors and late bytes; reused bytes are a part of them."
+                )
+
     @cached_property
     def explicit(self) -> "OpGraph":
         """The same graph, with the same digest, in which late bytes are kept tensors of their op.
@@ -218,8 +247,9 @@ class OpGraph:
             group = index if op.group is None else op.group
             taken = min(late[group], op.persistent_bytes)
             late[group] -= taken
-            rest = (op.persistent_bytes - taken, op.workspace_bytes, op.group)
-            ops.append(Op(op.name, op.time_ns, *rest) if taken or op.late_bytes else op)
+            left = op.persistent_bytes - taken
+            rest = replace(op, persistent_bytes=left, late_bytes=0)
+            ops.append(rest if taken or op.late_bytes else op)
         tensors = [
             Tensor(index, (), op.late_bytes, kept=True)
             for index, op in enumerate(self.ops)
@@ -237,7 +267,8 @@ class OpGraph:
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
             f"{'null' if o.group is None else quote(o.group)}"
-            f"{f',{o.late_bytes}' if o.late_bytes else ''}]"
+            f"{f',{o.late_bytes}' if o.late_bytes or o.reused_bytes else ''}"
+            f"{f',{o.reused_bytes}' if o.reused_bytes else ''}]"
             for o in self.ops
         )
         tensors = ",".join(

@@ -1,4 +1,4 @@
-"""One operator by itself, made ready to be timed: its runs forward, and backward apart.
+"""One operator by itself, made ready to be timed: forward, the same for inference, and backward.
 
 In a training step of a large model some things are so that a tight loop would hide:
 
@@ -22,6 +22,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map_only
 
 from baechi.extraction import extract, located, opaque_leaves
 from baechi.lowering import TracedModule
@@ -81,6 +82,7 @@ class Alone:
         leaves = _leaves(module, nodes, device)
         part = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
         self._function = part.function
+        self._stays = [node.op == "get_attr" for node in part.inputs]
         self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
         wanted = self._read(part.inputs) + [(p, True) for p in parameters]
@@ -108,8 +110,20 @@ class Alone:
         pairs = zip(nodes, self._inputs, strict=True)
         return [(t, node.op == "get_attr") for node, value in pairs for t in tensors_in(value)]
 
+    def inference_runs(self, n: int) -> list[Run]:
+        """As many forwards without gradients; empty where the others have none either."""
+        if not self._differentiable:
+            return []
+        # Before the readings: to switch within them takes as long as a short operator.
+        torch.set_grad_enabled(False)
+        runs: list[Run] = [partial(self._function, *self._plain_inputs()) for _ in range(n)]
+        if self._evict is not None:
+            self._evict(self._activations)
+        return runs
+
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""
+        torch.set_grad_enabled(True)
         runs: list[Run] = [partial(self._function, *self._fresh_inputs()) for _ in range(n)]
         if self._evict is not None:
             self._evict(self._activations)
@@ -127,6 +141,7 @@ class Alone:
         """As many backwards; empty where there is nothing to differentiate."""
         if not self._differentiable:
             return []
+        torch.set_grad_enabled(True)
         runs: list[Run] = []
         arriving: list[torch.Tensor] = []
         for _ in range(n):
@@ -148,11 +163,20 @@ class Alone:
         """One forward."""
         return self._function(*self._fresh_inputs())
 
+    def inference(self) -> Any:
+        """One forward on activations that want no gradient, for a caller who wants none."""
+        return self._function(*self._plain_inputs())
+
     def _fresh_inputs(self) -> list[Any]:
         if not any(self._overwritten):
             return self._inputs
         pairs = zip(self._inputs, self._overwritten, strict=True)
         return [v.clone() if over else v for v, over in pairs]
+
+    def _plain_inputs(self) -> list[Any]:
+        """The inputs as they are where none is wanted; parameters still say that they need one."""
+        pairs = zip(self._fresh_inputs(), self._stays, strict=True)
+        return [v if stays else tree_map_only(torch.Tensor, _detached, v) for v, stays in pairs]
 
     @staticmethod
     def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -208,6 +232,10 @@ def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.
             tensor.detach().clone()
 
     return evict
+
+
+def _detached(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach()
 
 
 def _give_memory_back() -> None:

@@ -47,6 +47,8 @@ class Measured:
     forward_spread_ns: int = 0
     backward_spread_ns: int = 0
     remark: str = ""
+    inference_ns: int = 0
+    backward_reused_bytes: int = 0
 
 
 @final
@@ -109,7 +111,8 @@ _CREATE: Final = (
     "saved_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL, "
     "backward_workspace_bytes INTEGER NOT NULL, inference_workspace_bytes INTEGER NOT NULL, "
     "forward_spread_ns INTEGER NOT NULL, backward_spread_ns INTEGER NOT NULL, "
-    "remark TEXT NOT NULL) WITHOUT ROWID"
+    "remark TEXT NOT NULL, inference_ns INTEGER NOT NULL, "
+    "backward_reused_bytes INTEGER NOT NULL) WITHOUT ROWID"
 )
 
 

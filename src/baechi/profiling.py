@@ -2,9 +2,10 @@
 
 An operator runs on tensors made for it, so the whole model need never fit one device, and twelve
 equal layers are measured as one. Forward and backward are timed apart, each as it is in a step:
-the forward builds autograd's graph, and memory is as a whole step leaves it (`isolation`). Where a
-tensor has several readers, adding up their gradients is a part of its producer's backward, as it
-is in autograd. An operator that fails on made-up inputs is measured on the model's own.
+the forward builds autograd's graph, and memory is as a whole step leaves it (`isolation`). Where
+gradients are wanted torch may choose another kernel, so the forward without is measured, too.
+Where a tensor has several readers, adding up their gradients is a part of its producer's backward,
+as it is in autograd. An operator that fails on made-up inputs is measured on the model's own.
 
 What was measured is kept in a store (`profile_store`), so a second run measures nothing.
 
@@ -40,7 +41,7 @@ from baechi.workspace import sizes
 __all__ = ["device_kind", "profile", "torch_device"]
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
-METHOD: Final = 1
+METHOD: Final = 2
 # What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
 # (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
@@ -223,6 +224,8 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
                 workspace_bytes=cost.workspace_bytes,
                 backward_workspace_bytes=cost.backward_workspace_bytes,
                 inference_workspace_bytes=cost.inference_workspace_bytes,
+                inference_ns=cost.inference_ns,
+                backward_reused_bytes=cost.backward_reused_bytes,
                 forward_spread_ns=cost.forward_spread_ns,
                 backward_spread_ns=cost.backward_spread_ns if op.differentiable else 0,
                 remark="; ".join(filter(None, remarks)),
@@ -324,25 +327,28 @@ class _Bench:
         with torch.enable_grad(), no_collections():
             alone = Alone(self._module, nodes, make, self.place, self._setting)
             size = sizes(alone, self.place)
-            preparations = [alone.forward_runs]
-            if alone.backward_runs(1):
-                preparations.append(alone.backward_runs)
-                if alone.fresh:
-                    preparations.append(alone.fresh_backward_runs)
-            readings = self.timer.time(preparations, single=alone.single)
-            forward, backward = (*readings, Reading(0))[:2]
-            if len(readings) > 2:
-                more_ns = round(alone.fresh * (readings[2].ns - backward.ns))
-                backward = Reading(backward.ns + more_ns, readings[2].spread_ns)
+            ways = [alone.forward_runs, alone.inference_runs, alone.backward_runs]
+            ways += [alone.fresh_backward_runs] if alone.fresh else []
+            ways = [way for way in ways if way(1)]
+            readings = self.timer.time(ways, single=alone.single)
+            reading_of = dict(zip(ways, readings, strict=True))
+            forward = reading_of[alone.forward_runs]
+            backward = reading_of.get(alone.backward_runs, Reading(0))
+            fresh = reading_of.get(alone.fresh_backward_runs)
+            if fresh is not None:
+                more_ns = round(alone.fresh * (fresh.ns - backward.ns))
+                backward = Reading(backward.ns + more_ns, fresh.spread_ns)
         return Measured(
-            forward.ns,
-            max(backward.ns - self.engine_ns, 0),
-            size.saved,
-            size.forward,
-            size.backward,
-            size.inference,
-            forward.spread_ns,
-            backward.spread_ns,
+            forward_ns=forward.ns,
+            backward_ns=max(backward.ns - self.engine_ns, 0),
+            saved_bytes=size.saved,
+            workspace_bytes=size.forward,
+            backward_workspace_bytes=size.backward,
+            inference_workspace_bytes=size.inference,
+            forward_spread_ns=forward.spread_ns,
+            backward_spread_ns=backward.spread_ns,
+            inference_ns=reading_of.get(alone.inference_runs, forward).ns,
+            backward_reused_bytes=size.reused,
         )
 
     def addition(self, addition: Addition) -> Measured:

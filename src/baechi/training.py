@@ -13,6 +13,7 @@ only forward times were simulated; here the backward and its gradients have thei
 Complexity: O(ops + tensors).
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -74,7 +75,7 @@ def operator_graph(
     forward = [
         Op(
             name=op.name,
-            time_ns=cost.forward_ns,
+            time_ns=cost.forward_ns if training else _inference_ns(cost),
             persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
             workspace_bytes=_forward_workspace(cost, training, index in unit_of),
             group=groups.get(index, op.group),
@@ -127,6 +128,11 @@ def _inference_workspace(cost: OpCost) -> int:
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
 
 
+def _inference_ns(cost: OpCost) -> int:
+    """Time of a forward without gradients; as long as one with, where nobody knows."""
+    return cost.forward_ns if cost.inference_ns is None else cost.inference_ns
+
+
 def _late_gradient_bytes(op: TracedOp) -> int:
     """Bytes of gradients that come with the operator's own backward.
 
@@ -166,6 +172,7 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
             costs[0],
             workspace_bytes=max(cost.workspace_bytes for cost in costs),
             backward_workspace_bytes=max(cost.backward_workspace_bytes or 0 for cost in costs),
+            backward_reused_bytes=min(cost.backward_reused_bytes for cost in costs),
             inference_workspace_bytes=max(map(_inference_workspace, costs)),
             saved_bytes=max(cost.saved_bytes for cost in costs),
         )
@@ -177,9 +184,9 @@ def _times(
     traced: Traced, profile: Profile, training: bool, units: Sequence[Unit]
 ) -> tuple[int, ...]:
     """The time of every op of the graph by one profile."""
-    forward = [cost.forward_ns for cost in profile.costs]
     if not training:
-        return tuple(forward)
+        return tuple(map(_inference_ns, profile.costs))
+    forward = [cost.forward_ns for cost in profile.costs]
     order = backward_sequence(traced.tensors, backward_ops(traced.ops, traced.tensors), units)
     rows = (
         profile.costs[row].backward_ns if row >= 0 else sum(forward[op] for op in units[~row].ops)
@@ -274,6 +281,7 @@ def _mirror(
             workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
             group=grouped[op].group,
             late_bytes=late.get(op, 0),
+            reused_bytes=min(costs[op].backward_reused_bytes, sent[twin[op]] + late.get(op, 0)),
         )
 
     def forward_again(unit: Unit) -> Op:
@@ -284,7 +292,6 @@ def _mirror(
             group=forward[unit.ops[0]].group,
         )
 
-    later = [backward(row) if row >= 0 else forward_again(units[~row]) for row in sequence]
     edges = _values(ops, tensors, twin, again, loss)
     # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
     edges += [Tensor(again.get(op, op), (twin[op],), costs[op].saved_bytes) for op in order]
@@ -308,6 +315,10 @@ def _mirror(
             # A unit begins to run again when all gradients that enter it are there.
             first = () if mine is None or theirs == mine else (mine,)
             edges.append(Tensor(source, (*first, twin[tensor.producer]), nbytes))
+    sent = Counter[int]()
+    for edge in edges:
+        sent[edge.producer] += edge.nbytes
+    later = [backward(row) if row >= 0 else forward_again(units[~row]) for row in sequence]
     loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
     return [*grouped, loss_op, *later], edges
 

@@ -1,7 +1,8 @@
 """The memory of one operator besides what it gives out: scratch, and what autograd keeps of it.
 
-Scratch is what is live only inside a run. What autograd kept goes as the backward goes, so room
-that it leaves is not counted as the backward's scratch again.
+Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
+gradients take its room: that much less is live at the backward's fullest than what was kept and the
+gradients together.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,12 +26,14 @@ class Sizes:
         saved: What autograd keeps for the backward besides the graph's tensors.
         forward: Scratch of a forward with gradients.
         backward: Scratch of a backward.
+        reused: Of the gradients, what takes the room of what was kept.
         inference: Scratch of a forward without gradients.
     """
 
     saved: int
     forward: int
     backward: int
+    reused: int
     inference: int
 
 
@@ -42,15 +45,17 @@ def sizes(alone: Alone, place: torch.device) -> Sizes:
     gauge: _Gauge = _Allocator(place) if place.type == "cuda" else _Storages()
     saved = saved_inside_bytes(alone.forward, alone.known)
     with torch.no_grad():
-        _, inference, _ = gauge.measure(alone.forward)
+        _, inference, _ = gauge.measure(alone.inference)
     if place.type == "cuda":
         # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
         alone.differentiated(*alone.seeded(alone.forward()))
     outputs, forward, _ = gauge.measure(alone.forward)
     seeded = alone.seeded(outputs)
-    # The peak above what the forward left, less what the backward gives out.
+    # The peak above what the forward left; the gradients that are new count by themselves.
     gradients, _, above = gauge.measure(lambda: alone.differentiated(*seeded))
-    return Sizes(saved, forward, max(above - _storage_bytes(gradients), 0), inference)
+    backward = max(above - _storage_bytes(gradients), 0)
+    reused = max(_storage_bytes(gradients, but=seeded) - above, 0)
+    return Sizes(saved, forward, backward, min(reused, saved), inference)
 
 
 class _Gauge(Protocol):
@@ -94,8 +99,12 @@ class _Allocator:
         return result, max(peak - after, 0), peak - before
 
 
-def _storage_bytes(values: Iterable[Any]) -> int:
-    """The bytes of the tensors among the values, each storage once."""
+def _storage_bytes(values: Iterable[Any], but: Iterable[Any] = ()) -> int:
+    """The bytes of the tensors among the values, each storage once, but for those of others."""
+    storages = _storages(values)
+    return sum(storages[key].nbytes() for key in storages.keys() - _storages(but).keys())
+
+
+def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for storage in storages.values())
+    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}

@@ -80,7 +80,7 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
         ],
         np.int64,
     )
-    workspace = np.array([graph.ops[op].workspace_bytes for op in order], np.int64)
+    workspace = np.array([graph.ops[op].net_workspace_bytes for op in order], np.int64)
     change = np.zeros(n + 1, np.int64)
     np.add.at(change, born, nbytes)
     np.add.at(change, dies + 1, -nbytes)
