@@ -217,7 +217,8 @@ class Oracle:
 
     def peak(self, pool, *, final=True):
         rows = self.intervals(pool, final=final)
-        at = {begin for begin, end, _ in rows if begin < end}
+        # Room that is used again is taken when its op ends.
+        at = {begin if size > 0 else end for begin, end, size in rows if begin < end}
         levels = [sum(size for b, e, size in rows if b <= time < e) for time in at]
         return self.persistent(pool) + max(levels, default=0)
 

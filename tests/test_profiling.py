@@ -1,5 +1,6 @@
 """Measured costs: once per distinct operator, honest about time and about what is not there."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -372,3 +373,52 @@ def test_the_groups_of_a_grouped_product_share_its_rows() -> None:
             assert "rows each expert" in value_remark(nodes), op.name
             found += 1
     assert found > 0
+
+
+class Masked(nn.Module):
+    """Attention whose mask has a gradient."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.bias = nn.Embedding(tokens * tokens, 4)
+        self.register_buffer("places", torch.arange(tokens * tokens).view(tokens, tokens))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = self.bias(self.places).permute(2, 0, 1)[None]
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_forward_for_inference_is_measured_without_gradients() -> None:
+    tokens = 64
+    traced = baechi.trace(Masked(tokens), (torch.randn(1, 4, tokens, 8),))
+    profile = baechi.profile(traced, threads=1, cache=False)
+    (index,) = [i for i, op in enumerate(traced.ops) if "attention" in op.name]
+    cost = profile.costs[index]
+    scores = 4 * 4 * tokens * tokens
+    assert cost.saved_bytes >= scores > (cost.inference_workspace_bytes or 0)
+    assert cost.inference_ns
+    assert cost.inference_ns != cost.forward_ns
+    op = traced.graph(profile, training=False).ops[index]
+    assert (op.time_ns, op.workspace_bytes) == (cost.inference_ns, cost.inference_workspace_bytes)
+    both = traced.graph([profile, replace(profile, kind="other")], training=False)
+    assert both.times["other"][index] == cost.inference_ns
+
+
+def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:
+    """Layer by layer in a recurrent kernel: its scratch is the peak less what the clock counts."""
+
+    def reused(layers: int) -> int:
+        model = nn.LSTM(16, 16, num_layers=layers)
+        traced = baechi.trace(model, (torch.randn(8, 4, 16),))
+        profile = baechi.profile(traced, threads=1, cache=False)
+        (index,) = [i for i, op in enumerate(traced.ops) if op.name.endswith("lstm")]
+        cost = profile.costs[index]
+        graph = traced.graph(profile)
+        backward = graph.ops[graph.op_index[f"backward:{traced.ops[index].name}"]]
+        assert backward.reused_bytes == cost.backward_reused_bytes <= cost.saved_bytes
+        costs = tuple(replace(cost, backward_reused_bytes=0) for cost in profile.costs)
+        other = traced.graph([profile, replace(profile, kind="other", costs=costs)])
+        assert other.ops[graph.op_index[backward.name]].reused_bytes == 0
+        return backward.reused_bytes
+
+    assert reused(3) > reused(2) > 0

@@ -93,6 +93,7 @@ def test_invariants_of_every_schedule(data):
         if cluster.ports == "shared":
             assert not overlap(sends + receives)
     times = {s.start_ns for s in schedule.spans} | {t.start_ns for t in schedule.transfers} | {0}
+    times |= {s.end_ns for s in schedule.spans}  # room that was used again is taken then
     for device, peak in enumerate(schedule.peak_bytes):
         assert peak == max(
             memory_at(graph, schedule, pool_of, pool_of[device], time) for time in times
