@@ -88,7 +88,9 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
     for span in schedule.spans:
         op, memory = graph.ops[span.op], memory_of[span.device]
         yield Holding(memory, PERSISTENT, op.persistent_bytes, 0, end_ns)
-        yield Holding(memory, WORKSPACE, op.net_workspace_bytes, span.start_ns, span.end_ns)
+        yield Holding(memory, WORKSPACE, op.workspace_bytes, span.start_ns, span.end_ns)
+        # Inputs that are gone already.
+        yield Holding(memory, TENSORS, -op.reused_bytes, span.start_ns, span.end_ns)
     arrivals: dict[int, dict[int, int]] = defaultdict(dict)  # tensor -> memory -> start of copy
     departed: Counter[int] = Counter()  # tensor -> end of its last transfer out
     for transfer in schedule.transfers:
