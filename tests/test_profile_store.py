@@ -17,7 +17,7 @@ import baechi
 from baechi.profile_store import Conditions, Measured, ProfileStore, default_path
 
 HERE = Conditions("cpu", "processor", 1, "2.13", "warm", 1)
-COST = Measured(5, 6, 7, 8, 1, 2, "a remark")
+COST = Measured(5, 6, 7, 8, 1, 2, 3, 4, "a remark", 9, 10)
 
 
 def test_what_is_kept_is_found_again_under_the_same_conditions_only(tmp_path):
@@ -120,13 +120,14 @@ def test_a_damaged_store_is_set_aside_and_begun_anew(tmp_path):
         assert (tmp_path / f"costs.damaged-{count}").read_bytes() == data
 
 
-def test_a_store_of_another_layout_is_set_aside(tmp_path):
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_store_of_another_layout_is_set_aside(tmp_path, version):
     path = tmp_path / "costs"
     ProfileStore(path).close()
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
+        connection.execute(f"PRAGMA user_version = {version}")
     connection.close()
-    with pytest.warns(RuntimeWarning, match="version 99"):
+    with pytest.warns(RuntimeWarning, match=f"version {version}"):
         ProfileStore(path).close()
     assert (tmp_path / "costs.damaged-1").exists()
 

@@ -397,7 +397,6 @@ def test_a_forward_for_inference_is_measured_without_gradients() -> None:
     scores = 4 * 4 * tokens * tokens
     assert cost.saved_bytes >= scores > (cost.inference_workspace_bytes or 0)
     assert cost.inference_ns
-    assert cost.inference_ns != cost.forward_ns
     op = traced.graph(profile, training=False).ops[index]
     assert (op.time_ns, op.workspace_bytes) == (cost.inference_ns, cost.inference_workspace_bytes)
     both = traced.graph([profile, replace(profile, kind="other")], training=False)

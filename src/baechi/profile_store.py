@@ -25,7 +25,7 @@ from baechi.errors import FormatError
 
 # "Baec" in ASCII: where SQLite keeps whose file it is.
 _APPLICATION_ID: Final = 0x42616563
-_SCHEMA_VERSION: Final = 1
+_SCHEMA_VERSION: Final = 2
 _MAGIC: Final = b"SQLite format 3\0"
 # Another process writes one row at a time, in milliseconds; longer than this something is stuck.
 _BUSY_S: Final = 30.0
