@@ -11,7 +11,6 @@ from torch import fx
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
-from baechi.extraction import opaque_leaves
 from baechi.faithfulness import refuse_hooked
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
@@ -25,6 +24,7 @@ from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import graphs_of, make_executor
+from baechi.runtime.homes import homes_of
 from baechi.runtime.identity import Identity
 from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
@@ -43,6 +43,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        homes: The logical device of every parameter, buffer and constant.
         schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
@@ -81,7 +82,7 @@ class Executable:
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self._homes = self._state_homes()
+        self.homes = homes_of(self._module, placement.devices)
         self.settle()
         bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
@@ -132,34 +133,10 @@ class Executable:
     def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted
 
-    def _state_homes(self) -> list[tuple[torch.Tensor, torch.device]]:
-        """Every parameter and buffer with the device of the operators that own it."""
-        homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
-        for tape in self.program.tapes:
-            nodes = [node for op in tape.ops for node in self._module.nodes[op]]
-            for tensor in self._state_tensors(nodes):
-                homes.setdefault(id(tensor), (tensor, self.places[tape.device]))
-        return list(homes.values())
-
     def settle(self) -> None:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
-        for tensor, place in self._homes:
-            move(tensor, place)
-
-    def _state_tensors(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
-        inside = set(nodes)
-        tensors = []
-        for node in nodes:
-            for argument in [node, *node.all_input_nodes]:
-                # A buffer that travels lives where its own operator is.
-                if argument.op == "get_attr" and (
-                    argument in inside or argument not in self._module.travelling
-                ):
-                    value = self._attribute(argument)
-                    tensors += [value] if isinstance(value, torch.Tensor) else []
-        for leaf in opaque_leaves(self._module.graph_module, nodes).values():
-            tensors += [*leaf.parameters(), *leaf.buffers()]
-        return tensors
+        for tensor, device in self.homes.items():
+            move(tensor, self.places[device])
 
     def _attribute(self, node: fx.Node) -> Any:
         return attribute(self._module.graph_module, str(node.target))
