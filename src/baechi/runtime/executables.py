@@ -11,7 +11,8 @@ from torch import fx
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
-from baechi.faithfulness import refuse_hooked
+from baechi.errors import ExecutionError
+from baechi.extraction import opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
@@ -101,6 +102,8 @@ class Executable:
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
+        leaves = opaque_leaves(self._module.graph_module, nodes).values()
+        self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
         program = compile_program(self._graph, self._placement, **options)
@@ -188,7 +191,9 @@ class Executable:
         if self._modes is None or meter is not None:
             return self._run(self._way_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()
-        mode = mode_of(call, tuple(self._way.bound.parameters), differentiate)
+        parameters = tuple(self._way.bound.parameters)
+        hooked = any(parameter._backward_hooks for parameter in parameters)
+        mode = mode_of(call, parameters, differentiate), hooked
         if mode in self._modes:
             return self._run(self._way, call, None)
         executor = self._way.executor
@@ -207,11 +212,10 @@ class Executable:
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
         trained = [p for p in way.bound.parameters if p.requires_grad]
-        for parameter in trained:
-            if parameter._backward_hooks:
-                self._refuse_hooked(parameter)
+        hooked = self._hooked(trained)
+        step.apart = bool(hooked)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(way, step, call, trained)
+        plan = Plan(way, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         values, plan.outputs = plan.outputs, []
@@ -222,9 +226,17 @@ class Executable:
         del values
         return self._finish(call, plan.merge(outputs))
 
-    def _refuse_hooked(self, parameter: torch.nn.Parameter) -> None:
-        named = self._module.model.named_parameters()
-        refuse_hooked(next((n for n, p in named if p is parameter), "of a constant"), parameter)
+    def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
+        """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
+        hooked = frozenset(parameter for parameter in trained if parameter._backward_hooks)
+        for parameter in hooked & self._whole if hooked else ():
+            name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
+            raise ExecutionError(
+                f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
+                "twice: it is in a submodule that tracing leaves whole. Use "
+                "register_post_accumulate_grad_hook."
+            )
+        return hooked
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""

@@ -244,7 +244,8 @@ class TapeCode:
         """Cut parameters off from the caller's graph; the edges of their gradients.
 
         A parameter's own node belongs to the stream on which it was first used, and a gradient that
-        comes to it makes that stream wait. A graph that is kept must not keep that node either.
+        comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
+        kept must not keep it either.
         """
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
         places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
