@@ -136,6 +136,20 @@ def test_units_are_as_large_as_it_needs(model: nn.Module, percent: int, pattern:
     assert peak(names) <= limit
 
 
+def test_what_the_constraints_tear_apart_is_not_chosen() -> None:
+    model, profile = traced()
+    cluster = baechi.within_memory(cluster_of(2), peak_bytes(None) * 4 // 10)
+    freely = baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
+    torn = freely[0]
+    (up,) = (op.name for op in model.ops if op.name.startswith(f"{torn}.up/"))
+    (down,) = (op.name for op in model.ops if op.name.startswith(f"{torn}.down/"))
+    apart = baechi.Constraints(pins={up: "cpu:0", down: "cpu:1"})
+    options: Any = {"optimizer": "adamw", "constraints": apart}
+    names = baechi.choose_checkpoint(model, profile, cluster, **options)
+    assert names
+    assert torn not in names
+
+
 def test_what_cannot_fit_says_what_is_missing() -> None:
     model, profile = traced()
     cluster = cluster_of(1, 10_000)

@@ -5,7 +5,6 @@ import gc
 import threading
 import time
 import unittest.mock
-import warnings
 from functools import cache
 from typing import Any
 
@@ -106,35 +105,6 @@ def test_an_error_names_the_operator_among_many_and_the_models_own_line() -> Non
     with pytest.raises(baechi.ExecutionError, match=r"^table/embedding \(.*\.py:\d+ in forward"):
         placed(x, torch.tensor([0, 3]))
     assert placed(x, i).shape == (2, 4)
-
-
-@pytest.mark.parametrize("devices", [1, 3])
-def test_an_error_on_the_way_back_names_the_operator_or_how_to_see_which(devices: int) -> None:
-    class Roots(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.two(self.one(x).sqrt())
-
-    torch.manual_seed(0)  # some of the first layer's results are negative, and have no root
-    model, x = Roots(), -torch.ones(2, 4)
-    placed = placed_on(model, (x,), devices, "round-robin")
-    named = {
-        1: r"^one of 3 operators from one/linear to two/linear_1 \(torch.*anomaly.*shows which\)",
-        3: r"^two/linear_1 \(test_runtime\.py:\d+ in forward: return self\.two",
-    }
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("always")
-        with (
-            torch.autograd.set_detect_anomaly(True),
-            pytest.raises(baechi.ExecutionError, match=named[devices]),
-        ):
-            torch.autograd.grad(placed(x).sum(), list(placed.parameters()))
-    line = "linear_1 = torch.ops.aten.linear"  # of the generated code, named as the operator
-    assert any(line in str(row.message) for row in shown)
-    placed.unplace()
 
 
 def test_logical_devices_run_side_by_side_with_their_share_of_threads() -> None:

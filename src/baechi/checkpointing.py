@@ -110,8 +110,11 @@ def choose_checkpoint(
     def graph_of(names: Sequence[str]) -> OpGraph:
         return traced.graph(profile, optimizer=optimizer, checkpoint=names or None)
 
+    def problem_of(names: Sequence[str]) -> Problem:
+        return Problem(graph_of(names), cluster, constraints)
+
     def fits(names: Sequence[str]) -> bool:
-        return find(Problem(graph_of(names), cluster, constraints), placer=placer) is not None
+        return find(problem_of(names), placer=placer) is not None
 
     if fits(()):
         return ()
@@ -119,7 +122,7 @@ def choose_checkpoint(
     costs = (profile if isinstance(profile, Profile) else profile[0]).costs
     measured = Profile(traced.digest, "", costs)
     for share in _SHARES:
-        names = _joinable(_candidates(traced, measured, share), graph_of)
+        names = _joinable(_candidates(traced, measured, share), problem_of)
         if not names or names in every:
             continue
         every.append(names)
@@ -148,16 +151,19 @@ def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tu
 
 
 def _joinable(
-    names: Sequence[str], graph_of: Callable[[Sequence[str]], OpGraph]
+    names: Sequence[str], problem_of: Callable[[Sequence[str]], Problem]
 ) -> tuple[str, ...]:
-    """The names; where some wait for each other both ways, without the later ones of these."""
+    """The names; where some wait for each other both ways, without the later ones of these.
+
+    And without those that the constraints tear apart.
+    """
     try:
-        graph_of(names)
+        problem_of(names)
     except InputError:
         joined: list[str] = []
         for name in names:
             try:
-                graph_of([*joined, name])
+                problem_of([*joined, name])
             except InputError:
                 continue
             joined.append(name)

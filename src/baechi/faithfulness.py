@@ -53,28 +53,13 @@ def refuse_unfaithful(model: nn.Module) -> None:
                 raise TraceError(
                     f"{_title(model, name)} has a {_words(kind)[:-1]}, {_name(hook)}, which a "
                     f"placed model would not run. {_INSTEAD}; hooks on the placed module itself, "
-                    "and post-accumulate hooks of parameters, work."
+                    "and hooks on parameters, work."
                 )
     for name, parameter in model.named_parameters():
-        refuse_hooked(name, parameter)
         if nn.parameter.is_lazy(parameter):
             raise TraceError(
                 f"parameter {name!r} has no shape yet; run the model once, then trace it."
             )
-
-
-def refuse_hooked(name: str, parameter: torch.Tensor) -> None:
-    """Refuse a parameter whose gradient a hook changes: each part of a sum would be changed.
-
-    Raises:
-        TraceError: There is such a hook.
-    """
-    if parameter._backward_hooks:
-        raise TraceError(
-            f"parameter {name!r} has a hook on its gradient (register_hook), which would run once "
-            "for every part of the model that reads it. Use register_post_accumulate_grad_hook, "
-            "which runs as on the unsplit model."
-        )
 
 
 @contextmanager

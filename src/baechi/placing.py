@@ -1,6 +1,6 @@
 """The one call: trace, profile, solve and apply, when the shapes are known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -18,15 +18,19 @@ from baechi.checkpointing import (
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster
-from baechi.errors import InputError
+from baechi.errors import InfeasibleError, InputError
 from baechi.estimation import estimate
+from baechi.graph import OpGraph
 from baechi.optimizers import check_optimizer
+from baechi.placement import Placement
 from baechi.placers.auto import check_effort
 from baechi.placers.named import placer_of
 from baechi.probing import probe
+from baechi.problem import Problem
 from baechi.profiling import profile
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.compiled import compile_options
+from baechi.runtime.homes import Homes, first_homes, staying
 from baechi.runtime.module import PlacedModule, apply
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
@@ -62,7 +66,8 @@ def place(
     """The model, split over devices; call it and train it as before.
 
     Without example arguments it specializes on the first call, and again on each call of a new
-    shape, dtype, constant or mode, up to `max_shapes` times, with a word on each.
+    shape, dtype, constant or mode, up to `max_shapes` times, with a word on each. Parameters and
+    buffers stay where the first one put them: the largest shape had best come first.
 
     Args:
         model: Any module; it is not copied, and its parameters stay the same objects.
@@ -162,12 +167,15 @@ class _Maker:
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
 
-    def __call__(self, model: nn.Module, call: Call) -> Specialization:
+    def __call__(
+        self, model: nn.Module, call: Call, earlier: Sequence[Specialization]
+    ) -> Specialization:
+        homes = first_homes(special.executable.homes for special in earlier)
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad():
-            return self._made(model, call)
+            return self._made(model, call, homes)
 
-    def _made(self, model: nn.Module, call: Call) -> Specialization:
+    def _made(self, model: nn.Module, call: Call, homes: Homes) -> Specialization:
         say = _say if self.progress else _hush
         call = _beside(model, call)
         shapes = ", ".join(
@@ -176,21 +184,7 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
-        profiles = self._profiles(traced)
-        graph = traced.graph(
-            profiles,
-            training=self.training,
-            optimizer=self.optimizer,
-            checkpoint=self._checkpointed(traced, profiles),
-        )
-        say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
-        placement = solve(
-            graph,
-            self.cluster,
-            self.placer,
-            effort=self.effort,
-            constraints=self.constraints,
-        )
+        graph, placement = self._solved(traced, homes, say)
         unsplit = Unsplit(model) if self.verify else None
         placed = apply(
             traced,
@@ -206,23 +200,56 @@ class _Maker:
             verify(unsplit, special.executable, traced.module, call)
         return special
 
-    def _checkpointed(self, traced: Traced, profiles: list[Profile]) -> Any:
-        """The submodules that run forward again, as `Traced.graph` takes them."""
-        if self.checkpoint is None:
-            return None
-        if memory_target(self.checkpoint) is None:
-            return self.checkpoint
-        chosen = choose_checkpoint(
+    def _solved(
+        self, traced: Traced, homes: Homes, say: Callable[[str], None]
+    ) -> tuple[OpGraph, Placement]:
+        """The graph and its placement, with parameters and buffers where earlier calls put them.
+
+        Where that does not fit, those for which no optimizer has state may move.
+        """
+        profiles = self._profiles(traced)
+        limited = memory_target(self.checkpoint) is not None
+
+        def graph_of(checkpoint: Any) -> OpGraph:
+            return traced.graph(
+                profiles, training=self.training, optimizer=self.optimizer, checkpoint=checkpoint
+            )
+
+        graph = graph_of(None if limited else self.checkpoint)
+        Problem(graph, self.cluster, self.constraints)  # tells what is wrong with these alone
+        trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
+        tiers = [homes] if len(trained) == len(homes) else [homes, trained]
+        for stay in tiers:
+            constraints = staying(traced, self.cluster, stay, self.constraints)
+            try:
+                if limited:
+                    names = self._chosen(traced, profiles, constraints)
+                    graph = graph_of(names or None)
+                    if names:
+                        say(f"recomputing {', '.join(names)}")
+                say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
+                placement = solve(
+                    graph, self.cluster, self.placer, effort=self.effort, constraints=constraints
+                )
+                return graph, placement
+            except (InfeasibleError, InputError) as error:
+                if not stay:
+                    raise
+                failure = error
+        raise _tied_down(failure, traced.name)
+
+    def _chosen(
+        self, traced: Traced, profiles: list[Profile], constraints: Constraints | None
+    ) -> tuple[str, ...]:
+        """The submodules that run forward again for the limit of memory."""
+        return choose_checkpoint(
             traced,
             profiles,
             self.cluster,
             optimizer=self.optimizer,
             placer=self.placer,
-            constraints=self.constraints,
+            constraints=constraints,
         )
-        if chosen:
-            (_say if self.progress else _hush)(f"recomputing {', '.join(chosen)}")
-        return chosen or None
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs, or a profile for each kind of device of the cluster, the first one's first."""
@@ -246,6 +273,18 @@ class _Maker:
             return self.threads
         cpus = sum(torch_device(d.name).type == "cpu" for d in self.cluster.devices)
         return max(torch.get_num_threads() // cpus, 1) if cpus else None
+
+
+def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleError | InputError:
+    """The failure of a call whose parameters have to stay where an earlier one put them."""
+    text = (
+        f"{failure} In this call the parameters of the placed {name} have to stay where its first "
+        "call put them, since the optimizer's state is there. Let the largest call be the first, "
+        "or give it as example_args; or call unplace(), and place the model anew."
+    )
+    if isinstance(failure, InfeasibleError):
+        return InfeasibleError(text, *failure.args[1:])
+    return InputError(text)
 
 
 def _beside(model: nn.Module, call: Call) -> Call:

@@ -119,6 +119,7 @@ class CompiledTape:
 
     Attributes:
         reason: Why it runs as generated instead; None if it does not.
+        generated: The function as generated.
 
     Args:
         generated: The function as generated, of a list that it empties.
@@ -140,7 +141,7 @@ class CompiledTape:
 
         self.reason: str | None = None
         self.label = label
-        self._generated = generated
+        self.generated = generated
         self._nodes = {node.name: node for node in nodes}
         self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
         self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
@@ -157,7 +158,7 @@ class CompiledTape:
                 self._refuse(_first_line(error) + self._place(error))
             else:
                 return results
-        return self._generated(arguments)
+        return self.generated(arguments)
 
     def _place(self, error: Exception) -> str:
         """At which operator torch gave up, where its message has the generated line."""

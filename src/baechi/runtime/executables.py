@@ -11,8 +11,8 @@ from torch import fx
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
+from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
-from baechi.faithfulness import refuse_hooked
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
@@ -25,6 +25,7 @@ from baechi.runtime.checking import check_program
 from baechi.runtime.compiled import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import graphs_of, make_executor
+from baechi.runtime.homes import homes_of
 from baechi.runtime.identity import Identity
 from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
@@ -43,6 +44,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        homes: The logical device of every parameter, buffer and constant.
         schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
@@ -81,7 +83,7 @@ class Executable:
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self._homes = self._state_homes()
+        self.homes = homes_of(self._module, placement.devices)
         self.settle()
         bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
@@ -100,6 +102,8 @@ class Executable:
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
+        leaves = opaque_leaves(self._module.graph_module, nodes).values()
+        self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
         program = compile_program(self._graph, self._placement, **options)
@@ -132,34 +136,10 @@ class Executable:
     def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted
 
-    def _state_homes(self) -> list[tuple[torch.Tensor, torch.device]]:
-        """Every parameter and buffer with the device of the operators that own it."""
-        homes: dict[int, tuple[torch.Tensor, torch.device]] = {}
-        for tape in self.program.tapes:
-            nodes = [node for op in tape.ops for node in self._module.nodes[op]]
-            for tensor in self._state_tensors(nodes):
-                homes.setdefault(id(tensor), (tensor, self.places[tape.device]))
-        return list(homes.values())
-
     def settle(self) -> None:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
-        for tensor, place in self._homes:
-            move(tensor, place)
-
-    def _state_tensors(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
-        inside = set(nodes)
-        tensors = []
-        for node in nodes:
-            for argument in [node, *node.all_input_nodes]:
-                # A buffer that travels lives where its own operator is.
-                if argument.op == "get_attr" and (
-                    argument in inside or argument not in self._module.travelling
-                ):
-                    value = self._attribute(argument)
-                    tensors += [value] if isinstance(value, torch.Tensor) else []
-        for leaf in opaque_leaves(self._module.graph_module, nodes).values():
-            tensors += [*leaf.parameters(), *leaf.buffers()]
-        return tensors
+        for tensor, device in self.homes.items():
+            move(tensor, self.places[device])
 
     def _attribute(self, node: fx.Node) -> Any:
         return attribute(self._module.graph_module, str(node.target))
@@ -211,7 +191,9 @@ class Executable:
         if self._modes is None or meter is not None:
             return self._run(self._way_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()
-        mode = mode_of(call, tuple(self._way.bound.parameters), differentiate)
+        parameters = tuple(self._way.bound.parameters)
+        hooked = any(parameter._backward_hooks for parameter in parameters)
+        mode = mode_of(call, parameters, differentiate), hooked
         if mode in self._modes:
             return self._run(self._way, call, None)
         executor = self._way.executor
@@ -230,11 +212,10 @@ class Executable:
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
         trained = [p for p in way.bound.parameters if p.requires_grad]
-        for parameter in trained:
-            if parameter._backward_hooks:
-                self._refuse_hooked(parameter)
+        hooked = self._hooked(trained)
+        step.apart = bool(hooked)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(way, step, call, trained)
+        plan = Plan(way, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         values, plan.outputs = plan.outputs, []
@@ -245,9 +226,17 @@ class Executable:
         del values
         return self._finish(call, plan.merge(outputs))
 
-    def _refuse_hooked(self, parameter: torch.nn.Parameter) -> None:
-        named = self._module.model.named_parameters()
-        refuse_hooked(next((n for n, p in named if p is parameter), "of a constant"), parameter)
+    def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
+        """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
+        hooked = frozenset(parameter for parameter in trained if parameter._backward_hooks)
+        for parameter in hooked & self._whole if hooked else ():
+            name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
+            raise ExecutionError(
+                f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
+                "twice: it is in a submodule that tracing leaves whole. Use "
+                "register_post_accumulate_grad_hook."
+            )
+        return hooked
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
         """The caller's structure; what was an input or a parameter is that very object."""

@@ -1,19 +1,63 @@
-"""Which operator failed: errors of generated and of compiled code, told at the model's own line."""
+"""Which operator failed: errors of generated and of compiled code, told at the model's own line.
+
+Forward, the error's traceback shows the line of the generated code. Backward has no Python of the
+model's; but while torch detects anomalies, each autograd node knows the line that made it.
+"""
 
 import linecache
+import re
 import traceback
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 from torch import fx
+from torch.autograd.graph import GradientEdge, Node
 
 from baechi.errors import ExecutionError
 from baechi.naming import op_name, source_line
 from baechi.runtime.compiled import CompiledTape
 
+# A line of a traceback that torch has kept as text: in generated code, and what is there.
+_GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')
+
+
+@contextmanager
+def watched(ends: Iterable[GradientEdge]) -> Iterator[list[Node]]:
+    """A list that has the autograd node which is running, while a backward runs inside the block.
+
+    It takes as long as a small kernel for each node.
+
+    Args:
+        ends: Where the backward begins.
+    """
+    running: list[Node] = []
+    handles = []
+    waiting = [edge.node for edge in ends]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+
+        def note(_: Any, node: Node = node) -> None:
+            running[:] = [node]
+
+        handles.append(node.register_prehook(note))
+        following = {n for n, _ in node.next_functions if n is not None and n.next_functions}
+        waiting += following - seen
+        seen |= following
+    try:
+        yield running
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 def located(
-    error: Exception, nodes: Sequence[fx.Node], function: Callable[..., Any], device: int
+    error: Exception,
+    nodes: Sequence[fx.Node],
+    function: Callable[..., Any],
+    device: int,
+    backward: Sequence[Node] = (),
 ) -> ExecutionError:
     """The error with the operator that was running and the model's own line.
 
@@ -22,13 +66,16 @@ def located(
         nodes: What the function runs.
         function: The code of a tape.
         device: The logical device that ran it.
+        backward: The autograd node that was running, if that is known.
     """
     nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     node = nodes[0] if len(nodes) == 1 else _running(error, nodes, function)
+    if node is None and backward:
+        node = _made_by(backward[0], nodes, function)
     if node is None:
         where = (
             f"one of {len(nodes)} operators from {op_name(nodes[0])} to {op_name(nodes[-1])} "
-            "(torch.autograd.set_detect_anomaly(True) shows which)"
+            "(run it under torch.autograd.set_detect_anomaly(True) to see which)"
         )
     else:
         source = source_line(node)
@@ -50,6 +97,20 @@ def _running(
             line = linecache.getline(frame.f_code.co_filename, number)
             return by_name.get(line.split("=")[0].split(":")[0].strip())
     return None
+
+
+def _made_by(
+    backward: Node, nodes: Sequence[fx.Node], function: Callable[..., Any]
+) -> fx.Node | None:
+    """The node whose generated line made an autograd node, if torch has kept the traceback."""
+    if isinstance(function, CompiledTape):
+        function = function.generated
+    own = function.__code__.co_filename
+    by_name = {node.name: node for node in nodes}
+    metadata: Any = backward.metadata
+    lines = map(_GENERATED.search, metadata.get("traceback_", ()))
+    names = (line[2] for line in lines if line is not None and line[1] == own)
+    return next((by_name[name] for name in names if name in by_name), None)
 
 
 def _calling(error: Exception, nodes: Sequence[fx.Node]) -> fx.Node | None:

@@ -30,7 +30,8 @@ from baechi.traced import Traced
 from baechi.training import recomputed
 from baechi.values import check_is, check_positive, check_row
 
-Specialize = Callable[[nn.Module, Call], Specialization]
+# The model, the call, and what other calls got so far, the first one first.
+Specialize = Callable[[nn.Module, Call, Sequence[Specialization]], Specialization]
 
 
 def apply(
@@ -208,7 +209,7 @@ class PlacedModule(nn.Module):
             for tensor, device in self._homes:  # a model is traced where it came from, in one place
                 move(tensor, device)
         try:
-            return self._specialize(model, call)
+            return self._specialize(model, call, tuple(self._specializations.values()))
         except BaseException:
             if self._latest is not None:
                 self._latest.executable.settle()

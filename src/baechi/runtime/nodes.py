@@ -33,11 +33,19 @@ class Way:
 class Plan:
     """One differentiable call, between its forward and its backward."""
 
-    def __init__(self, way: Way, step: Step, call: Call, trained: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self,
+        way: Way,
+        step: Step,
+        call: Call,
+        trained: list[torch.nn.Parameter],
+        hooked: frozenset[torch.nn.Parameter],
+    ) -> None:
         self.way = way
         self.step = step
         self.call = call
         self.trained = trained
+        self.hooked = hooked  # those whose gradients had hooks when the forward ran
         self.spent = False
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
@@ -84,13 +92,21 @@ class Plan:
         """Gradients of the inputs and the parameters, given those of the outputs.
 
         Raises:
-            ExecutionError: The graph was freed by an earlier backward.
+            ExecutionError: The graph was freed by an earlier backward, or a parameter has a hook
+                that cannot be run once.
         """
         if self.spent:
             raise ExecutionError(
                 "this step's graph was freed by its first backward; to go backward twice, give "
                 "retain_graph=True the first time."
             )
+        for parameter in self.trained:
+            if parameter._backward_hooks and parameter not in self.hooked:
+                raise ExecutionError(
+                    f"a hook was registered on the gradient of a parameter (of shape "
+                    f"{list(parameter.shape)}) between forward and backward; register it before "
+                    "the forward."
+                )
         self.spent = not keep
         step, bound = self.step, self.way.bound
         step.keep = keep
@@ -107,6 +123,12 @@ class Plan:
             else:
                 with step.meter.charged_to(device):
                     result.append(self._taken(slots))
+            if result[-1] is None and parameter._backward_hooks:
+                raise ExecutionError(
+                    f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
+                    "gets none in this backward: the loss does not depend on it. torch would run "
+                    "the hook with None; use register_post_accumulate_grad_hook, or remove it."
+                )
         step.grads = [None] * len(step.grads)
         return result
 

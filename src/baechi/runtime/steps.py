@@ -34,7 +34,7 @@ class Step:
         crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
         apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
-            for the stream on which a parameter was first used.
+            for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         own: What an executor remembers of the step between its phases.
     """

@@ -185,7 +185,7 @@ class CudaExecutor:
         inside = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
         replayed = self._graphs is not None and not inside and self._graphs.begin(step)
         step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
-        step.apart = bool(self._gpus)
+        step.apart = step.apart or bool(self._gpus)
         way: _Way = step.own
         return way
 

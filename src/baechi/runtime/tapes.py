@@ -10,7 +10,7 @@ Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
 from baechi.runtime.edges import Leave, cut_off, detached, tensor_slots
-from baechi.runtime.failures import located
+from baechi.runtime.failures import located, watched
 from baechi.runtime.steps import Edges, Record, Step
 
 
@@ -244,7 +244,8 @@ class TapeCode:
         """Cut parameters off from the caller's graph; the edges of their gradients.
 
         A parameter's own node belongs to the stream on which it was first used, and a gradient that
-        comes to it makes that stream wait. A graph that is kept must not keep that node either.
+        comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
+        kept must not keep it either.
         """
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
         places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
@@ -347,11 +348,14 @@ class TapeCode:
         del record
         if not outputs or not inputs:
             return
+        kept = step.keep and isinstance(self.function, CompiledTape)
+        watch: AbstractContextManager[Any] = nullcontext(())
+        if torch.is_anomaly_enabled():
+            watch = watched(outputs)
         try:
             # torch.autograd.grad, without its checks of what is right by construction: they take
             # as long as the engine itself.
-            kept = step.keep and isinstance(self.function, CompiledTape)
-            with keeping() if kept else nullcontext():
+            with keeping() if kept else nullcontext(), watch as running:
                 found = _engine_run_backward(
                     outputs,
                     seeds,
@@ -362,7 +366,7 @@ class TapeCode:
                     accumulate_grad=False,
                 )
         except Exception as error:
-            raise located(error, self.nodes, self.function, self.device) from error
+            raise located(error, self.nodes, self.function, self.device, running) from error
         grads = step.grads
         for slot, gradient in zip(targets, found, strict=True):
             grads[slot] = gradient
