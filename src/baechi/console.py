@@ -14,10 +14,11 @@ from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.named_models import load_model
+from baechi.optimizers import OPTIMIZERS
 from baechi.serialization import dump, load
 from baechi.traced import Traced
 from baechi.training import units_of
-from baechi.units import format_bytes
+from baechi.units import format_bytes, format_ns
 
 
 class Group(TyperGroup):
@@ -43,6 +44,7 @@ MODEL_HELP = (
     "`(model, args, kwargs)`."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+MaybeModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
@@ -57,6 +59,23 @@ def writable(path: Path | None) -> Path | None:
 
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
+]
+GraphOption = Annotated[
+    Path | None,
+    typer.Option("--graph", help="Write the operator graph here.", callback=writable),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write the traced model here.", callback=writable)
+]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
+        "fp32 copy of the parameters, too, or `+amsgrad`."
+    ),
 ]
 PlacerOption = Annotated[
     str,
@@ -131,6 +150,16 @@ def describe(traced: Traced, out: Path | None) -> None:
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
     say(f"  parameters and buffers: {format_bytes(nbytes)}")
     write(traced, out)
+
+
+def say_costs(heading: str, profile: Profile) -> None:
+    """What all operators cost together, and where that is from."""
+    forward_ns = sum(cost.forward_ns for cost in profile.costs)
+    backward_ns = sum(cost.backward_ns for cost in profile.costs)
+    say(
+        f"{heading} ({profile.environment}): forward {format_ns(forward_ns)}, "
+        f"backward {format_ns(backward_ns)}, one op after the other"
+    )
 
 
 def check_checkpoint(traced: Traced, inference: bool, checkpoint: list[str] | None) -> None:
