@@ -14,7 +14,7 @@ from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.named_models import load_model
-from baechi.optimizers import OPTIMIZERS
+from baechi.optimizers import OPTIMIZERS, check_optimizer
 from baechi.serialization import dump, load
 from baechi.traced import Traced
 from baechi.training import units_of
@@ -54,7 +54,15 @@ def writable(path: Path | None) -> Path | None:
     """The path, if a file can be made there: not after minutes of work is the time to say no."""
     if path is not None and not path.resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
+    if path is not None and path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file in it.")
     return path
+
+
+def known_optimizer(name: str) -> str:
+    """The name, if it is an optimizer's: said before operators are measured, and not after."""
+    check_optimizer(name)
+    return name
 
 
 OutOption = Annotated[
@@ -74,7 +82,8 @@ OptimizerOption = Annotated[
     str,
     typer.Option(
         help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
-        "fp32 copy of the parameters, too, or `+amsgrad`."
+        "fp32 copy of the parameters, too, or `+amsgrad`.",
+        callback=known_optimizer,
     ),
 ]
 PlacerOption = Annotated[
@@ -94,6 +103,9 @@ ConstraintsOption = Annotated[
         "go on top of it."
     ),
 ]
+# Their maxima leave out what is endless and what an integer of ns or bytes cannot hold.
+LatencyOption = Annotated[float, typer.Option(min=0, max=1e9, help="Their links' latency.")]
+RateOption = Annotated[float, typer.Option(min=1e-9, max=1e9, help="Their links' rate.")]
 MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
 CheckpointOption = Annotated[
     list[str] | None,

@@ -57,7 +57,7 @@ def estimate(
     optimizer: OptimizerOption = "adamw",
     checkpoint: CheckpointOption = None,
 ) -> None:
-    """Compute what every operator of a model costs, on a device that need not be here.
+    r"""Compute what every operator of a model costs, on a device that need not be here.
 
     From shapes alone: FLOPs and bytes against the peaks of a device kind. A model on the meta
     device needs no memory for its weights. The files are those that `profile` writes.
@@ -65,7 +65,8 @@ def estimate(
     For example:
 
         baechi estimate --list
-        baechi estimate model.py:llama70b --kind H100-SXM-80GB --inference --graph llama.graph.json
+        baechi estimate model.py:llama70b --kind H100-SXM-80GB --inference \
+          --graph llama.graph.json
         baechi solve llama.graph.json 8xH100-SXM-80GB -o llama.placement.json
     """
     if list_kinds:

@@ -56,7 +56,7 @@ def profile(
         bool, typer.Option("--clear", help="Forget what has been measured before, and leave.")
     ] = False,
 ) -> None:
-    """Measure what every operator of a model costs, alone, on one device.
+    r"""Measure what every operator of a model costs, alone, on one device.
 
     With `--graph` also writes the operator graph of one step, which is all that `solve` needs.
     The model need not fit the device: operators are measured one by one. What was measured is
@@ -64,8 +64,8 @@ def profile(
 
     For example:
 
-        baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json \
-          --graph gpt2.graph.json
+        baechi profile model.py:gpt2 --threads 1 \
+          -o gpt2.profile.json --graph gpt2.graph.json
         baechi profile --list
     """
     if list_stored or clear:
