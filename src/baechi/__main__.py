@@ -37,6 +37,7 @@ from baechi.console import (
 from baechi.devices import Cluster, Link
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.link_fits import FREE_BYTES_PER_S
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
 from baechi.serving import serve
@@ -278,8 +279,9 @@ def probe(
         for dst, link in enumerate(row):
             if link is not None and src != dst:
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
-                rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
-                say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+                by_reference = link.bytes_per_s >= FREE_BYTES_PER_S
+                rate = "no copy" if by_reference else f"{link.bytes_per_s / 1e9:.2f} GB/s"
+                say(f"{names}: {rate}, after {format_ns(link.latency_ns)}")
     for remark in found.remarks:
         say(remark)
     write(cluster, out)
