@@ -17,6 +17,7 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 from benchmarks.environment import environment
+from benchmarks.models import hugging_face
 from benchmarks.prediction.models import build
 from rich.console import Console
 from rich.table import Table
@@ -51,13 +52,9 @@ def main(
 
 def gpt2(batch: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
     """A GPT-2 of 8 layers, 256 wide, whose activations are most of what a step holds."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
     sizes = {"n_layer": 8, "n_embd": 256, "n_head": 8, "vocab_size": 1024, "n_positions": 128}
-    off = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, "use_cache": False}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=2))
-    model.loss_type = "ForCausalLM"
+    model = hugging_face.gpt2(dropout=False, **sizes, bos_token_id=1, eos_token_id=2)
     tokens = torch.randint(3, 1024, (batch, 128))
     return model.train(), (), {"input_ids": tokens, "labels": tokens}
 

@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from benchmarks.models import inception_v3, lstm_lm, resnet
+from benchmarks.models import hugging_face, inception_v3, lstm_lm, resnet
 from torch import nn
 
 import baechi
@@ -26,30 +26,24 @@ Pair = tuple[Traced, baechi.Profile]
 
 def gpt2() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Two layers of a GPT-2, in evaluation mode, so that attention is fused."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     ids = {"vocab_size": 5000, "bos_token_id": 1, "eos_token_id": 2}
-    config = GPT2Config(n_embd=512, n_layer=2, n_head=8, use_cache=False, **ids)
     tokens = torch.randint(0, 5000, (2, 128))
-    return GPT2LMHeadModel(config).eval(), (), {"input_ids": tokens, "labels": tokens}
+    model = hugging_face.gpt2(n_embd=512, n_layer=2, n_head=8, **ids)
+    return model.eval(), (), {"input_ids": tokens, "labels": tokens}
 
 
 def llama() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Two layers of a Llama with fewer key heads than query heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     size = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=4000, use_cache=False, **size, **heads)
-    return LlamaForCausalLM(config).eval(), (torch.randint(0, 4000, (2, 128)),), {}
+    model = hugging_face.llama(vocab_size=4000, **size, **heads)
+    return model.eval(), (torch.randint(0, 4000, (2, 128)),), {}
 
 
 def vit() -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Two layers of a vision transformer."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(num_hidden_layers=2, hidden_size=384, num_attention_heads=6)
-    return ViTForImageClassification(config).eval(), (torch.randn(2, 3, 224, 224),), {}
+    model = hugging_face.vit(num_hidden_layers=2, hidden_size=384, num_attention_heads=6)
+    return model.eval(), (torch.randn(2, 3, 224, 224),), {}
 
 
 # The table's rows for a CPU core were rounded from the first four; the others it has not seen.

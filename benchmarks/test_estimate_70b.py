@@ -8,13 +8,10 @@ not asserted: they are this machine's. The peak of memory is asserted. Run with 
 `-m "slow or not slow"` for all 80 layers.
 """
 
-import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
+from benchmarks.children import figures_of
 
 GIB = 2**30
 SLOW = pytest.mark.slow
@@ -22,11 +19,12 @@ SLOW = pytest.mark.slow
 # Linux keeps the peak of `getrusage` across exec, so that a child starts with its parent's; /proc
 # tells its own.
 _CHILD = """
-import json, pathlib, resource, sys, time
+import json, sys, time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import baechi
 from baechi import device_kinds
+from benchmarks.children import peak_bytes
 
 layers = int(sys.argv[1])
 seconds, start = {}, time.perf_counter()
@@ -35,13 +33,6 @@ def lap(name):
     global start
     seconds[name] = time.perf_counter() - start
     start = time.perf_counter()
-
-def peak_bytes():
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        rows = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(rows["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 config = LlamaConfig(
     vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers,
@@ -77,19 +68,10 @@ print(json.dumps({
 """
 
 
-def run(layers: int) -> dict[str, Any]:
-    command = [sys.executable, "-c", _CHILD, str(layers)]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    return dict(json.loads(done.stdout.splitlines()[-1]))
-
-
 @pytest.mark.parametrize("layers", [8, pytest.param(80, marks=SLOW)])
 def test_llama(benchmark: Any, layers: int) -> None:
     benchmark.group = "Llama on the meta device, traced, estimated and solved"
-    figures = benchmark.pedantic(run, (layers,), rounds=1)
+    figures = benchmark.pedantic(figures_of, (_CHILD, layers), rounds=1)
     benchmark.extra_info.update(layers=layers, **figures)
     parts = ", ".join(f"{name} {s:.2f} s" for name, s in figures["seconds"].items())
     print(

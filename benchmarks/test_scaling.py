@@ -17,11 +17,7 @@ slow"` for the sizes that take minutes. Placers are measured as such, from a gra
 in Python to a placement in Python; the core alone, and `solve` around it, stand beside it.
 """
 
-import json
-import os
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import cache
@@ -30,6 +26,7 @@ from typing import Any
 import numpy as np
 import pytest
 from benchmarks import plain_etf
+from benchmarks.children import figures_of
 from benchmarks.placement_quality.generators import AMPLE, LINK, layered
 from benchmarks.placement_quality.instances import instances
 
@@ -187,18 +184,11 @@ def test_auto_on_measured_graphs(benchmark: Any, effort: str) -> None:
         print(f"auto/{effort} {name} ({size}): {seconds[name]:.3f} s")
 
 
-# A fresh process per size: the peak of one's memory is what the others' left. Linux keeps the peak
-# of `getrusage` across exec, so that a child starts with its parent's; /proc tells its own.
+# A fresh process per size: see `children`.
 _CHILD = """
-import json, pathlib, resource, sys, time
+import json, sys, time
+from benchmarks.children import peak_bytes
 from benchmarks.test_scaling import METF, Problem, cluster_of, graph_of
-
-def peak_bytes():
-    status = pathlib.Path("/proc/self/status")
-    if status.exists():
-        rows = dict(line.split(":", 1) for line in status.read_text().splitlines())
-        return int(rows["VmHWM"].split()[0]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 graph, cluster = graph_of(int(sys.argv[1])), cluster_of(int(sys.argv[2]))
 before = peak_bytes()
@@ -212,12 +202,7 @@ print(json.dumps({**row, "graph_bytes": before, "peak_bytes": peak_bytes()}))
 
 def grown(n_ops: int, devices: int) -> dict[str, float]:
     """Seconds and peak memory of m-ETF in a process of its own."""
-    command = [sys.executable, "-c", _CHILD, str(n_ops), str(devices)]
-    path = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        command, check=True, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
-    )
-    return dict(json.loads(done.stdout))
+    return figures_of(_CHILD, n_ops, devices)
 
 
 def tell(n_ops: int, devices: int, figures: dict[str, float]) -> None:

@@ -145,9 +145,9 @@ def test_the_whole_way_from_a_model_to_a_report(files):
     )  # and step counters
 
     text = run("probe", "cpu:0=1MiB", "cpu:1=2MiB", "-o", "two.json")
+    assert "cpu:0 to cpu:1: no copy, after" in text
     cluster = baechi.load("two.json", Cluster)
     assert [device.memory_bytes for device in cluster.devices] == [2**20, 2**21]
-    assert "cpu:0 to cpu:1" in text
 
     text = run("solve", "t.graph.json", "two.json", "--placer", "m-etf", "-o", "t.placement.json")
     assert "One step takes" in text
@@ -350,10 +350,13 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["trace", "none.py:f"], "there is no file 'none.py'"),
         (["trace", "no.such.module:f"], "there is no module 'no'"),
         (["trace", "model.py:other"], "model.py has no 'other'; it has "),
-        (["trace", "model.py:wrong"], "returned a Net; it must return (model, args)"),
+        (["trace", "model.py:wrong"], "returned a value of type Net; it must return (model, args)"),
         (["trace", "model.py:listed"], "returned list args and dict kwargs"),
         (["trace", "model.py:number"], "is 7, no function"),
         (["trace", "model.py:needs"], "cannot be called without arguments: missing"),
+        (["trace", "model.py:short", "-o", "."], "cannot write .: it is a folder"),
+        (["profile", "model.py:short", "--optimizer", "best"], "optimizer 'best' is unknown"),
+        (["cluster", "--trace", "no.csv", "-o", "x"], "cannot read trace no.csv: No such file or"),
         (["trace", "model.py:short", "-o", "no/such/folder/t.json"], "cannot write no/such"),
     ],
 )
@@ -364,6 +367,11 @@ def test_bad_input_is_one_message_and_code_2(words, said):
     assert said in text
     assert "Traceback" not in text
     assert text.count("\n") == 1
+
+
+def test_an_endless_rate_is_refused():
+    text = run("solve", "a.graph.json", "--devices", "2", "--gbytes-per-s", "inf", code=2)
+    assert "--gbytes-per-s" in text
 
 
 @pytest.mark.usefixtures("files")

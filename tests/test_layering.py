@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from baechi import _core
+
 SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
@@ -252,14 +254,15 @@ ALLOWED = {
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "calls": {"autocast"},
     "propagation": {"calls"},
+    "kernels": {"calls"},
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions"},
     "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
-    "operands": {"lowering", "partition", "propagation"},
+    "operands": {"calls", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
-    "isolation": {"extraction", "lowering", "operands", "timing"},
+    "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
     "workspace": {"isolation", "metering", "saving"},
@@ -274,7 +277,15 @@ ALLOWED = {
         "value_dependence",
         "workspace",
     },
-    "workload": {"extraction", "kernels", "lowering", "metering", "partition", "propagation"},
+    "workload": {
+        "calls",
+        "extraction",
+        "kernels",
+        "lowering",
+        "metering",
+        "partition",
+        "propagation",
+    },
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
@@ -521,3 +532,9 @@ def test_what_needs_torch_says_so_where_there_is_none() -> None:
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.startswith("torch baechi.trace needs torch 2.11 or later")
     assert "pip install" in run.stdout
+
+
+def test_the_stub_of_the_core_names_what_the_core_has() -> None:
+    stub = ast.parse((SOURCE / "_core.pyi").read_text())
+    named = {row.name for row in stub.body if isinstance(row, ast.FunctionDef | ast.ClassDef)}
+    assert named == {name for name in vars(_core) if not name.startswith("__")}

@@ -178,7 +178,7 @@ def test_a_placement_is_claimed_as_it_was_simulated():
     view = book.residual(500)
     placement = baechi.solve(graph, view)
     peaks = baechi.simulate(graph, view, placement).peak_bytes
-    made = book.reserve_placement("a", graph, view, placement, share_milli=500, version=0)
+    made = book.reserve("a", claims_of(view, placement, peaks, 500), version=0)
     assert {claim.device: claim.memory_bytes for claim in made.claims} == {
         view.devices[at].name: peaks[at] for at in set(placement.devices)
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from benchmarks.models import hugging_face
 from benchmarks.models.inception_v3 import inception_v3
 from benchmarks.models.lstm_lm import LSTMLanguageModel
 from benchmarks.models.resnet import resnet18
@@ -30,78 +31,64 @@ def _tokens(batch: int = 2, length: int = 12) -> Tensor:
 
 def gpt2() -> Example:
     """A decoder with tied embeddings, an attention mask and its own loss."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
     torch.manual_seed(0)
-    config = GPT2Config(
+    tokens = _tokens()
+    mask = torch.ones_like(tokens)
+    mask[0, 9:] = 0
+    kwargs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
+    model = hugging_face.gpt2(
+        dropout=False,
         vocab_size=VOCABULARY,
         n_positions=32,
         n_embd=32,
         n_layer=2,
         n_head=4,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        use_cache=False,
         **_SPECIAL_TOKENS,
     )
-    tokens = _tokens()
-    mask = torch.ones_like(tokens)
-    mask[0, 9:] = 0
-    kwargs = {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-    return GPT2LMHeadModel(config).train(), (), kwargs
+    return model.train(), (), kwargs
 
 
 def bert() -> Example:
     """An encoder with a masked-token head tied to its embedding."""
-    from transformers import BertConfig, BertForMaskedLM
-
     torch.manual_seed(0)
-    config = BertConfig(
+    tokens = _tokens()
+    mask = torch.ones_like(tokens)
+    mask[1, 8:] = 0
+    model = hugging_face.bert(
+        dropout=False,
         vocab_size=VOCABULARY,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
         intermediate_size=64,
         max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
         pad_token_id=0,
     )
-    tokens = _tokens()
-    mask = torch.ones_like(tokens)
-    mask[1, 8:] = 0
-    return BertForMaskedLM(config).train(), (tokens,), {"attention_mask": mask}
+    return model.train(), (tokens,), {"attention_mask": mask}
 
 
 def t5() -> Example:
     """An encoder and a decoder that share their embedding, with the head tied to it too."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
     torch.manual_seed(0)
-    config = T5Config(
+    kwargs = {"input_ids": _tokens(), "labels": _tokens(length=8)}
+    model = hugging_face.t5(
+        dropout=False,
         vocab_size=VOCABULARY,
         d_model=32,
         d_kv=8,
         d_ff=64,
         num_layers=2,
         num_heads=4,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,
     )
-    kwargs = {"input_ids": _tokens(), "labels": _tokens(length=8)}
-    return T5ForConditionalGeneration(config).train(), (), kwargs
+    return model.train(), (), kwargs
 
 
 def llama() -> Example:
     """A decoder with rotary positions and fewer key heads than query heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     torch.manual_seed(0)
-    config = LlamaConfig(
+    model = hugging_face.llama(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -109,18 +96,15 @@ def llama() -> Example:
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,
-        use_cache=False,
         **_SPECIAL_TOKENS,
     )
-    return LlamaForCausalLM(config).train(), (_tokens(),), {}
+    return model.train(), (_tokens(),), {}
 
 
 def mixtral() -> Example:
     """A mixture of experts: which expert runs depends on the data."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
     torch.manual_seed(0)
-    config = MixtralConfig(
+    model = hugging_face.mixtral(
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -130,10 +114,9 @@ def mixtral() -> Example:
         num_local_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=64,
-        use_cache=False,
         **_SPECIAL_TOKENS,
     )
-    return MixtralForCausalLM(config).train(), (_tokens(),), {}
+    return model.train(), (_tokens(),), {}
 
 
 def lstm_lm() -> Example:
@@ -162,10 +145,9 @@ def nn_transformer() -> Example:
 
 def vit() -> Example:
     """A vision transformer."""
-    from transformers import ViTConfig, ViTForImageClassification
-
     torch.manual_seed(0)
-    config = ViTConfig(
+    model = hugging_face.vit(
+        dropout=False,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -173,10 +155,8 @@ def vit() -> Example:
         image_size=16,
         patch_size=4,
         num_labels=10,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
     )
-    return ViTForImageClassification(config).train(), (torch.randn(2, 3, 16, 16),), {}
+    return model.train(), (torch.randn(2, 3, 16, 16),), {}
 
 
 def clip() -> Example:

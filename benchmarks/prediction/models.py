@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
+from benchmarks.models import hugging_face
 from benchmarks.models.inception_v3 import inception_v3
 from benchmarks.models.lstm_lm import LSTMLanguageModel
 from benchmarks.models.resnet import resnet18, resnet50
@@ -43,58 +44,42 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def gpt2(batch: int) -> Example:
     """GPT-2 small but for a shorter vocabulary: 12 layers, 768 wide."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
+    model = hugging_face.gpt2(
         vocab_size=_VOCABULARY,
-        attn_pdrop=0.0,
-        embd_pdrop=0.0,
-        resid_pdrop=0.0,
-        use_cache=False,
         **_SPECIAL_TOKENS,
+        dropout=False,
     )
-    model = GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"  # else transformers warns that it guesses this
     tokens = _tokens(batch, 64)
     return model, (), {"input_ids": tokens, "labels": tokens}
 
 
 def bert(batch: int) -> Example:
     """BERT of 6 layers (half of base), 768 wide."""
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(
+    tokens = _tokens(batch, 64)
+    model = hugging_face.bert(
         vocab_size=_VOCABULARY,
         num_hidden_layers=6,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
         pad_token_id=0,
+        dropout=False,
     )
-    tokens = _tokens(batch, 64)
-    return BertForMaskedLM(config), (tokens,), {"attention_mask": torch.ones_like(tokens)}
+    return model, (tokens,), {"attention_mask": torch.ones_like(tokens)}
 
 
 def t5(batch: int) -> Example:
     """T5 small: 6 and 6 layers, 512 wide."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
+    kwargs = {"input_ids": _tokens(batch, 64), "labels": _tokens(batch, 32)}
+    model = hugging_face.t5(
         vocab_size=_VOCABULARY,
-        dropout_rate=0.0,
-        use_cache=False,
-        decoder_start_token_id=0,
         pad_token_id=0,
         eos_token_id=1,
+        dropout=False,
     )
-    kwargs = {"input_ids": _tokens(batch, 64), "labels": _tokens(batch, 32)}
-    return T5ForConditionalGeneration(config), (), kwargs
+    return model, (), kwargs
 
 
 def llama(batch: int) -> Example:
     """A Llama of 6 layers, 512 wide, 8 query and 2 key heads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
+    model = hugging_face.llama(
         vocab_size=_VOCABULARY,
         hidden_size=512,
         intermediate_size=1376,
@@ -102,17 +87,14 @@ def llama(batch: int) -> Example:
         num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=256,
-        use_cache=False,
         **_SPECIAL_TOKENS,
     )
-    return LlamaForCausalLM(config), (_tokens(batch, 64),), {}
+    return model, (_tokens(batch, 64),), {}
 
 
 def mixtral(batch: int) -> Example:
     """A Mixtral of 4 layers, 256 wide, 4 experts of which 2 are used."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
+    model = hugging_face.mixtral(
         vocab_size=_VOCABULARY,
         hidden_size=256,
         intermediate_size=512,
@@ -122,25 +104,21 @@ def mixtral(batch: int) -> Example:
         num_local_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=256,
-        use_cache=False,
         **_SPECIAL_TOKENS,
     )
-    return MixtralForCausalLM(config), (_tokens(batch, 64),), {}
+    return model, (_tokens(batch, 64),), {}
 
 
 def vit(batch: int) -> Example:
     """ViT small: 12 layers, 384 wide, images of 224 x 224."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
+    model = hugging_face.vit(
         hidden_size=384,
         num_attention_heads=6,
         intermediate_size=1536,
         num_labels=1000,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
+        dropout=False,
     )
-    return ViTForImageClassification(config), (torch.randn(batch, 3, 224, 224),), {}
+    return model, (torch.randn(batch, 3, 224, 224),), {}
 
 
 def transformer(batch: int) -> Example:

@@ -126,6 +126,10 @@ def svg(points: Sequence[Point], title: str) -> str:
         y = _TOP + 12 + 20 * number
         parts.append(f'<circle cx="{right + 20}" cy="{y}" r="5" fill="{color}"/>')
         parts.append(f'<text x="{right + 32}" y="{y + 4}">{placement}</text>')
+    y = _TOP + 12 + 20 * len(_COLORS)
+    dashes = 'stroke="#999" stroke-dasharray="4 4"'
+    parts.append(f'<path d="M{right + 10} {y}H{right + 30}" {dashes}/>')
+    parts.append(f'<text x="{right + 34}" y="{y + 4}">25 % off</text>')
     middle = _LEFT + _SIDE / 2
     parts.append(f'<text x="{middle}" y="{height - 14}" text-anchor="middle">measured</text>')
     turned = f'transform="rotate(-90 16 {_TOP + _SIDE / 2})"'

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, final
 
 import torch
+from benchmarks.models import hugging_face
 from benchmarks.models.inception_v3 import inception_v3
 from benchmarks.models.lstm_lm import LSTMLanguageModel
 from benchmarks.models.resnet import resnet18, resnet50
@@ -50,47 +51,35 @@ def _tokens(batch: int, length: int) -> Tensor:
 
 def _gpt2(layers: int, width: int, heads: int, batch: int) -> Callable[[], Example]:
     def build() -> Example:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, use_cache=False)
-        model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # else transformers warns that it guesses this
+        model = hugging_face.gpt2(n_layer=layers, n_embd=width, n_head=heads)
         tokens = _tokens(batch, 1024)
         return model, (), {"input_ids": tokens, "labels": tokens}
 
     return build
 
 
+def _encoder(layers: int, width: int, heads: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * width,
+    }
+
+
 def _bert(layers: int, width: int, heads: int, batch: int) -> Callable[[], Example]:
     def build() -> Example:
-        from transformers import BertConfig, BertForMaskedLM
-
-        config = BertConfig(
-            num_hidden_layers=layers,
-            hidden_size=width,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-        )
         tokens = _tokens(batch, 512)
-        return BertForMaskedLM(config), (tokens,), {"attention_mask": torch.ones_like(tokens)}
+        model = hugging_face.bert(**_encoder(layers, width, heads))
+        return model, (tokens,), {"attention_mask": torch.ones_like(tokens)}
 
     return build
 
 
 def _t5(width: int, layers: int, heads: int, inner: int, batch: int) -> Callable[[], Example]:
     def build() -> Example:
-        from transformers import T5Config, T5ForConditionalGeneration
-
-        config = T5Config(
-            d_model=width,
-            num_layers=layers,
-            num_heads=heads,
-            d_ff=inner,
-            use_cache=False,
-            decoder_start_token_id=0,
-        )
-        kwargs = {"input_ids": _tokens(batch, 512), "labels": _tokens(batch, 128)}
-        return T5ForConditionalGeneration(config), (), kwargs
+        model = hugging_face.t5(d_model=width, num_layers=layers, num_heads=heads, d_ff=inner)
+        return model, (), {"input_ids": _tokens(batch, 512), "labels": _tokens(batch, 128)}
 
     return build
 
@@ -99,9 +88,7 @@ def _llama(
     layers: int, width: int, inner: int, heads: int, key_heads: int, words: int, batch: int
 ) -> Callable[[], Example]:
     def build() -> Example:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        config = LlamaConfig(
+        model = hugging_face.llama(
             vocab_size=words,
             hidden_size=width,
             intermediate_size=inner,
@@ -109,25 +96,16 @@ def _llama(
             num_attention_heads=heads,
             num_key_value_heads=key_heads,
             max_position_embeddings=2048,
-            use_cache=False,
         )
-        return LlamaForCausalLM(config), (_tokens(batch, 1024),), {}
+        return model, (_tokens(batch, 1024),), {}
 
     return build
 
 
 def _vit(layers: int, width: int, heads: int, batch: int) -> Callable[[], Example]:
     def build() -> Example:
-        from transformers import ViTConfig, ViTForImageClassification
-
-        config = ViTConfig(
-            num_hidden_layers=layers,
-            hidden_size=width,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            num_labels=1000,
-        )
-        return ViTForImageClassification(config), (torch.empty(batch, 3, 224, 224),), {}
+        model = hugging_face.vit(**_encoder(layers, width, heads), num_labels=1000)
+        return model, (torch.empty(batch, 3, 224, 224),), {}
 
     return build
 

@@ -9,7 +9,7 @@ from benchmarks.residual.report import of
 from benchmarks.residual.runs import ARMS, SHARINGS, Row
 from benchmarks.residual.statistics import interval
 
-_SIDE, _HIGH, _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 360, 340, 60, 60, 40, 150, 50
+_SIDE, _HIGH, _LEFT, _TOP, _GAP, _RIGHT, _BOTTOM = 360, 340, 60, 60, 40, 190, 50
 # Okabe and Ito's colors, which people who confuse colors can tell apart.
 _STYLES: Final = {
     "whole, first fit": ("#000000", ""),
@@ -48,7 +48,8 @@ def svg(rows: Sequence[Row]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + _BOTTOM}" '
         'font-family="sans-serif" font-size="12">',
         f'<rect x="0" y="0" width="{width}" height="{bottom + _BOTTOM}" fill="white"/>',
-        f'<text x="{_LEFT}" y="24" font-size="15">Mean completion time, minutes</text>',
+        f'<text x="{_LEFT}" y="24" font-size="15">Mean completion time, minutes '
+        "(bars: 95 % intervals over seeds)</text>",
     ]
     ticks = [n * 10**power for power in range(5) for n in (1, 2, 5)]
     for panel, sharing in enumerate(SHARINGS):

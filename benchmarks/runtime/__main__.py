@@ -24,6 +24,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Annotated, Any, Final
 
 import torch
@@ -72,13 +73,7 @@ def against_eager(name: str, batch: int, training: bool, rounds: int) -> list[st
     """One row: the median steps of the eager and of the placed model, and their ratio."""
     model, args, kwargs = build(name, batch, training=training)
     placed = placed_alone(baechi.trace(model, args, kwargs), training)
-
-    def step(module: nn.Module) -> None:
-        with nullcontext() if training else torch.no_grad():
-            outputs = module(*args, **kwargs)
-            if training:
-                _loss(outputs).backward()
-
+    step = partial(_step, args=args, kwargs=kwargs, training=training)
     seconds = _in_turns([lambda: step(model), lambda: step(placed)], rounds, model.zero_grad)
     eager, ours = (statistics.median(row[0] for row in rows) for rows in seconds)
     busy = [statistics.median(row[1] for row in rows) for rows in seconds]
@@ -87,6 +82,13 @@ def against_eager(name: str, batch: int, training: bool, rounds: int) -> list[st
     mode = "training" if training else "forward"
     took = [f"{eager * 1e3:.1f} ms", f"{ours * 1e3:.1f} ms"]
     return [mode, *took, f"{ours / eager:.3f}", f"{busy[1] / busy[0]:.3f}"]
+
+
+def _step(module: nn.Module, *, args: Any, kwargs: Any, training: bool) -> None:
+    with nullcontext() if training else torch.no_grad():
+        outputs = module(*args, **kwargs)
+        if training:
+            _loss(outputs).backward()
 
 
 def against_compiled(rounds: int, *, quick: bool) -> Table:
@@ -105,13 +107,7 @@ def _compiled_row(name: str, batch: int, training: bool, rounds: int) -> list[st
     traced = baechi.trace(model, args, kwargs)
     sides = [model, _placed(traced, training), _placed(traced, training, compile=True)]
     sides.append(torch.compile(model, dynamic=False))
-
-    def step(module: nn.Module) -> None:
-        with nullcontext() if training else torch.no_grad():
-            outputs = module(*args, **kwargs)
-            if training:
-                _loss(outputs).backward()
-
+    step = partial(_step, args=args, kwargs=kwargs, training=training)
     steps = [lambda side=side: step(side) for side in sides]
     seconds = _in_turns(steps, rounds, model.zero_grad)
     busy = [statistics.median(row[1] for row in rows) for rows in seconds]

@@ -17,12 +17,14 @@ from baechi.console import (
     EffortOption,
     GraphArgument,
     Group,
+    LatencyOption,
     MaxDevicesOption,
     ModelArgument,
     OutOption,
     PinOption,
     PlacementArgument,
     PlacerOption,
+    RateOption,
     cluster_of,
     describe,
     limits_of,
@@ -35,6 +37,7 @@ from baechi.console import (
 from baechi.devices import Cluster, Link
 from baechi.errors import InputError
 from baechi.graph import OpGraph
+from baechi.link_fits import FREE_BYTES_PER_S
 from baechi.placement import Placement, Schedule
 from baechi.serialization import load
 from baechi.serving import serve
@@ -89,6 +92,8 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
 
     For example, write `model.py` with
 
+        import torch, transformers
+
         def gpt2():
             config = transformers.GPT2Config()
             ids = torch.randint(0, config.vocab_size, (2, 64))
@@ -123,8 +128,8 @@ def solve(
         int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")
     ] = None,
     memory: Annotated[str, typer.Option(help="Their memory.")] = "16GiB",
-    latency_us: Annotated[float, typer.Option(min=0, help="Their links' latency.")] = 10.0,
-    gbytes_per_s: Annotated[float, typer.Option(min=1e-9, help="Their links' rate.")] = 12.0,
+    latency_us: LatencyOption = 10.0,
+    gbytes_per_s: RateOption = 12.0,
     save_cluster: Annotated[
         Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=writable)
     ] = None,
@@ -174,15 +179,15 @@ def simulate(
     max_devices: MaxDevicesOption = None,
     pin: PinOption = None,
 ) -> None:
-    """Predict when everything happens: one step of a placement on a cluster.
+    r"""Predict when everything happens: one step of a placement on a cluster.
 
     The schedule has the start and end of every operator and transfer, and the peak of every
     device's memory. A constraint that the placement violates is an error.
 
     For example:
 
-        baechi simulate gpt2.graph.json cluster.json gpt2.placement.json -o \
-          gpt2.schedule.json
+        baechi simulate gpt2.graph.json cluster.json gpt2.placement.json \
+          -o gpt2.schedule.json
     """
     import baechi
 
@@ -218,14 +223,14 @@ def report(
         Path | None, typer.Option(help="A trace file, for the model's name and lines of code.")
     ] = None,
 ) -> None:
-    """Show a placement: as text, as a page that opens without a network, as a trace.
+    r"""Show a placement: as text, as a page that opens without a network, as a trace.
 
     Without `-o` and `--trace` it prints text.
 
     For example:
 
-        baechi report gpt2.graph.json cluster.json gpt2.placement.json -o plan.html \
-          --trace plan.trace.json
+        baechi report gpt2.graph.json cluster.json gpt2.placement.json \
+          -o plan.html --trace plan.trace.json
     """
     import baechi
     from baechi.reporting import text_report, write_html, write_trace
@@ -274,8 +279,9 @@ def probe(
         for dst, link in enumerate(row):
             if link is not None and src != dst:
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
-                rate = f"{link.bytes_per_s / 1e9:.2f} GB/s"
-                say(f"{names}: {rate} after {format_ns(link.latency_ns)}")
+                by_reference = link.bytes_per_s >= FREE_BYTES_PER_S
+                rate = "no copy" if by_reference else f"{link.bytes_per_s / 1e9:.2f} GB/s"
+                say(f"{names}: {rate}, after {format_ns(link.latency_ns)}")
     for remark in found.remarks:
         say(remark)
     write(cluster, out)

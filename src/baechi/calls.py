@@ -123,6 +123,14 @@ def flatten(
     return tensors, _flatten_into(tensors, value, is_tensor, objects)
 
 
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested value, in order."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
+    return tensors
+
+
 def _flatten_into(
     tensors: list[Any], value: Any, is_tensor: Callable[[Any], bool], objects: bool
 ) -> Structure:

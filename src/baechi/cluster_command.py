@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from baechi.console import say, show
-from baechi.errors import InputError
+from baechi.errors import InputError, reason_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,7 +80,7 @@ def cluster(
     seed: Annotated[int, typer.Option(help="For schemes that draw.")] = 0,
     plot: Annotated[bool, typer.Option(help="Draw plot.html (needs plotly).")] = True,
 ) -> None:
-    """Run a trace of jobs on a simulated cluster: which job runs when, and what that costs.
+    r"""Run a trace of jobs on a simulated cluster: which job runs when, and what that costs.
 
     Writes `job.csv`, `cluster.csv`, `summary.json` and `plot.html` into the folder; with
     `--policy all` one folder per policy, a comparison and one picture of all. Times are in the
@@ -89,7 +89,7 @@ def cluster(
 
     For example:
 
-        baechi cluster --trace jobs.csv --format tiresias --switches 1 --nodes 2 \
+        baechi cluster --trace jobs.csv --format tiresias --nodes 2 \
           --gpus-per-node 4 --policy dlas-gpu --scheme count --out results
     """
     from baechi.scheduling.catalog import (
@@ -215,7 +215,7 @@ def _samples(path: Path) -> "Sequence[int]":
         rows = [row[0].strip() for row in csv.reader(path.read_text().splitlines()) if row]
         return [int(row) for row in rows if row and row != "duration" and not row.startswith("#")]
     except (OSError, ValueError) as error:
-        raise InputError(f"cannot read GPU-times from {path}: {error}.") from error
+        raise InputError(f"cannot read GPU-times from {path}: {reason_of(error)}.") from error
 
 
 def _tell(trace: "Trace", fleet: "Fleet") -> None:

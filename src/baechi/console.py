@@ -14,10 +14,11 @@ from baechi.devices import Cluster, Link
 from baechi.errors import BaechiError, InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.named_models import load_model
+from baechi.optimizers import OPTIMIZERS, check_optimizer
 from baechi.serialization import dump, load
 from baechi.traced import Traced
 from baechi.training import units_of
-from baechi.units import format_bytes
+from baechi.units import format_bytes, format_ns
 
 
 class Group(TyperGroup):
@@ -43,6 +44,7 @@ MODEL_HELP = (
     "`(model, args, kwargs)`."
 )
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+MaybeModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
 GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
 ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
 PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
@@ -52,11 +54,37 @@ def writable(path: Path | None) -> Path | None:
     """The path, if a file can be made there: not after minutes of work is the time to say no."""
     if path is not None and not path.resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
+    if path is not None and path.is_dir():
+        raise InputError(f"cannot write {path}: it is a folder; name a file in it.")
     return path
+
+
+def known_optimizer(name: str) -> str:
+    """The name, if it is an optimizer's: said before operators are measured, and not after."""
+    check_optimizer(name)
+    return name
 
 
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
+]
+GraphOption = Annotated[
+    Path | None,
+    typer.Option("--graph", help="Write the operator graph here.", callback=writable),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write the traced model here.", callback=writable)
+]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
+        "fp32 copy of the parameters, too, or `+amsgrad`.",
+        callback=known_optimizer,
+    ),
 ]
 PlacerOption = Annotated[
     str,
@@ -75,6 +103,9 @@ ConstraintsOption = Annotated[
         "go on top of it."
     ),
 ]
+# Their maxima leave out what is endless and what an integer of ns or bytes cannot hold.
+LatencyOption = Annotated[float, typer.Option(min=0, max=1e9, help="Their links' latency.")]
+RateOption = Annotated[float, typer.Option(min=1e-9, max=1e9, help="Their links' rate.")]
 MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
 CheckpointOption = Annotated[
     list[str] | None,
@@ -131,6 +162,16 @@ def describe(traced: Traced, out: Path | None) -> None:
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
     say(f"  parameters and buffers: {format_bytes(nbytes)}")
     write(traced, out)
+
+
+def say_costs(heading: str, profile: Profile) -> None:
+    """What all operators cost together, and where that is from."""
+    forward_ns = sum(cost.forward_ns for cost in profile.costs)
+    backward_ns = sum(cost.backward_ns for cost in profile.costs)
+    say(
+        f"{heading} ({profile.environment}): forward {format_ns(forward_ns)}, "
+        f"backward {format_ns(backward_ns)}, one op after the other"
+    )
 
 
 def check_checkpoint(traced: Traced, inference: bool, checkpoint: list[str] | None) -> None:

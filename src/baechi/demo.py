@@ -112,6 +112,8 @@ def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
     """
     import torch
 
+    from baechi.torch_devices import torch_threads
+
     console.rule(f"[bold]{job.title}")
     torch.manual_seed(0)
     model, args, kwargs = job.build()
@@ -134,7 +136,7 @@ def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
 
     start = {name: value.clone() for name, value in model.state_dict().items()}
     rows: list[Row] = []
-    with _progress(console) as progress, _threads(threads):
+    with _progress(console) as progress, torch_threads(threads):
         task = progress.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
         reference = _train(model, job, args, kwargs, lambda: progress.advance(task))
         for placer in PLACERS:
@@ -214,6 +216,8 @@ def _train(
     """Five steps from the model's present weights; a placed model's steps are then measured."""
     import torch
 
+    from baechi.calls import tensors_in
+
     if job.optimizer == "momentum":
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
     else:
@@ -230,7 +234,7 @@ def _train(
         times.append(time.perf_counter_ns() - before)
         losses.append(loss.item())
         if number == 0:
-            outputs = tuple(tensor.detach().clone() for tensor in _tensors(output))
+            outputs = tuple(tensor.detach().clone() for tensor in tensors_in(output))
             gradients = {
                 name: parameter.grad.clone()
                 for name, parameter in model.named_parameters()
@@ -244,14 +248,6 @@ def _train(
     advance()
     step_ns = int(statistics.median(times))
     return Training(tuple(losses), outputs, gradients, step_ns, measured)
-
-
-def _tensors(output: Any) -> list["torch.Tensor"]:
-    import torch
-    from torch.utils import _pytree as pytree
-
-    leaves = pytree.tree_leaves(output)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _compare(placed: Training, reference: Training) -> tuple[float, bool]:
@@ -342,19 +338,6 @@ def _write(
     dump(graph, f"{path}.graph.json")
     dump(cluster, f"{path}.cluster.json")
     dump(row.placement, f"{path}.placement.json")
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Sets torch's threads for the unsplit model: as many as one logical device has."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextmanager

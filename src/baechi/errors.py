@@ -17,6 +17,10 @@ from typing import final
 class BaechiError(Exception):
     """Base of every error that Baechi raises on purpose."""
 
+    def __str__(self) -> str:
+        """The message alone; further arguments are attributes, which survive pickling too."""
+        return str(self.args[0]) if self.args else ""
+
 
 class InputError(BaechiError, ValueError):
     """A value at the border is wrong: a size, a name, a rate, a shape."""
@@ -65,10 +69,6 @@ class InfeasibleError(BaechiError):
         self.extra_bytes = extra_bytes
         self.extra_device = extra_device
 
-    def __str__(self) -> str:
-        """The message alone; the rest are attributes, which survive pickling too."""
-        return str(self.args[0])
-
 
 @final
 class ReservationError(BaechiError):
@@ -85,6 +85,7 @@ class ReservationError(BaechiError):
         super().__init__(message, reason)
         self.reason = reason
 
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
+
+def reason_of(error: Exception) -> str:
+    """Why a file could not be read or written, without the error's number and the file's name."""
+    return str(getattr(error, "strerror", None) or error)

@@ -7,16 +7,20 @@ import typer
 
 from baechi import device_kinds
 from baechi.console import (
-    MODEL_HELP,
     CheckpointOption,
+    GraphOption,
+    InferenceOption,
+    MaybeModelArgument,
+    OptimizerOption,
     OutOption,
+    TraceOption,
     check_checkpoint,
     describe,
     say,
+    say_costs,
     show,
     step_graph,
     trace_model,
-    writable,
     write,
 )
 from baechi.costs import Profile
@@ -34,7 +38,7 @@ KindsOption = Annotated[
 
 
 def estimate(
-    model: Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)] = None,
+    model: MaybeModelArgument = None,
     *,
     kind: Annotated[
         str | None, typer.Option(help="The device kind; `--list` prints those that are known.")
@@ -47,22 +51,13 @@ def estimate(
         Path | None, typer.Option(help="A calibration file of this kind, from `calibrate`.")
     ] = None,
     out: OutOption = None,
-    graph: Annotated[
-        Path | None, typer.Option(help="Write the operator graph here.", callback=writable)
-    ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write the traced model here.", callback=writable),
-    ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
-    ] = False,
-    optimizer: Annotated[
-        str, typer.Option(help="Whose state a training step holds, as `profile` takes it.")
-    ] = "adamw",
+    graph: GraphOption = None,
+    trace_file: TraceOption = None,
+    inference: InferenceOption = False,
+    optimizer: OptimizerOption = "adamw",
     checkpoint: CheckpointOption = None,
 ) -> None:
-    """Compute what every operator of a model costs, on a device that need not be here.
+    r"""Compute what every operator of a model costs, on a device that need not be here.
 
     From shapes alone: FLOPs and bytes against the peaks of a device kind. A model on the meta
     device needs no memory for its weights. The files are those that `profile` writes.
@@ -70,7 +65,8 @@ def estimate(
     For example:
 
         baechi estimate --list
-        baechi estimate model.py:llama70b --kind H100-SXM-80GB --inference --graph llama.graph.json
+        baechi estimate model.py:llama70b --kind H100-SXM-80GB --inference \
+          --graph llama.graph.json
         baechi solve llama.graph.json 8xH100-SXM-80GB -o llama.placement.json
     """
     if list_kinds:
@@ -94,12 +90,7 @@ def estimate(
     describe(traced, trace_file)
     check_checkpoint(traced, inference, checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
-    forward_ns = sum(cost.forward_ns for cost in computed.costs)
-    backward_ns = sum(cost.backward_ns for cost in computed.costs)
-    say(
-        f"computed for {row.name} ({computed.environment}): forward {format_ns(forward_ns)}, "
-        f"backward {format_ns(backward_ns)}, one op after the other"
-    )
+    say_costs(f"computed for {row.name}", computed)
     unseen = sum(bool(cost.remark) for cost in computed.costs)
     if unseen:
         say(f"  {unseen} operators depend on values; their times are a guess from their bytes")

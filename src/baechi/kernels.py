@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
+from baechi.calls import tensors_in
 from baechi.efficiency import Kernel
 
 _DTYPES: Final = {
@@ -68,7 +68,7 @@ def kernel_of(
         result: What it gave.
     """
     name = func._overloadpacket.__name__
-    given, produced = _tensors((args, kwargs)), _tensors(result)
+    given, produced = tensors_in((args, kwargs)), tensors_in(result)
     if func.is_view or not produced or name.rstrip("_") in _NOTHING:
         return None
     mutable = func._schema.is_mutable
@@ -140,7 +140,7 @@ def _flops(
 ) -> int:
     for word, formula in _FORMULAS:
         if word in name:
-            return formula(name, args, kwargs, _tensors(result)[0])
+            return formula(name, args, kwargs, tensors_in(result)[0])
     counted: Any = flop_registry.get(func._overloadpacket)
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
@@ -192,7 +192,7 @@ def _pooling_flops(
     pooled = args[0] if shift else first
     window = args[shift + 1] if len(args) > shift + 1 else ()
     if "adaptive" in name or not isinstance(window, list | tuple) or not window:
-        return int(max(tensor.numel() for tensor in (*_tensors(args), pooled)))
+        return int(max(tensor.numel() for tensor in (*tensors_in(args), pooled)))
     sides = list(window) if len(window) > 1 else list(window) * (3 if "3d" in name else 2)
     return int(pooled.numel()) * math.prod(map(int, sides))
 
@@ -204,7 +204,3 @@ _FORMULAS: Final = (
     ("rnn_layer", _recurrent_flops),
     ("pool", _pooling_flops),
 )
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -43,7 +43,7 @@ def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
         raise InputError(f"{name} cannot be called without arguments: {error}; {shape}.") from None
     returned = function()
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
-        raise InputError(f"{name} returned a {type(returned).__name__}; {shape}.")
+        raise InputError(f"{name} returned a value of type {type(returned).__name__}; {shape}.")
     model, args, kwargs = (*returned, {})[:3]
     if not isinstance(args, tuple) or not isinstance(kwargs, dict):
         kinds = f"{type(args).__name__} args and {type(kwargs).__name__} kwargs"

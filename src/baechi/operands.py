@@ -15,6 +15,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from baechi.calls import tensors_in
 from baechi.lowering import TracedModule
 from baechi.partition import attribute
 from baechi.propagation import Value
@@ -106,10 +107,6 @@ class Operands:
         assert facts.structure is not None
         return facts.structure.fill([self._made_up(value, limit) for value in facts.values])
 
-    def is_known(self, node: fx.Node) -> bool:
-        """Whether the value is the example's own."""
-        return node in self._known
-
     def _made_up(self, value: Value, limit: int) -> torch.Tensor:
         extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True) if n)
         if 0 in value.shape:
@@ -155,11 +152,6 @@ class Operands:
             given = arguments[dimension] if dimension is not None else 0
             axes = [given] if isinstance(given, int) else []
         return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested value, in order."""
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def operator_name(node: fx.Node) -> str:

@@ -7,57 +7,40 @@ import typer
 
 from baechi.console import (
     CheckpointOption,
+    GraphOption,
+    InferenceOption,
+    MaybeModelArgument,
+    OptimizerOption,
     OutOption,
+    TraceOption,
     check_checkpoint,
     describe,
     say,
+    say_costs,
     show,
     step_graph,
     trace_model,
-    writable,
     write,
 )
 from baechi.errors import InputError
-from baechi.optimizers import OPTIMIZERS
 from baechi.profile_store import ProfileStore, default_path
-from baechi.units import format_ns
 
 if TYPE_CHECKING:
     from baechi.costs import Profile
 
 
 def profile(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="MODEL",
-            help="`file.py:function` or `package.module:function`; the function returns "
-            "`(model, args)` or `(model, args, kwargs)`.",
-        ),
-    ] = None,
+    model: MaybeModelArgument = None,
     *,
     device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads per operator; torch's own if absent.")
     ] = None,
     out: OutOption = None,
-    graph: Annotated[
-        Path | None, typer.Option(help="Write the operator graph here.", callback=writable)
-    ] = None,
-    trace_file: Annotated[
-        Path | None,
-        typer.Option("--trace", help="Write the traced model here.", callback=writable),
-    ] = None,
-    inference: Annotated[
-        bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
-    ] = False,
-    optimizer: Annotated[
-        str,
-        typer.Option(
-            help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
-            "fp32 copy of the parameters, too, or `+amsgrad`."
-        ),
-    ] = "adamw",
+    graph: GraphOption = None,
+    trace_file: TraceOption = None,
+    inference: InferenceOption = False,
+    optimizer: OptimizerOption = "adamw",
     checkpoint: CheckpointOption = None,
     cache: Annotated[
         Path | None,
@@ -73,7 +56,7 @@ def profile(
         bool, typer.Option("--clear", help="Forget what has been measured before, and leave.")
     ] = False,
 ) -> None:
-    """Measure what every operator of a model costs, alone, on one device.
+    r"""Measure what every operator of a model costs, alone, on one device.
 
     With `--graph` also writes the operator graph of one step, which is all that `solve` needs.
     The model need not fit the device: operators are measured one by one. What was measured is
@@ -81,8 +64,8 @@ def profile(
 
     For example:
 
-        baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json \
-          --graph gpt2.graph.json
+        baechi profile model.py:gpt2 --threads 1 \
+          -o gpt2.profile.json --graph gpt2.graph.json
         baechi profile --list
     """
     if list_stored or clear:
@@ -102,12 +85,7 @@ def profile(
     check_checkpoint(traced, inference, checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
-    forward_ns = sum(cost.forward_ns for cost in measured.costs)
-    backward_ns = sum(cost.backward_ns for cost in measured.costs)
-    say(
-        f"measured on {device} ({measured.environment}): forward {format_ns(forward_ns)}, "
-        f"backward {format_ns(backward_ns)}, one op after the other"
-    )
+    say_costs(f"measured on {device}", measured)
     names = [op.name for op in traced.ops]
     _say_remarks(list(zip(names, (cost.remark for cost in measured.costs), strict=True)))
     write(measured, out)

@@ -19,9 +19,8 @@ from typing import Any, final
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils import _pytree as pytree
 
-from baechi.calls import Structure, flatten
+from baechi.calls import Structure, flatten, tensors_in
 
 
 @final
@@ -129,7 +128,6 @@ class _Recorder(fx.Interpreter):
         self._world = world
         self._facts = Facts()
         self._storage_of: dict[int, int] = {}
-        self._attributes: dict[str, torch.Tensor] = {}
         self._alive: list[torch.Tensor] = []
         self._saved: list[int] = []
         self._current: fx.Node | None = None
@@ -159,15 +157,15 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._saved, self._current = [], n
-        before = [(t, t._version) for arg in n.all_input_nodes for t in _tensors(self.env[arg])]
+        before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
         result = super().run_node(n)
         if n.op == "output":
             return result
         written = {self._storage(t) for t, version in before if t._version != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
-        values = tuple(self._value(tensor, n) for tensor in _tensors(result))
+        tensors, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
+        values = tuple(self._value(tensor, n) for tensor in tensors)
         saved = tuple(dict.fromkeys(self._saved))
-        _, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
         facts = NodeFacts(values, structure, frozenset(written), saved, self._draws(n))
         self._facts.nodes[n] = facts
         return result
@@ -260,10 +258,6 @@ def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
 
 def _named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @contextmanager

@@ -4,7 +4,7 @@ The result is a table of which group may go to which device; everything that dec
 that, and the limit on the number of devices.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +42,7 @@ def allowed_devices(
         if op is None:
             raise InputError(
                 f"{what} names {name!r}, but the graph has no op and no group of this name, only "
-                f"{_list([*graph.op_index, *graph.groups])}."
+                f"{_list(dict.fromkeys([*graph.op_index, *graph.groups]))}."
             )
         return int(op_group[op])
 
@@ -187,7 +187,7 @@ def of_groups(
     return Constraints(FrozenDict(), forbidden, (), constraints.max_devices, constraints.margins)
 
 
-def _list(names: "Sequence[str] | dict[str, int]") -> str:
+def _list(names: Collection[str]) -> str:
     rows = [repr(name) for name in names][:_LISTED]
     more = len(names) - len(rows)
     return ", ".join(rows) + (f" and {more} more" if more else "")

@@ -10,7 +10,7 @@ import typer
 
 from baechi.console import say
 from baechi.devices import Cluster
-from baechi.errors import InputError
+from baechi.errors import InputError, reason_of
 from baechi.serialization import load
 from baechi.topology import Topology
 
@@ -106,7 +106,7 @@ def _token(file: Path | None) -> str:
     try:
         token = file.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read a token from {file}: {error}.") from error
+        raise InputError(f"cannot read a token from {file}: {reason_of(error)}.") from error
     if len(token) < 16 or not token.isprintable() or " " in token:
         raise InputError(f"the token in {file} must be 16 or more letters or digits in one line.")
     return token

@@ -1,6 +1,8 @@
 """Logical devices as torch devices, and what hardware is behind them."""
 
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -80,3 +82,14 @@ def _read_size(path: Path) -> int:
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
     digits = text.rstrip("KMG")
     return int(digits) * units.get(text[-1:], 1) if digits.isdigit() else 0
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    """Lets torch use so many threads for an operator inside, as a logical CPU device does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.calls import tensors_in
 from baechi.efficiency import Kernel
 from baechi.errors import InputError
 from baechi.extraction import extract, opaque_leaves
@@ -92,7 +93,7 @@ def _count(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
     cpu = torch.device("cpu")
     part = extract(module.graph_module, nodes, outputs, device=cpu, leaves=fakes)
     inputs = [_fake(module, node) for node in part.inputs]
-    tensors = [*_tensors(inputs), *(p for leaf in fakes.values() for p in leaf.parameters())]
+    tensors = [*tensors_in(inputs), *(p for leaf in fakes.values() for p in leaf.parameters())]
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
     written = {s for node in nodes for s in module.facts.nodes[node].writes}
@@ -103,7 +104,7 @@ def _count(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
         for node, value in zip(part.inputs, inputs, strict=True)
     ]
     with _Kernels() as forward:
-        produced = _tensors(part.function(*inputs))
+        produced = tensors_in(part.function(*inputs))
     scratch_bytes = forward.scratch_bytes  # now, while autograd keeps what it saved
     roots = [tensor for tensor in produced if tensor.requires_grad]
     if not roots or not differentiable:
@@ -179,10 +180,6 @@ def _empty(value: Value) -> torch.Tensor:
     return tensor.requires_grad_(value.requires_grad)
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 @final
 class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every kernel that runs inside, and counts the scratch."""
@@ -201,7 +198,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        produced = _tensors(result)
+        produced = tensors_in(result)
         for tensor in produced:
             self._meter.hold(0, tensor)
         if isinstance(func, torch._ops.OpOverload):

@@ -39,9 +39,6 @@ class Moves:
     grads: tuple[Any, ...]
 
 
-_PhaseMoves = tuple[dict[Place, Moves], ...]
-
-
 @final
 @dataclass(frozen=True)
 class Result:

@@ -25,6 +25,7 @@ from torch import fx
 from baechi.calls import Call
 from baechi.errors import InputError
 from baechi.naming import op_name, source_line
+from baechi.torch_devices import torch_threads
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -224,10 +225,5 @@ def compiling(threads: int | None) -> Iterator[None]:
     Args:
         threads: torch threads of a worker, for which to compile; None for the present number.
     """
-    with _LOCK, _quiet():
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads or before)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    with _LOCK, _quiet(), torch_threads(threads or torch.get_num_threads()):
+        yield

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from baechi.calls import Call, canonical_call, flatten
+from baechi.calls import Call, canonical_call, tensors_in
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -34,6 +34,7 @@ from baechi.measurement import Measurement
 from baechi.metering import Meter
 from baechi.placement import Placement
 from baechi.runtime.executables import Executable
+from baechi.torch_devices import torch_threads
 from baechi.traced import Traced
 
 _WARM_UP: Final = 2
@@ -141,21 +142,6 @@ def _untimed(part: Callable[[], object]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    """Let torch compute in this thread alone.
-
-    Threads of its pool that have just worked look for more for some milliseconds, on the cores that
-    the devices' workers are to have.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 @final
 class _Steps:
     """Runs a step at a time, with the same inputs."""
@@ -180,7 +166,9 @@ class _Steps:
         A meter counts the gradients of the outputs too, which a loss would make.
         """
         self.clear()
-        with _one_thread():
+        # Threads of torch's pool that have just worked look for more for some milliseconds, on the
+        # cores that the devices' workers are to have.
+        with torch_threads(1):
             inputs = tuple(
                 tensor.detach().clone().requires_grad_(tensor.requires_grad)
                 for tensor in self._call.tensors
@@ -190,7 +178,7 @@ class _Steps:
 
         def forward() -> None:
             call = replace(canonical_call(self._model, args, kwargs), tensors=inputs)
-            outputs.extend(_tensors(self._executable(call, meter)))
+            outputs.extend(tensors_in(self._executable(call, meter)))
 
         forward_ns = reading(forward)
         if not self._executable.training:
@@ -204,7 +192,7 @@ class _Steps:
             loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
             return forward_ns + reading(lambda: torch.autograd.backward(loss))
         if self._gradients is None:
-            with _one_thread():
+            with torch_threads(1):
                 self._gradients = [torch.ones_like(root) for root in roots]
         gradients = self._gradients
         return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
@@ -225,11 +213,6 @@ class _Loss(torch.autograd.Function):
         with ctx.meter.counting(ctx.account):
             rows = (torch.ones(s, dtype=dtype, device=on) for s, dtype, on in ctx.outputs)
             return (None, None, *rows)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
-    return tensors
 
 
 @final

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.calls import Call, flatten
+from baechi.calls import Call, tensors_in
 from baechi.lowering import TracedModule
 from baechi.naming import op_name, source_line
 from baechi.partition import attribute
@@ -272,10 +272,10 @@ class _Runner(fx.Interpreter):
         runs = node is not None and n.op == node.op and n.target == node.target
         if n.name in self._seeds and runs:
             torch.manual_seed(self._seeds[n.name])
-        given = [t for arg in n.all_input_nodes for t in tensors_of(self.env[arg])] if runs else []
+        given = [t for arg in n.all_input_nodes for t in tensors_in(self.env[arg])] if runs else []
         result = super().run_node(n)
         if node is not None and runs and n.op not in ("placeholder", "get_attr"):
-            made = tensors_of(result)
+            made = tensors_in(result)
             graded = [
                 leaf
                 for leaf, tensor in enumerate(made)
@@ -295,9 +295,3 @@ def _short(node: fx.Node) -> str:
 def _named(node: fx.Node) -> str:
     source = source_line(node)
     return f"{op_name(node)} ({source})" if source else op_name(node)
-
-
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors in a nested value, in order."""
-    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
-    return tensors

@@ -19,12 +19,12 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from baechi.calls import Call
+from baechi.calls import Call, tensors_in
 from baechi.errors import ExecutionError, InputError
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
 from baechi.runtime.executables import Executable
-from baechi.runtime.stepwise import Difference, Operators, Values, difference, tensors_of
+from baechi.runtime.stepwise import Difference, Operators, Values, difference
 
 
 @final
@@ -226,7 +226,7 @@ class _Verification:
         self._put_back()
         torch.manual_seed(self._seed)
         call = replace(self._call, tensors=tuple(map(_copy, self._call.tensors)))
-        outputs = tensors_of(forward(call))
+        outputs = tensors_in(forward(call))
         given = {f"argument {n}": t for n, t in zip(call.names, call.tensors, strict=True)}
         leaves = {**given, **dict(owner.named_parameters())}
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Final, TypeVar, final
 from urllib.parse import urlsplit
 
-from baechi.errors import BaechiError, InputError, ReservationError
+from baechi.errors import InputError, ReservationError
 from baechi.graph import OpGraph
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.messages import (
@@ -18,6 +18,7 @@ from baechi.scheduling.messages import (
     SnapshotAnswer,
     SolveAnswer,
     SolveRequest,
+    StatusError,
     WhatIfRequest,
     decode,
     encode,
@@ -32,20 +33,8 @@ _REASONS: Final = ("capacity", "stale", "duplicate", "unknown")
 
 
 @final
-class ServiceError(BaechiError):
-    """The service could not be asked, or has too much to do.
-
-    Attributes:
-        status: The HTTP status; 0 where there was no answer.
-    """
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message, status)
-        self.status = status
-
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
+class ServiceError(StatusError):
+    """The service could not be asked, or has too much to do: status 0 where there was no answer."""
 
 
 @final

@@ -18,12 +18,9 @@ from typing import Final, final
 from baechi.codec import codec
 from baechi.devices import Cluster
 from baechi.errors import InputError, ReservationError
-from baechi.graph import OpGraph
-from baechi.placement import Placement
-from baechi.scheduling.claims import UNUSED, WHOLE_MILLI, Claim, Use
-from baechi.scheduling.snapshot import Reservation, Site, Snapshot, claims_of
+from baechi.scheduling.claims import UNUSED, Claim, Use
+from baechi.scheduling.snapshot import Reservation, Site, Snapshot
 from baechi.scheduling.store import Store, text
-from baechi.simulation import simulate
 from baechi.topology import Topology
 from baechi.values import FrozenDict, check_count, check_name
 
@@ -134,36 +131,6 @@ class Ledger:
 
         question = text(["reserve", job, version, _CLAIMS.write(rows)])
         return self._change(request_id, question, decide)
-
-    def reserve_placement(
-        self,
-        job: str,
-        graph: OpGraph,
-        cluster: Cluster,
-        placement: Placement,
-        *,
-        share_milli: int = WHOLE_MILLI,
-        version: int | None = None,
-        request_id: str = "",
-    ) -> Reservation:
-        """As `reserve`, for what a placement takes of a residual cluster.
-
-        Args:
-            job: Its name.
-            graph: What was placed.
-            cluster: Where: `residual(share_milli)`, or some of it.
-            placement: The decision.
-            share_milli: The compute that it takes of every device that it uses.
-            version: As in `reserve`.
-            request_id: As in `reserve`.
-
-        Raises:
-            InputError: The placement is not of this graph and cluster.
-            ReservationError: As `reserve`.
-        """
-        peaks = simulate(graph, cluster, placement).peak_bytes
-        claims = claims_of(cluster, placement, peaks, share_milli)
-        return self.reserve(job, claims, version=version, request_id=request_id)
 
     def release(self, job: str, *, request_id: str = "") -> Reservation:
         """Takes back all that the job has, and returns it.

@@ -58,20 +58,20 @@ class Limits:
     after: int = 64
 
 
-class LimitError(BaechiError):
-    """A request passes a limit, or the service has too much to do.
+class StatusError(BaechiError):
+    """What HTTP tells by a status.
 
     Attributes:
-        status: The HTTP status: 413, 422 or 503.
+        status: The HTTP status.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status)
         self.status = status
 
-    def __str__(self) -> str:
-        """The message alone."""
-        return str(self.args[0])
+
+class LimitError(StatusError):
+    """A request passes a limit, or the service has too much to do: status 413, 422 or 503."""
 
 
 class UnknownGraphError(BaechiError):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
-from baechi.errors import InputError
+from baechi.errors import InputError, reason_of
 from baechi.scheduling.jobs import Job
 from baechi.scheduling.trace_entries import BadEntryError, NoGpuError
 from baechi.scheduling.trace_formats import FORMATS
@@ -74,7 +74,7 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read trace {path}: {error}.") from error
+        raise InputError(f"cannot read trace {path}: {reason_of(error)}.") from error
     jobs: list[Job] = []
     bad: list[Skipped] = []
     without: list[Skipped] = []

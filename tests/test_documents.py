@@ -1,0 +1,48 @@
+"""The examples of README and guide that are no doctests run as they stand, on CPU devices."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@dataclass
+class Output:
+    loss: torch.Tensor
+
+
+class Masked(nn.Module):
+    """A model as the examples have one: a mask by its keyword, and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> Output:
+        hidden = self.layers(x if attention_mask is None else x * attention_mask)
+        return Output(hidden.square().mean())
+
+
+@pytest.mark.parametrize(("document", "count"), [("README.md", 1), ("docs/guide.md", 3)])
+def test_examples_run(
+    document: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = [text for text in BLOCK.findall((ROOT / document).read_text()) if ">>>" not in text]
+    assert len(blocks) == count
+    names: dict[str, Any] = {}
+    for block in blocks:
+        names |= {"baechi": baechi, "model": Masked(), "x": torch.randn(4, 64)}
+        names |= {"mask": torch.ones(4, 64), "devices": {"cpu:0": "1GiB", "cpu:1": "1GiB"}}
+        exec(compile(block.replace("cuda:", "cpu:"), document, "exec"), names)
+        if "placed" in names:
+            names.pop("placed").unplace()
