@@ -21,8 +21,8 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking",
-    4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
-    "naming lowering extraction metering saving profiling copying torch_devices timing "
+    4: "tracing eager_branches autocast calls faithfulness custom_functions model_state "
+    "propagation partition naming lowering extraction metering saving profiling copying torch_devices timing "
     "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
     "workload estimation calibration",
     5: "runtime.*",
@@ -256,7 +256,14 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions"},
-    "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
+    "tracing": {
+        "calls",
+        "eager_branches",
+        "faithfulness",
+        "lowering",
+        "model_state",
+        "propagation",
+    },
     "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"extraction", "lowering", "operands", "timing"},

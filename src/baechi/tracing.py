@@ -1,6 +1,7 @@
 """From a model to a `Traced`: the ladder of tracers.
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
+    the same, as an export       where the model's branches of an eager run cannot be traced
     torch.export, strict         through the byte code; sees some Python that non-strict does not
     torch.fx.symbolic_trace      torch.nn modules as leaves
     module granularity           submodules that cannot be traced are opaque leaves
@@ -12,7 +13,8 @@ failed, with the model's own line, are kept in `Traced.attempts`.
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch
 from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.eager_branches import Asked
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
@@ -67,7 +70,7 @@ def trace(
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
-    for rung, capture in _LADDER.items():
+    for rung, capture in _ladder():
         try:
             with quiet(), unchanged(model):
                 captured = capture(model, call)
@@ -110,8 +113,13 @@ _RECURRENT = tuple(
 _BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
 
-def _non_strict(model: nn.Module, call: Call) -> _Capture:
-    flat, returned = flat_model(model, call, buffers_in_place)
+def _non_strict(asked: Asked | None, model: nn.Module, call: Call) -> _Capture:
+    @contextmanager
+    def around(model: nn.Module) -> Iterator[None]:
+        with buffers_in_place(model), asked.answering_no() if asked else nullcontext():
+            yield
+
+    flat, returned = flat_model(model, call, around)
     with watched(model) as functions:
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
@@ -251,12 +259,15 @@ def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -
     return fx.GraphModule(flat, graph)
 
 
-_LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {
-    "torch.export (non-strict)": _non_strict,
-    "torch.export (strict)": _strict,
-    "torch.fx.symbolic_trace": _symbolic,
-    "module granularity, opaque leaves": _opaque,
-}
+def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
+    """The rungs, each after the one before it has failed."""
+    asked = Asked()
+    yield "torch.export (non-strict)", partial(_non_strict, asked)
+    if asked.by_model:  # else the same again
+        yield "torch.export (non-strict), as an export", partial(_non_strict, None)
+    yield "torch.export (strict)", _strict
+    yield "torch.fx.symbolic_trace", _symbolic
+    yield "module granularity, opaque leaves", _opaque
 
 
 def _reason(error: Exception, model: nn.Module) -> str:
