@@ -411,7 +411,7 @@ def test_a_detached_branch_gets_no_gradient() -> None:
     ("name", "rung"),
     [
         ("gpt2", "torch.export (non-strict)"),
-        ("mixtral", "torch.export (non-strict)"),
+        ("mixtral", "torch.export (non-strict), exporting said to _can_use_grouped_mm"),
         ("masked_transformer", "torch.fx.symbolic_trace"),
         ("data_dependent", "module granularity, opaque leaves"),
     ],

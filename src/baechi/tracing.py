@@ -1,7 +1,7 @@
 """From a model to a `Traced`: the ladder of tracers.
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
-    the same, as an export       where the model's branches of an eager run cannot be traced
+    the same, exporting said     where the branches of an eager run cannot be traced
     torch.export, strict         through the byte code; sees some Python that non-strict does not
     torch.fx.symbolic_trace      torch.nn modules as leaves
     module granularity           submodules that cannot be traced are opaque leaves
@@ -14,7 +14,7 @@ import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 from torch import fx, nn
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
-from baechi.eager_branches import Asked
+from baechi.eager_branches import EagerBranches
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
@@ -113,10 +113,10 @@ _RECURRENT = tuple(
 _BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
 
-def _non_strict(asked: Asked | None, model: nn.Module, call: Call) -> _Capture:
+def _non_strict(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
-        with buffers_in_place(model), asked.answering_no() if asked else nullcontext():
+        with buffers_in_place(model), branches.taken():
             yield
 
     flat, returned = flat_model(model, call, around)
@@ -261,10 +261,10 @@ def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -
 
 def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
     """The rungs, each after the one before it has failed."""
-    asked = Asked()
-    yield "torch.export (non-strict)", partial(_non_strict, asked)
-    if asked.by_model:  # else the same again
-        yield "torch.export (non-strict), as an export", partial(_non_strict, None)
+    branches = EagerBranches()
+    yield "torch.export (non-strict)", partial(_non_strict, branches)
+    while branches.concede():
+        yield f"torch.export (non-strict){branches}", partial(_non_strict, branches)
     yield "torch.export (strict)", _strict
     yield "torch.fx.symbolic_trace", _symbolic
     yield "module granularity, opaque leaves", _opaque
