@@ -62,11 +62,12 @@ class KnownValues(TorchFunctionMode):
         if given is not None and func in _QUESTIONS:
             return _computed(func, *given)
         result = func(*args, **kwargs)
-        if given is not None and _is_knowable(result):
+        if given is not None and any(map(_is_knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
-                value = _computed(func, *given)
-                if isinstance(value, torch.Tensor) and _form(value) == _form(result):
-                    self._known[result] = (result._version, value)
+                values = _rows(_computed(func, *given))
+                for row, value in zip(_rows(result), values, strict=True):
+                    if _is_knowable(row) and _form(value) == _form(row):
+                        self._known[row] = (row._version, value)
         return result
 
     def _given(
@@ -103,6 +104,10 @@ def _is_number(leaf: Any) -> bool:
     return type(leaf) in plain or isinstance(leaf, torch.memory_format)
 
 
+def _rows(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
 def _is_knowable(result: Any) -> bool:
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
@@ -110,8 +115,8 @@ def _is_knowable(result: Any) -> bool:
     return all(type(size) is int for size in sizes) and result.numel() <= _MOST
 
 
-def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(tensor.shape), tensor.dtype
+def _form(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
 
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

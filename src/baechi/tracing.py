@@ -22,6 +22,7 @@ from typing import Any, final
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.eager_branches import EagerBranches
@@ -29,7 +30,7 @@ from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, unchanged
-from baechi.propagation import propagate, quiet
+from baechi.propagation import Facts, propagate, quiet
 from baechi.traced import Attempt, Traced
 
 
@@ -231,7 +232,9 @@ def _modes() -> tuple[Any, ...]:
 
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    return _Capture(_symbolic_module(model, flat, _ModuleTracer(model)), returned[-1])
+    module = _symbolic_module(model, flat, _ModuleTracer(model))
+    _refuse_frozen(module, propagate(module, call.tensors))
+    return _Capture(module, returned[-1])
 
 
 def _opaque(model: nn.Module, call: Call) -> _Capture:
@@ -242,7 +245,7 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
         tracer = _ModuleTracer(model, opaque)
         try:
             module = _symbolic_module(model, flat, tracer)
-            propagate(module, call.tensors)
+            _refuse_frozen(module, propagate(module, call.tensors))
             return _Capture(module, returned[-1])
         except TraceError:
             raise
@@ -254,9 +257,32 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
 
 
 def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    with watched(model):
+    with watched(model), _NothingDrawn():  # type: ignore[no-untyped-call]
         graph = tracer.trace(flat)
     return fx.GraphModule(flat, graph)
+
+
+@final
+class _NothingDrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What fx does not see runs once, when it traces: random numbers would be frozen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError("forward draws random numbers, which fx would freeze")
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
+    """Refuse writes into a tensor that forward makes: to fx it is one constant of all calls.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    for node in module.graph.find_nodes(op="get_attr"):
+        made = str(node.target).startswith("_tensor_constant")
+        if made and any(value.storage in written for value in facts.nodes[node].values):
+            raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
 
 
 def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
