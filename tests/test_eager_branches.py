@@ -157,6 +157,22 @@ def looks() -> list[bool]:
     return [torchs, bool(is_exporting()), torch._subclasses.FakeTensor is not fake]
 
 
+class Relies(nn.Module):
+    """Cannot be traced after an answer about a value, which none who exports would hear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(x.shape[0])
+        if isinstance(order, torch._subclasses.FakeTensor):
+            return x + 5
+        return x + (1 if x.sum() > 0 else 2)
+
+
+def test_what_fails_after_an_answer_is_tried_without_answers() -> None:
+    traced = baechi.trace(Relies(), (torch.ones(3),))
+    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
+
+
 class Watched(nn.Module):
     """Lets another thread look while it is traced, and looks itself."""
 

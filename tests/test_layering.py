@@ -21,10 +21,10 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking",
-    4: "tracing eager_branches known_values autocast calls faithfulness custom_functions "
-    "model_state propagation partition naming lowering extraction metering saving profiling "
-    "copying torch_devices timing cuda_graphs cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration",
+    4: "tracing eager_branches known_values effectless autocast calls faithfulness "
+    "custom_functions model_state propagation partition naming lowering extraction metering "
+    "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
+    "value_dependence isolation in_place workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -260,6 +260,7 @@ ALLOWED = {
     "tracing": {
         "calls",
         "eager_branches",
+        "effectless",
         "faithfulness",
         "lowering",
         "model_state",

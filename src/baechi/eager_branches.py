@@ -33,6 +33,7 @@ class EagerBranches:
     def __init__(self) -> None:
         self._told: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
+        self._known = KnownValues()
         self._all = False
 
     def __str__(self) -> str:
@@ -42,11 +43,12 @@ class EagerBranches:
 
     def concede(self) -> bool:
         """After an error: tell one asker more the truth, and then all; whether there was one."""
-        if self._last is None or self._all:
+        if self._all or not (self._last or self._known.answered):
             return False
-        if self._last in self._told:
+        if self._last is None or self._last in self._told:
             self._all = True
-        self._told[self._last] = self._last[0].co_qualname
+        else:
+            self._told[self._last] = self._last[0].co_qualname
         return True
 
     @contextmanager
@@ -56,12 +58,13 @@ class EagerBranches:
         if self._all:
             yield
             return
-        flag, known = _Flag(), KnownValues()
+        known = self._known = KnownValues()
+        flag = _Flag()
         flag.branches, flag.thread = self, threading.get_ident()
 
         class Meta(type(FakeTensor)):  # type: ignore[misc]
             def __instancecheck__(cls, value: Any) -> bool:
-                return isinstance(value, FakeTensor) and known.value(value) is None
+                return isinstance(value, FakeTensor) and not known.answers(value)
 
         class Shown(FakeTensor, metaclass=Meta):
             """What the model's code sees: fake tensors but those whose value is known."""

@@ -42,6 +42,13 @@ class KnownValues(TorchFunctionMode):
         super().__init__()
         # A value holds for as long as nothing writes into the tensor or a view of it.
         self._known: Any = WeakTensorKeyDictionary()  # tensor -> (version, value)
+        self.answered = False
+
+    def answers(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's value is known, to one who then relies on that."""
+        known = self.value(tensor) is not None
+        self.answered |= known
+        return known
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What is in the tensor, if that is known."""
@@ -60,6 +67,7 @@ class KnownValues(TorchFunctionMode):
             self._known.pop(args[0], None)  # what is written there changes no version
         given = self._given(func, args, kwargs)
         if given is not None and func in _QUESTIONS:
+            self.answered = True
             return _computed(func, *given)
         result = func(*args, **kwargs)
         if given is not None and any(map(_is_knowable, _rows(result))):

@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.eager_branches import EagerBranches
+from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
@@ -139,19 +140,17 @@ def _strict(model: nn.Module, call: Call) -> _Capture:
 
 
 def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """What `torch.export` made, without guards of shapes: `placing` compares those itself.
+    """What `torch.export` made, without what has no effect.
 
     Raises:
         TypeError: An operator's fake tensors are not what it gives.
     """
-    for node in list(module.graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":
-            module.graph.erase_node(node)
-        elif call.autocast.dtypes and str(node.target) in _RECURRENT:
+    for node in module.graph.nodes:
+        if call.autocast.dtypes and str(node.target) in _RECURRENT:
             raise TypeError(
                 f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
             )
-    return module
+    return without_effectless(module)
 
 
 def _run_fake(flat: nn.Module, call: Call) -> None:
