@@ -11,9 +11,6 @@ import baechi
 import placed
 import zoo
 
-# Its trace adds gradients up in another order, which bfloat16 rounds otherwise.
-ROUNDED = {"llama"}
-
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "resnet_train", "recurrent"])
 def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
@@ -23,12 +20,7 @@ def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) 
         module = placed.at_random(model, args, kwargs)
         expected, actual = (placed.step(m, args, kwargs) for m in (reference, module))
     module.unplace()
-    if name in ROUNDED:
-        for key, gradient in expected.gradients.items():
-            torch.testing.assert_close(actual.gradients[key], gradient, rtol=0.02, atol=2e-3)
-        assert all(map(placed.same, expected.outputs, actual.outputs))
-    else:
-        assert not expected.differs_from(actual)
+    assert not expected.differs_from(actual)
 
 
 def lazily(model: nn.Module) -> baechi.PlacedModule:

@@ -14,7 +14,6 @@ import baechi
 from test_transparency import (
     ALL,
     EXACT,
-    REORDERED,
     Case,
     assert_same_step,
     assert_same_values,
@@ -88,8 +87,7 @@ def test_what_aot_autograd_runs_equals_the_unsplit_model_in_every_bit(name: str)
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize("name", [name for name in ALL if name not in QUICK])
 def test_every_model_of_the_zoo_equals_the_unsplit_one(name: str) -> None:
-    tolerances = {} if name in REORDERED else EXACT
-    assert_compiled_equals_unsplit(name, AOT, baechi.RandomPlacer(1), **tolerances)
+    assert_compiled_equals_unsplit(name, AOT, baechi.RandomPlacer(1), **EXACT)
 
 
 @pytest.mark.slow

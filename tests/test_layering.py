@@ -23,10 +23,10 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking",
-    4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
-    "naming lowering extraction metering saving profiling copying torch_devices timing "
-    "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
-    "workload estimation calibration",
+    4: "tracing eager_branches known_values effectless autocast calls faithfulness "
+    "custom_functions model_state propagation partition naming lowering extraction metering "
+    "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
+    "value_dependence isolation in_place workspace kernels workload estimation calibration",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -261,6 +261,17 @@ ALLOWED = {
     "faithfulness": {"custom_functions"},
     "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
     "operands": {"calls", "lowering", "partition", "propagation"},
+    "eager_branches": {"known_values"},
+    "tracing": {
+        "calls",
+        "eager_branches",
+        "effectless",
+        "faithfulness",
+        "lowering",
+        "model_state",
+        "propagation",
+    },
+    "operands": {"lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},

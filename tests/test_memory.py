@@ -134,7 +134,17 @@ def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> No
 
 
 @pytest.mark.parametrize("training", [False, True])
-@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "resnet_train", "nn_transformer", "towers"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "bert", "t5", "llama", "mixtral", "clip", "vit", "nn_transformer"),
+        *("resnet_train", "towers"),
+        pytest.param("lstm_lm", marks=pytest.mark.slow),
+        pytest.param("inception", marks=pytest.mark.slow),
+        pytest.param("resnet_eval", marks=pytest.mark.slow),
+        pytest.param("awkward", marks=pytest.mark.slow),
+    ],
+)
 def test_one_device_holds_no_more_than_the_unsplit_model(name: str, training: bool) -> None:
     unsplit, placed = step_peaks(*zoo.MODELS[name](), training=training)
     assert placed <= 1.02 * unsplit

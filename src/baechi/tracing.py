@@ -1,6 +1,7 @@
 """From a model to a `Traced`: the ladder of tracers.
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
+    the same, exporting said     where the branches of an eager run cannot be traced
     torch.export, strict         through the byte code; sees some Python that non-strict does not
     torch.fx.symbolic_trace      torch.nn modules as leaves
     module granularity           submodules that cannot be traced are opaque leaves
@@ -12,7 +13,8 @@ failed, with the model's own line, are kept in `Traced.attempts`.
 import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,13 +22,16 @@ from typing import Any, final
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.eager_branches import EagerBranches
+from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, unchanged
-from baechi.propagation import propagate, quiet
+from baechi.propagation import Facts, propagate, quiet
 from baechi.traced import Attempt, Traced
 
 
@@ -67,7 +72,7 @@ def trace(
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
-    for rung, capture in _LADDER.items():
+    for rung, capture in _ladder():
         try:
             with quiet(), unchanged(model):
                 captured = capture(model, call)
@@ -110,8 +115,13 @@ _RECURRENT = tuple(
 _BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
 
-def _non_strict(model: nn.Module, call: Call) -> _Capture:
-    flat, returned = flat_model(model, call, buffers_in_place)
+def _non_strict(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
+    @contextmanager
+    def around(model: nn.Module) -> Iterator[None]:
+        with buffers_in_place(model), branches.taken():
+            yield
+
+    flat, returned = flat_model(model, call, around)
     with watched(model) as functions:
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
@@ -130,19 +140,17 @@ def _strict(model: nn.Module, call: Call) -> _Capture:
 
 
 def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """What `torch.export` made, without guards of shapes: `placing` compares those itself.
+    """What `torch.export` made, without what has no effect.
 
     Raises:
         TypeError: An operator's fake tensors are not what it gives.
     """
-    for node in list(module.graph.nodes):
-        if node.op == "call_module" and node.target == "_guards_fn":
-            module.graph.erase_node(node)
-        elif call.autocast.dtypes and str(node.target) in _RECURRENT:
+    for node in module.graph.nodes:
+        if call.autocast.dtypes and str(node.target) in _RECURRENT:
             raise TypeError(
                 f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
             )
-    return module
+    return without_effectless(module)
 
 
 def _run_fake(flat: nn.Module, call: Call) -> None:
@@ -223,7 +231,9 @@ def _modes() -> tuple[Any, ...]:
 
 def _symbolic(model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    return _Capture(_symbolic_module(model, flat, _ModuleTracer(model)), returned[-1])
+    module = _symbolic_module(model, flat, _ModuleTracer(model))
+    _refuse_frozen(module, propagate(module, call.tensors))
+    return _Capture(module, returned[-1])
 
 
 def _opaque(model: nn.Module, call: Call) -> _Capture:
@@ -234,7 +244,7 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
         tracer = _ModuleTracer(model, opaque)
         try:
             module = _symbolic_module(model, flat, tracer)
-            propagate(module, call.tensors)
+            _refuse_frozen(module, propagate(module, call.tensors))
             return _Capture(module, returned[-1])
         except TraceError:
             raise
@@ -246,17 +256,43 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
 
 
 def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    with watched(model):
+    with watched(model), _NothingDrawn():  # type: ignore[no-untyped-call]
         graph = tracer.trace(flat)
     return fx.GraphModule(flat, graph)
 
 
-_LADDER: dict[str, Callable[[nn.Module, Call], _Capture]] = {
-    "torch.export (non-strict)": _non_strict,
-    "torch.export (strict)": _strict,
-    "torch.fx.symbolic_trace": _symbolic,
-    "module granularity, opaque leaves": _opaque,
-}
+@final
+class _NothingDrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What fx does not see runs once, when it traces: random numbers would be frozen."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError("forward draws random numbers, which fx would freeze")
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
+    """Refuse writes into a tensor that forward makes: to fx it is one constant of all calls.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    for node in module.graph.find_nodes(op="get_attr"):
+        made = str(node.target).startswith("_tensor_constant")
+        if made and any(value.storage in written for value in facts.nodes[node].values):
+            raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
+
+
+def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
+    """The rungs, each after the one before it has failed."""
+    branches = EagerBranches()
+    yield "torch.export (non-strict)", partial(_non_strict, branches)
+    while branches.concede():
+        yield f"torch.export (non-strict){branches}", partial(_non_strict, branches)
+    yield "torch.export (strict)", _strict
+    yield "torch.fx.symbolic_trace", _symbolic
+    yield "module granularity, opaque leaves", _opaque
 
 
 def _reason(error: Exception, model: nn.Module) -> str:
