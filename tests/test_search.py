@@ -180,6 +180,39 @@ def test_a_listed_order_follows_the_critical_path():
     assert order.tolist() == [2, 5, 0, 1, 3, 4]
 
 
+def test_a_listed_order_knows_that_ports_are_busy():
+    # From device 0 to 1 go the outputs of a, in 10 to 30, and of b, in 30 to 50. Without ports d
+    # could start at 40, right after c; as it is, e fits between them.
+    ops = (Op("a", 10), Op("b", 10), Op("c", 10), Op("d", 30), Op("e", 5))
+    graph = OpGraph(ops, (Tensor(0, (1, 2), 10), Tensor(1, (3,), 10), Tensor(2, (4,), 1)))
+    orders = {}
+    for ports in ("duplex", "shared", "none"):
+        devices = [Device("d0", 100), Device("d1", 100)]
+        problem = Problem(graph, Cluster.connected(devices, LINK, ports=ports))
+        orders[ports] = _core.list_order(problem.core, np.array([0, 0, 1, 1, 1], np.int32)).tolist()
+    assert orders["duplex"] == orders["shared"] == [0, 1, 2, 4, 3]
+    assert orders["none"] == [0, 1, 2, 3, 4]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.randoms(use_true_random=False))
+def test_no_device_waits_in_a_listed_order_while_an_op_could_start(data, draw):
+    graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters(uniform=True))
+    problem = Problem(graph, cluster)
+    devices, _ = anything(problem, draw)
+    timeline, left = problem.timeline(), set(range(len(graph.ops)))
+    for op in _core.list_order(problem.core, np.array(devices, np.int32)).tolist():
+        free = [other for other in left if left.isdisjoint(producers(graph, other))]
+        starts = {other: timeline.earliest_start(other, devices[other]) for other in free}
+        assert starts[op] == min(starts.values())
+        timeline.commit(op, devices[op])
+        left.remove(op)
+
+
+def producers(graph, op):
+    return [graph.tensors[tensor].producer for tensor in graph.op_inputs[op]]
+
+
 def cliques():
     """Two sets of four ops that exchange much, and send little to each other."""
     ops = tuple(Op(f"op{i}", 100) for i in range(8))
@@ -203,6 +236,23 @@ def test_a_partition_parts_what_exchanges_little():
         assert sorted({found[0], found[1]}) == [0, 1]
         assert found[::2] == [found[0]] * 4
         assert found[1::2] == [found[1]] * 4
+
+
+def test_a_partition_mends_devices_that_change_roles():
+    # Two chains side by side that change devices half-way: balanced in every window, and every
+    # small change cuts them once more.
+    ops = tuple(Op(f"op{i}", 100) for i in range(200))
+    graph = OpGraph(ops, tuple(Tensor(i, (i + 2,), 300) for i in range(198)))
+    problem = Problem(graph, Cluster.uniform(2, 10**6, LINK))
+    levels = _core.group_clusters(problem.core, problem.group_colors)
+    loads = np.array(problem.group_bytes, np.int64)
+    crossed = np.array([(i + (i >= 100)) % 2 for i in range(200)], np.int32)
+    for seed in range(5):
+        found = _core.partition_search(
+            problem.core, crossed, levels, loads, 1.0, 16, 20_000, seed
+        ).tolist()
+        assert found == [found[0], found[1]] * 100
+        assert found[0] != found[1]
 
 
 def test_a_partition_keeps_to_the_memory():
