@@ -259,8 +259,6 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions"},
-    "tracing": {"calls", "faithfulness", "lowering", "model_state", "propagation"},
-    "operands": {"calls", "lowering", "partition", "propagation"},
     "eager_branches": {"known_values"},
     "tracing": {
         "calls",
@@ -271,7 +269,7 @@ ALLOWED = {
         "model_state",
         "propagation",
     },
-    "operands": {"lowering", "partition", "propagation"},
+    "operands": {"calls", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
     "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},
