@@ -1,6 +1,7 @@
 """Logical devices as torch devices, and what hardware is behind them."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,6 +38,11 @@ def torch_device(name: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise InputError(f"device {str(name)!r} is neither a CPU nor CUDA; only these are run on.")
     return torch.device("cpu")
+
+
+def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:
+    """The GPU behind every logical device, as its name; None for a CPU."""
+    return tuple(str(place) if place.type == "cuda" else None for place in places)
 
 
 def device_kind(device: torch.device) -> str:

@@ -113,6 +113,11 @@ class Executable:
             return ("CUDA graphs were not asked for",) * len(self.program.tapes)
         return self._graphs.reasons
 
+    @property
+    def replays(self) -> bool:
+        """Whether CUDA graphs were asked for."""
+        return self._graphs is not None
+
     def graph_report(self) -> str:
         """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
         return "" if self._graphs is None else self._graphs.report()
