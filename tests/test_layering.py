@@ -24,7 +24,7 @@ LAYERS = {
     4: "tracing autocast calls faithfulness custom_functions model_state propagation partition "
     "naming lowering extraction metering saving profiling copying torch_devices timing "
     "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
-    "workload estimation calibration",
+    "workload estimation calibration recurrent",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",

@@ -13,6 +13,7 @@ Complexity: O(distinct operators), about 0.2 s each; with a full store O(operato
 
 import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -321,7 +322,9 @@ class _Bench:
         )
 
     def _measure(self, make: Any, nodes: Any) -> Measured:
-        with torch.enable_grad(), no_collections():
+        with torch.enable_grad(), no_collections(), warnings.catch_warnings():
+            # Made-up weights of a recurrent layer are in pieces; cuDNN says so.
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
             alone = Alone(self._module, nodes, make, self.place, self._setting)
             size = sizes(alone, self.place)
             preparations = [alone.forward_runs]

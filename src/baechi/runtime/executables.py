@@ -19,6 +19,7 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.recomputation import Unit
+from baechi.recurrent import compact
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
@@ -150,6 +151,7 @@ class Executable:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
         for tensor, place in self._homes:
             move(tensor, place)
+        compact(self._module.model)
 
     def _state_tensors(self, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
         inside = set(nodes)

@@ -89,7 +89,7 @@ def _crossing(
             until = step_ns if saved or tensor.producer >= loss else forward_ns
             yield Holding(memory, HELD, tensor.nbytes, last[memory], until)
         mine = memory_of[home]
-        own = max(last.get(mine, 0), *sent.get((index, home), []))
+        own = max([last.get(mine, 0), *sent.get((index, home), [])])
         beside = any(gpus[device] == gpus[home] for device in there)
         if beside and tensor.producer < loss and any(op > loss for op in readers.get(mine, ())):
             yield Holding(mine, HELD, tensor.nbytes, own, step_ns)
