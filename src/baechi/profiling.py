@@ -260,6 +260,9 @@ class _Bench:
             settings=f"{_library_settings()}, {self._setting.words}",
             method=METHOD,
         )
+        if self.place.type == "cuda":
+            # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
+            torch.ones(2, device=self.place, requires_grad=True).exp().sum().backward()
         self._operands: Operands | None = None
         self._timer: Timer | None = None
         self._engine_ns: int | None = None
