@@ -21,10 +21,18 @@ from fake_cuda import Gpu, Stream, sanitized
 from placed import again_at_random, at_random
 from recording import CpuRecorder
 
-NAMES = (
-    *("towers", "tied", "buffers", "slice_assigned", "nested_outputs"),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "in_place", "resnet_train")),
-)
+CASES = [
+    *(
+        (name, seed, name == "slice_assigned")
+        for name, seed in (("towers", 0), ("slice_assigned", 1))
+    ),
+    *(
+        pytest.param(name, seed, graphs, marks=pytest.mark.slow)
+        for name in ("towers", "tied", "buffers", "in_place", "nested_outputs", "gpt2")
+        for seed in (1, 2)
+        for graphs in (False, True)
+    ),
+]
 
 
 class Chains(nn.Module):
@@ -79,9 +87,7 @@ def train(module: Any, args: Any, kwargs: Any, steps: int) -> list[torch.Tensor]
     return [parameter.detach().clone() for parameter in module.parameters()]
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "seed", "graphs"), CASES)
 def test_lanes_wait_for_what_they_use(
     name: str, seed: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
