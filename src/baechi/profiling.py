@@ -262,7 +262,8 @@ class _Bench:
         )
         if self.place.type == "cuda":
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
-            torch.ones(2, device=self.place, requires_grad=True).exp().sum().backward()
+            leaf = torch.ones(2, device=self.place, requires_grad=True)
+            torch.autograd.grad(leaf.exp().sum(), leaf)
         self._operands: Operands | None = None
         self._timer: Timer | None = None
         self._engine_ns: int | None = None
