@@ -2,9 +2,34 @@
 
 import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+# Where an optional package is missing, as on a machine that is there for its GPU alone, the tests
+# of what needs it are left out.
+_NEEDS = {
+    "tests/test_prediction.py": "plotly",
+    "tests/test_quality.py": "plotly",
+    "tests/test_service.py": "fastapi",
+}
+collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
+_GPUS = {"gpu": 1, "multigpu": 2}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs more GPUs than there are."""
+    wanted = [
+        (item, n) for item in items for mark, n in _GPUS.items() if item.get_closest_marker(mark)
+    ]
+    if wanted:
+        import torch
+
+        have = torch.cuda.device_count()
+        for item, n in wanted:
+            if have < n:
+                item.add_marker(pytest.mark.skip(reason=f"needs {n} GPU(s), and {have} are here"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -22,11 +22,12 @@ LAYERS = {
     "linear_programs granularity link_fits profile_store device_kinds recomputation",
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
-    "runtime.compiling runtime.checking",
+    "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing eager_branches known_values effectless autocast calls faithfulness "
     "custom_functions model_state propagation partition naming lowering extraction metering "
     "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
-    "value_dependence isolation in_place workspace kernels workload estimation calibration",
+    "value_dependence isolation in_place workspace kernels workload estimation calibration "
+    "recurrent",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -136,6 +137,9 @@ ALLOWED = {
     "reporting.text": {"reporting.facts"},
     # The program of a placement: cut, and then written.
     "runtime.compiling": {"runtime.cutting", "runtime.writing"},
+    # What streams hold is added to the memory that a report draws, and solved for.
+    "runtime.lifetimes": {"reporting.occupancy"},
+    "runtime.fitting": {"runtime.compiling", "runtime.lifetimes"},
     # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
     "scheduling.fleet": {"scheduling.jobs"},
     "scheduling.sharing": {"scheduling.jobs"},

@@ -11,6 +11,7 @@ from baechi.copying import SIZES, copy_times_ns, first_broken_size
 from baechi.link_fits import FREE_BYTES_PER_S, fit_link
 from baechi.profiling import torch_device
 from baechi.runtime.handover import handover_ns
+from baechi.torch_devices import blas_bytes
 
 CPU = torch.device("cpu")
 
@@ -151,6 +152,14 @@ def test_links_that_two_numbers_cannot_tell_are_remarked() -> None:
     (remark,) = survey.remarks
     assert "The link from b to a tells" in remark
     assert f"wrong by {bad.worst_error:.0%}, where 20% is good" in remark
+
+
+@pytest.mark.parametrize(
+    ("major", "setting", "mib"),
+    [(9, "", 32), (10, "", 32), (8, "", 8.125), (9, ":4096:2:16:8", 8.125), (9, ":16:8", 0.125)],
+)
+def test_what_cublas_keeps_for_a_stream(major: int, setting: str, mib: float) -> None:
+    assert blas_bytes(major, setting) == int(mib * 2**20)
 
 
 @pytest.mark.gpu

@@ -52,6 +52,7 @@ def main(
     placer: Annotated[str, typer.Option(help="Who splits the models.")] = "auto",
     training: Annotated[bool, typer.Option(help="Forward and backward.")] = False,
     quick: Annotated[bool, typer.Option(help="The first model at the first batch size.")] = False,
+    models: Annotated[str, typer.Option(help="Names, in turn.")] = ",".join(_MODELS),
 ) -> None:
     """Print the table."""
     console = Console(width=140)
@@ -64,10 +65,12 @@ def main(
         table.add_column(f"{n} lanes /")
         table.add_column("as graphs /")
     sizes = [int(size) for size in batches.split(",")]
-    for name in list(_MODELS)[:1] if quick else _MODELS:
+    names = models.split(",")
+    for name in names[:1] if quick else names:
         for batch in sizes[:1] if quick else sizes:
-            table.add_row(name, str(batch), *row(name, batch, placer, training, rounds))
-            console.print(f"{name} at {batch}: done")
+            cells = row(name, batch, placer, training, rounds)
+            table.add_row(name, str(batch), *cells)
+            console.print(f"{name} at {batch}: {', '.join(cells)}")  # whatever ends the run
     console.print(table)
 
 

@@ -28,6 +28,8 @@ _QUEUED: Final = 20
 # The resolution of an event is about 0.5 us; below this it matters, so such runs are repeated.
 _SHORT_NS: Final = 30_000
 _REPEATS: Final = 20
+# So many readings at once of long ones: all results of a queue are alive together.
+_QUEUED_NS: Final = 2_000_000
 # What recording a pair of events takes of the host, generously.
 _RECORDING_NS: Final = 20_000
 # A spin too long costs time only; one too short leaves gaps.
@@ -45,6 +47,7 @@ class CudaTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._captures: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._cycles_per_ns = self._spin_rate()
         with torch.cuda.device(device):
             self._pair_ns = statistics.median(self._queued([_nothing] * _QUEUED, 0))
@@ -67,8 +70,12 @@ class CudaTimer:
             readings = [self._queued(prepare(1), launch_ns)[0] for _ in rounds()]
             return summary(readings, 1, self._pair_ns)
         if first > _SHORT_NS:
+            count = max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
+            most = -(-2 * _QUEUED // count)
             readings = [
-                t for _ in rounds((1, 2)) for t in self._queued(prepare(_QUEUED), launch_ns)
+                t
+                for _ in rounds((min(3, most), most))
+                for t in self._queued(prepare(count), launch_ns)
             ]
             return summary(readings, 1, self._pair_ns)
         repeated = self._captured(prepare)
@@ -101,7 +108,7 @@ class CudaTimer:
 
     def _captured(self, prepare: Preparation) -> Run | None:
         """A graph that repeats the run, or `None` where it cannot be captured."""
-        recorder = CudaRecorder(self._device)
+        recorder = CudaRecorder(self._device, self._captures)
         runs: list[Run] = []
         results: list[Any] = []
         try:

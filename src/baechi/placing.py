@@ -30,12 +30,12 @@ from baechi.problem import Problem
 from baechi.profiling import profile
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.compiled import compile_options
+from baechi.runtime.fitting import solve_with_held
 from baechi.runtime.homes import Homes, first_homes, staying
 from baechi.runtime.module import PlacedModule, apply
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
-from baechi.solving import solve
-from baechi.torch_devices import device_kind, torch_device
+from baechi.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.tracing import trace
 from baechi.values import check_positive
@@ -228,8 +228,14 @@ class _Maker:
                     if names:
                         say(f"recomputing {', '.join(names)}")
                 say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
-                placement = solve(
-                    graph, self.cluster, self.placer, effort=self.effort, constraints=constraints
+                placement = solve_with_held(
+                    graph,
+                    self.cluster,
+                    self.placer,
+                    gpus_of([torch_device(device.name) for device in self.cluster.devices]),
+                    effort=self.effort,
+                    constraints=constraints,
+                    replayed=self.cuda_graphs is not False,
                 )
                 return graph, placement
             except (InfeasibleError, InputError) as error:

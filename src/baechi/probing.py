@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -14,8 +14,13 @@ from baechi.errors import InputError
 from baechi.link_fits import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
 from baechi.profiling import device_kind, torch_device
 from baechi.runtime.handover import handover_ns
+from baechi.torch_devices import blas_bytes
 from baechi.units import format_bytes, parse_bytes
 from baechi.values import check_row
+
+# Of a lane: its stream and the one where its graphs are captured, for the caller's thread and for
+# that of autograd.
+_WORKSPACES: Final = 4
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
 
@@ -92,7 +97,7 @@ def survey(devices: Devices = None) -> Survey:
             continue
         what = f"memory of device {device!r}"
         sharing = places.count(place)
-        free = _free_bytes(place) // sharing
+        free = max(_free_bytes(place) // sharing - _lane_bytes(place), 0)
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         rows.append(Device(device, memory, kind=device_kind(place)))
     links, fits = _links(names, places)
@@ -184,6 +189,14 @@ def _free_bytes(place: torch.device) -> int:
     except OSError:
         return total  # no such file on this system
     return total
+
+
+def _lane_bytes(place: torch.device) -> int:
+    """What libraries will take for the streams of a logical device, and keep."""
+    if place.type != "cuda":
+        return 0
+    major = torch.cuda.get_device_capability(place)[0]
+    return _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:

@@ -14,6 +14,7 @@ Complexity: O(distinct operators), about 0.2 s each; with a full store O(operato
 
 import contextlib
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -262,6 +263,10 @@ class _Bench:
             settings=f"{_library_settings()}, {self._setting.words}",
             method=METHOD,
         )
+        if self.place.type == "cuda":
+            # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
+            leaf = torch.ones(2, device=self.place, requires_grad=True)
+            torch.autograd.grad(leaf.exp().sum(), leaf)
         self._operands: Operands | None = None
         self._timer: Timer | None = None
         self._engine_ns: int | None = None
@@ -324,7 +329,9 @@ class _Bench:
         )
 
     def _measure(self, make: Any, nodes: Any) -> Measured:
-        with torch.enable_grad(), no_collections():
+        with torch.enable_grad(), no_collections(), warnings.catch_warnings():
+            # Made-up weights of a recurrent layer are in pieces; cuDNN says so.
+            warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
             alone = Alone(self._module, nodes, make, self.place, self._setting)
             size = sizes(alone, self.place)
             ways = [alone.forward_runs, alone.inference_runs, alone.backward_runs]

@@ -1,7 +1,8 @@
 """Logical devices as torch devices, and what hardware is behind them."""
 
 import platform
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -41,6 +42,11 @@ def torch_device(name: str | torch.device) -> torch.device:
     return torch.device("cpu")
 
 
+def gpus_of(places: Sequence[torch.device]) -> tuple[str | None, ...]:
+    """The GPU behind every logical device, as its name; None for a CPU."""
+    return tuple(str(place) if place.type == "cuda" else None for place in places)
+
+
 def device_kind(device: torch.device) -> str:
     """The hardware kind, for `Device.kind` and `OpGraph.times`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
@@ -64,6 +70,21 @@ def cache_bytes(device: torch.device) -> int:
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
     found = [_read_size(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
     return max([size for size in found if size], default=_USUAL_CACHE_BYTES)
+
+
+def blas_bytes(major: int, setting: str) -> int:
+    """What cuBLAS keeps for every stream, and for every host thread that launches on it.
+
+    Args:
+        major: The GPU's compute capability.
+        setting: `CUBLAS_WORKSPACE_CONFIG`: pairs of KiB and counts, such as `:4096:2:16:8`.
+
+    Source: `parseChosenWorkspaceSize` in torch's `aten/src/ATen/cuda/CublasHandlePool.cpp`.
+    """
+    pairs = re.findall(r":(\d+):(\d+)", setting)
+    if pairs:
+        return sum(int(size) * int(count) for size, count in pairs) * 2**10
+    return 32 * 2**20 if major >= 9 else 8 * 2**20 + 2**17
 
 
 def _cpu_lines() -> list[str]:

@@ -8,7 +8,8 @@ profile is `Schedule.peak_bytes`, and a report cannot say one thing and draw ano
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import NamedTuple
 
 from baechi.devices import Cluster
@@ -33,16 +34,24 @@ class Holding(NamedTuple):
     stop_ns: int
 
 
-def memory_profile(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[Steps, ...]:
+def memory_profile(
+    graph: OpGraph, cluster: Cluster, schedule: Schedule, longer: Iterable[Holding] = ()
+) -> tuple[Steps, ...]:
     """For each device the steps `(time_ns, bytes)` of its memory, from time 0 on.
 
     A step holds until the next one's time; the last one is at the end of the schedule. Devices of
     one pool share one memory and have equal steps. O(n log n) time in ops, consumers and transfers.
+
+    Args:
+        graph: What is scheduled.
+        cluster: Where.
+        schedule: When.
+        longer: What is held besides.
     """
-    memory_of = _memories(cluster)
+    memory_of = memories(cluster)
     level: Counter[int] = Counter()
     changes: dict[int, Counter[int]] = {memory: Counter() for memory in memory_of}
-    for held in _holdings(graph, memory_of, schedule):
+    for held in chain(_holdings(graph, memory_of, schedule), longer):
         if held.reason == PERSISTENT:
             level[held.memory] += held.nbytes
         elif held.start_ns < held.stop_ns:
@@ -59,7 +68,7 @@ def peak_holdings(
     graph: OpGraph, cluster: Cluster, schedule: Schedule
 ) -> tuple[tuple[int, Mapping[str, int]], ...]:
     """For each device the first time of its peak, and the bytes that it holds then by reason."""
-    memory_of = _memories(cluster)
+    memory_of = memories(cluster)
     profiles = memory_profile(graph, cluster, schedule)
     peak_ns = [max(steps, key=lambda step: step[1])[0] for steps in profiles]
     held_at_peak: dict[int, Counter[str]] = {memory: Counter() for memory in memory_of}
@@ -72,7 +81,7 @@ def peak_holdings(
     )
 
 
-def _memories(cluster: Cluster) -> list[int]:
+def memories(cluster: Cluster) -> list[int]:
     """For each device the first device of its pool; itself where it is in none."""
     first: dict[str, int] = {}
     return [

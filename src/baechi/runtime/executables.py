@@ -19,6 +19,7 @@ from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.recomputation import Unit
+from baechi.recurrent import compact
 from baechi.runtime.binding import Bound, bind
 from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.checking import check_program
@@ -117,6 +118,11 @@ class Executable:
             return ("CUDA graphs were not asked for",) * len(self.program.tapes)
         return self._graphs.reasons
 
+    @property
+    def replays(self) -> bool:
+        """Whether CUDA graphs were asked for."""
+        return self._graphs is not None
+
     def graph_report(self) -> str:
         """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
         return "" if self._graphs is None else self._graphs.report()
@@ -140,6 +146,7 @@ class Executable:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
         for tensor, device in self.homes.items():
             move(tensor, self.places[device])
+        compact(self._module.model)
 
     def _attribute(self, node: fx.Node) -> Any:
         return attribute(self._module.graph_module, str(node.target))

@@ -17,15 +17,16 @@ from baechi.graph import OpGraph
 from baechi.measurement import Measurement
 from baechi.metering import Meter
 from baechi.placement import Placement, Schedule
-from baechi.profiling import torch_device
 from baechi.runtime.capturing import CudaGraphs
 from baechi.runtime.compiled import compile_options
 from baechi.runtime.executables import Executable, move
+from baechi.runtime.fitting import scheduled
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
 from baechi.runtime.specialization import Specialization, call_key
 from baechi.simulation import simulate
+from baechi.torch_devices import gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.training import recomputed
 from baechi.values import check_is, check_positive, check_row
@@ -262,8 +263,11 @@ class PlacedModule(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """What the step was predicted to do."""
-        return simulate(self.graph, self.cluster, self.placement)
+        """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
+        executable = self._current.executable
+        gpus = gpus_of(executable.places[: len(self.cluster.devices)])
+        replayed = executable.replays
+        return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
 
     def _known(self, value: Any, what: str) -> Any:
         if value is None:

@@ -222,7 +222,8 @@ class TapeCode:
             if flag is not True:
                 leaves, _ = flat.setdefault(entry.argument, pytree.tree_flatten(value))
                 value = leaves[tensor_slots(leaves)[entry.leaf]]
-            tensors.append(value)
+            # A graph that is kept must not keep a parameter's own node, which is of one stream.
+            tensors.append(value.detach() if step.apart and entry.value < 0 else value)
             taken.append(number)
         edges: Edges = [None] * len(self.entries)
         if not tensors:

@@ -23,6 +23,7 @@ from baechi.calls import Call, tensors_in
 from baechi.errors import ExecutionError, InputError
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
+from baechi.recurrent import compact
 from baechi.runtime.executables import Executable
 from baechi.runtime.stepwise import Difference, Operators, Values, difference
 
@@ -35,6 +36,7 @@ class Unsplit:
         self._memo: dict[int, Any] = {}
         with torch.inference_mode(False):
             self.model = copy.deepcopy(model, self._memo)
+            compact(self.model)
 
     def twin(self, value: Any) -> Any:
         """The copy of one of the model's tensors or submodules; other tensors beside the copy."""

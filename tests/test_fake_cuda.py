@@ -1,0 +1,130 @@
+"""Lanes of a GPU, on the CPU: no kernel and no allocator comes before a wait that it needs."""
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+import zoo
+from baechi.runtime.binding import bind
+from baechi.runtime.executors import graphs_of
+from baechi.runtime.fencing import Fence
+from baechi.runtime.holding import Held
+from baechi.runtime.nodes import Way
+from baechi.runtime.replays import WARM_UP
+from baechi.runtime.streams import CudaExecutor
+from fake_cuda import Gpu, Stream, sanitized
+from placed import again_at_random, at_random
+from recording import CpuRecorder
+
+CASES = [
+    *(
+        (name, seed, name == "slice_assigned")
+        for name, seed in (("towers", 0), ("slice_assigned", 1))
+    ),
+    *(
+        pytest.param(name, seed, graphs, marks=pytest.mark.slow)
+        for name in ("towers", "tied", "buffers", "in_place", "nested_outputs", "gpt2")
+        for seed in (1, 2)
+        for graphs in (False, True)
+    ),
+]
+
+
+class Chains(nn.Module):
+    """Chains side by side of operators of which autograd saves nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        ends = []
+        for number in range(3):
+            y = x + number
+            for _ in range(5):
+                y = y.neg()
+            ends.append(y)
+        return torch.stack(ends).sum(0)
+
+
+def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
+    """Let a placed module run as on lanes of one GPU."""
+    executable = placed._current.executable
+    program = executable._compiled(copy_lanes=True)
+    bound = bind(executable._module, executable._graph, program, executable.places)
+    recorded = None
+    if graphs:
+        recorded = graphs_of(
+            executable._module,
+            program,
+            bound,
+            executable.places,
+            recorder=lambda _: CpuRecorder(lambda: False, []),
+        )
+    executable.close()
+    gpus: Any = [Gpu() for _ in executable.places]
+    executable.program = program
+    executable._way = Way(bound, CudaExecutor(program, bound, gpus, recorded))
+
+
+def train(module: Any, args: Any, kwargs: Any, steps: int) -> list[torch.Tensor]:
+    """Parameters after some steps."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        given, named = copy.deepcopy((args, kwargs))
+        leaves = torch.utils._pytree.tree_leaves(module(*given, **named))
+        roots = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+        torch.stack([t.float().square().mean() for t in roots]).sum().backward()
+        optimizer.step()
+    gc.collect()
+    return [parameter.detach().clone() for parameter in module.parameters()]
+
+
+@pytest.mark.parametrize(("name", "seed", "graphs"), CASES)
+def test_lanes_wait_for_what_they_use(
+    name: str, seed: int, graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
+    reference = copy.deepcopy(model)
+    placed = at_random(model, args, kwargs, seed=seed)
+    with sanitized(monkeypatch) as sanitizer:
+        on_streams(placed, graphs)
+        actual = train(placed, args, kwargs, WARM_UP + 3 if graphs else 2)
+    assert not sanitizer.found
+    expected = train(reference, args, kwargs, WARM_UP + 3 if graphs else 2)
+    for one, other in zip(expected, actual, strict=True):
+        torch.testing.assert_close(other, one)
+
+
+def found_in_two_steps(traced: baechi.Traced, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    placed = again_at_random(traced, seed=6, devices=3)
+    with sanitized(monkeypatch) as sanitizer:
+        on_streams(placed, graphs=False)
+        train(placed, (torch.ones(2, 16),), {}, 2)
+    return sanitizer.found
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "complaint"),
+    [
+        (Stream, "wait_event", "may be writing"),  # no lane waits for another
+        (Fence, "join", "may be writing"),  # nobody waits at the ends of a phase
+        (Held, "add", "takes memory"),  # what crosses lanes is let go of with its last use
+    ],
+)
+def test_what_is_left_out_is_found(
+    owner: Any, name: str, complaint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    traced = baechi.trace(Chains(), (torch.ones(2, 16),))
+    assert not found_in_two_steps(traced, monkeypatch)
+    monkeypatch.setattr(owner, name, lambda *_: None)
+    assert any(complaint in text for text in found_in_two_steps(traced, monkeypatch))
