@@ -131,6 +131,15 @@ def heads_and_tails(problem: Problem, best: NDArray[int64]) -> tuple[list[int], 
 def longest_paths(
     times: NDArray[float64], src: NDArray[int32], dst: NDArray[int32], length: NDArray[float64]
 ) -> tuple[list[float], list[float]]: ...
+def save_most_transfers(
+    times: NDArray[float64],
+    src: NDArray[int32],
+    dst: NDArray[int32],
+    cost: NDArray[float64],
+    tolerance: float,
+    max_iterations: int,
+    most_work: float,
+) -> tuple[list[float], float, float, int]: ...
 def save_transfers(
     times: NDArray[float64],
     src: NDArray[int32],
