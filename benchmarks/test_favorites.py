@@ -1,14 +1,14 @@
 """The favorites' linear program: 600 ops under 0.1 s and 5,000 under 2 s, exactly; 20,000 under 5 s
 and 100,000 under 60 s, within 0.5 % of the optimum as proved. On layered graphs of two widths and
 series-parallel ones, with transfers that are cheap beside the ops (a fifth of their time) or dear
-(twice it). At 5,000 ops in layers of 100 with dear transfers it takes longer.
+(twice it).
 
 A row: method, objective and bound of w in ms, gap in %, seconds of CPU time, number of
 favorites, and up to 5,000 ops the time of plain HiGHS (dual simplex, no start) on the same program
 over ours.
 
 Then 5,000 ops by the width of the layers and by the mean transfer over the mean op: seconds of CPU
-time, and of them those of the first-order part.
+time, the gap, and the seconds of HiGHS's simplex from what first-order found, both together.
 
 And what favorites are worth: makespans of m-SCT over m-ETF's, by how dear transfers are.
 """
@@ -135,14 +135,14 @@ def test_favorites(benchmark: Any, shape: str, links: str, n_ops: int) -> None:
     benchmark.extra_info.update(row)
     print(f"\n{n_ops:>7,} {shape:<15} {links:<5}", *row.values())
     assert gap <= 0.005
-    assert found.method == ("highs" if n_ops <= PLAIN_OPS else "first-order")
-    if (shape, links, n_ops) != ("width 100", "dear", 5_000):
-        assert seconds < LIMIT_S[n_ops]
+    if n_ops <= PLAIN_OPS:
+        assert gap <= 1e-6
+    assert seconds < LIMIT_S[n_ops]
 
 
 @pytest.mark.benchmark(timer=time.process_time)
 @pytest.mark.parametrize("ratio", [0.1, 1, 2, 10])
-@pytest.mark.parametrize("width", [10, 30, 100, 1_000])
+@pytest.mark.parametrize("width", [10, 30, 100, 300, 1_000])
 def test_exact_by_width(benchmark: Any, width: int, ratio: float) -> None:
     n_ops, mean_op_s, mean_bytes = 5_000, 505e-6, 2**20
     link = baechi.Link(latency_ns=10_000, bytes_per_s=int(mean_bytes / (ratio * mean_op_s)))
@@ -151,16 +151,18 @@ def test_exact_by_width(benchmark: Any, width: int, ratio: float) -> None:
     benchmark.group = "favorites, 5,000 ops, exact"
     found = benchmark.pedantic(favorite_children, (problem,), rounds=3, warmup_rounds=1)
     start = time.process_time()
-    first_order(favorite_program(problem), 0.0025)
+    program = favorite_program(problem)
+    simplex = relax(program, Highs(), first_order(program, 0.0025).shares)
     row = {
         "method": found.method,
         "seconds": round(benchmark.stats.stats.median, 2),
-        "first_order_seconds": round(time.process_time() - start, 2),
+        "gap": f"{found.objective_ns / found.bound_ns - 1:.0e}",
+        "simplex_seconds": round(time.process_time() - start, 2),
     }
     benchmark.extra_info.update(row)
     print(f"\nwidth {width:>5} ratio {ratio:>4}", *row.values())
-    assert found.method == "highs"
     assert found.objective_ns <= found.bound_ns * (1 + 1e-6)
+    assert found.bound_ns == pytest.approx(simplex.bound_ns, rel=1e-6)
 
 
 @pytest.mark.parametrize(

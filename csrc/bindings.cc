@@ -251,6 +251,15 @@ std::tuple<std::vector<double>, double, double, int32_t> shares(
   return {std::move(found.y), found.objective, found.bound, found.iterations};
 }
 
+std::tuple<std::vector<double>, double, double, int32_t> most_shares(
+    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
+    double tolerance, int32_t max_iterations, double most_work) {
+  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
+  nb::gil_scoped_release unlocked;
+  Shares found = save_most_transfers(transfers, tolerance, max_iterations, most_work);
+  return {std::move(found.y), found.objective, found.bound, found.iterations};
+}
+
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -380,6 +389,8 @@ NB_MODULE(_core, m) {
         "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
         "window"_a, "thresholds"_a, "guesses"_a);
   m.def("longest_paths", &paths, "times"_a, "src"_a, "dst"_a, "length"_a);
+  m.def("save_most_transfers", &most_shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
+        "max_iterations"_a, "most_work"_a);
   m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
         "max_iterations"_a);
 }

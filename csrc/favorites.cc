@@ -20,15 +20,7 @@
 //
 // The projection on the matchings is by turns over the ops' children and the ops' parents
 // (`project`), `kSweeps` times, starting from the last prices. So it is inexact, which costs steps
-// but no soundness:
-//
-// - objective: y is first divided by the sums above 1, then F(y) is the longest path (`certify`).
-// - bound: for any f >= 0 and any prices p, q >= 0 with p_src + q_dst >= c_e f_e, weak duality says
-//   w >= sum k f + sum c f - sum p - sum q for every feasible w, if f is a unit flow. Prices come
-//   from the projection and are made valid. f is one in exact arithmetic; what flows into an op
-//   beyond what leaves it, by rounding, is added up and charged the whole objective. The sums
-//   themselves are over ops + 2 edges terms, so that the standard bound (terms * 2^-53 relative)
-//   holds for each; twice that, and more, is taken off (`prove`).
+// but no soundness: shares and flow are proved afresh (`TransferGraph`).
 #include "favorites.h"
 
 #include <algorithm>
@@ -38,6 +30,8 @@
 #include <numeric>
 #include <utility>
 
+#include "transfers.h"
+
 namespace baechi {
 
 namespace {
@@ -45,8 +39,6 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 // Turns of the projection; more did not save steps.
 constexpr int kSweeps = 2;
-// Sweeps that lower the prices of a proof.
-constexpr int kPriceSweeps = 4;
 // Steps between two proofs, each of which costs about as much as one step.
 constexpr int32_t kProofEvery = 10;
 // The first mu, in mean costs. Between 0.05 and 0.5 the number of steps changes little.
@@ -63,29 +55,6 @@ constexpr double kNegligible = -40;
 // How fast the assumed curvature falls back after it was raised.
 constexpr double kForget = 0.95;
 
-using Vector = std::vector<double>;
-
-// A flow of one unit, with prices that make it a proof.
-struct Flow {
-  Vector edge, op;  // per edge what passes, per op what leaves it (or ends there)
-  Vector price;     // per op, for its children
-
-  void clear(size_t ops, size_t edges) {
-    edge.assign(edges, 0.0), op.assign(ops, 0.0), price.assign(ops, 0.0);
-  }
-  void add(const Flow& other, double weight) {
-    for (size_t e = 0; e < edge.size(); ++e) edge[e] += weight * other.edge[e];
-    for (size_t i = 0; i < op.size(); ++i) {
-      op[i] += weight * other.op[i];
-      price[i] += weight * other.price[i];
-    }
-  }
-  void scale(double factor) {
-    for (Vector* row : {&edge, &op, &price})
-      for (double& x : *row) x *= factor;
-  }
-};
-
 class Smoothing {
  public:
   explicit Smoothing(const Transfers& transfers);
@@ -98,14 +67,8 @@ class Smoothing {
   void project();
   double price(const int32_t* first, const int32_t* last, const Vector& other, const int32_t* end);
   void certify();
-  double prove(const Flow& flow) const;
-  double longest(const Vector& y);
 
-  size_t ops_, edges_;
-  Vector times_;
-  // Edges sorted by dst; into_[j] .. into_[j + 1] are op j's, and out_[from_[i]] .. those of op i.
-  std::vector<int32_t> into_, from_, out_, in_, src_, dst_, original_, sinks_;
-  Vector cost_;
+  TransferGraph graph_;
   Vector y_, before_, ahead_, target_;  // shares: now, one step ago, extrapolated, not projected
   Vector weight_, slope_;               // of a step: curvature times c^2, and 1 over it, or 0
   Vector end_, share_, sink_share_;     // of the forward pass: per op, per edge, per sink
@@ -117,27 +80,12 @@ class Smoothing {
   double best_ = kNever, bound_ = 0;
 };
 
-Smoothing::Smoothing(const Transfers& t)
-    : ops_(t.times.size()), edges_(t.src.size()), times_(t.times) {
-  into_.assign(ops_ + 1, 0), from_.assign(ops_ + 1, 0);
-  for (size_t e = 0; e < edges_; ++e) ++into_[t.dst[e] + 1], ++from_[t.src[e] + 1];
-  std::partial_sum(into_.begin(), into_.end(), into_.begin());
-  std::partial_sum(from_.begin(), from_.end(), from_.begin());
-  src_.resize(edges_), dst_.resize(edges_), original_.resize(edges_), cost_.resize(edges_);
-  out_.resize(edges_), in_.resize(edges_);
-  std::iota(in_.begin(), in_.end(), 0);
-  std::vector<int32_t> next = into_;
-  for (size_t e = 0; e < edges_; ++e) {
-    const int32_t at = next[t.dst[e]]++;
-    src_[at] = t.src[e], dst_[at] = t.dst[e], cost_[at] = t.cost[e];
-    original_[at] = static_cast<int32_t>(e), out_[e] = at;
-  }
-  for (size_t i = 0; i < ops_; ++i)
-    if (from_[i] == from_[i + 1]) sinks_.push_back(static_cast<int32_t>(i));
+Smoothing::Smoothing(const Transfers& transfers) : graph_(transfers) {
   for (Vector* row : {&y_, &before_, &ahead_, &target_, &weight_, &slope_, &share_, &best_y_})
-    row->assign(edges_, 0.0);
-  end_.assign(ops_, 0.0), child_price_.assign(ops_, 0.0), sink_share_.assign(sinks_.size(), 0.0);
-  flow_.clear(ops_, edges_), mean_.clear(ops_, edges_);
+    row->assign(graph_.edges, 0.0);
+  end_.assign(graph_.ops, 0.0), child_price_.assign(graph_.ops, 0.0),
+      sink_share_.assign(graph_.sinks.size(), 0.0);
+  flow_.clear(graph_.ops, graph_.edges), mean_.clear(graph_.ops, graph_.edges);
 }
 
 // The smoothed longest path.
@@ -153,35 +101,35 @@ double Smoothing::forward(const Vector& y, double mu) {
     for (int32_t i = 0; i < count; ++i) values[i] /= sum;
     return top + mu * std::log(sum);
   };
-  for (size_t j = 0; j < ops_; ++j) {
-    const int32_t first = into_[j], count = into_[j + 1] - first;
+  for (size_t j = 0; j < graph_.ops; ++j) {
+    const int32_t first = graph_.into[j], count = graph_.into[j + 1] - first;
     for (int32_t e = first; e < first + count; ++e)
-      share_[e] = end_[src_[e]] + cost_[e] * (1 - y[e]);
+      share_[e] = end_[graph_.src[e]] + graph_.cost[e] * (1 - y[e]);
     double start = 0;
     if (count == 1) {
       start = std::exchange(share_[first], 1.0);
     } else if (count > 1) {
       start = soften(&share_[first], count);
     }
-    end_[j] = start + times_[j];
+    end_[j] = start + graph_.times[j];
   }
-  for (size_t s = 0; s < sinks_.size(); ++s) sink_share_[s] = end_[sinks_[s]];
-  return soften(sink_share_.data(), static_cast<int32_t>(sinks_.size()));
+  for (size_t s = 0; s < graph_.sinks.size(); ++s) sink_share_[s] = end_[graph_.sinks[s]];
+  return soften(sink_share_.data(), static_cast<int32_t>(graph_.sinks.size()));
 }
 
 // Fills flow_ after `forward` gave `value`; how much of that is smoothing.
 double Smoothing::backward(const Vector& y, double value, double mu) {
   std::fill(flow_.op.begin(), flow_.op.end(), 0.0);
-  for (size_t s = 0; s < sinks_.size(); ++s) flow_.op[sinks_[s]] = sink_share_[s];
+  for (size_t s = 0; s < graph_.sinks.size(); ++s) flow_.op[graph_.sinks[s]] = sink_share_[s];
   double length = 0;
-  for (size_t j = ops_; j-- > 0;) {
+  for (size_t j = graph_.ops; j-- > 0;) {
     const double leaves = flow_.op[j];
-    length += leaves * times_[j];
-    for (int32_t e = into_[j]; e < into_[j + 1]; ++e) {
+    length += leaves * graph_.times[j];
+    for (int32_t e = graph_.into[j]; e < graph_.into[j + 1]; ++e) {
       const double passes = leaves * share_[e];
       flow_.edge[e] = passes;
-      flow_.op[src_[e]] += passes;
-      length += passes * cost_[e] * (1 - y[e]);
+      flow_.op[graph_.src[e]] += passes;
+      length += passes * graph_.cost[e] * (1 - y[e]);
     }
   }
   return std::max(value - length, std::numeric_limits<double>::epsilon() * mu);
@@ -191,16 +139,16 @@ double Smoothing::backward(const Vector& y, double value, double mu) {
 double Smoothing::step(double value, double curvature, double mu) {
   std::swap(y_, before_);
   for (;; curvature *= 2) {
-    for (size_t e = 0; e < edges_; ++e) {
-      weight_[e] = curvature * cost_[e] * cost_[e];
-      slope_[e] = cost_[e] > least_ ? 1 / weight_[e] : 0.0;
-      target_[e] = ahead_[e] + flow_.edge[e] * cost_[e] * slope_[e];
-      if (cost_[e] <= least_) target_[e] = 0;
+    for (size_t e = 0; e < graph_.edges; ++e) {
+      weight_[e] = curvature * graph_.cost[e] * graph_.cost[e];
+      slope_[e] = graph_.cost[e] > least_ ? 1 / weight_[e] : 0.0;
+      target_[e] = ahead_[e] + flow_.edge[e] * graph_.cost[e] * slope_[e];
+      if (graph_.cost[e] <= least_) target_[e] = 0;
     }
     project();
     double model = value, distance = 0;
-    for (size_t e = 0; e < edges_; ++e) {
-      const double moved = cost_[e] * (y_[e] - ahead_[e]);
+    for (size_t e = 0; e < graph_.edges; ++e) {
+      const double moved = graph_.cost[e] * (y_[e] - ahead_[e]);
       model -= flow_.edge[e] * moved;
       distance += moved * moved;
     }
@@ -235,88 +183,42 @@ double Smoothing::price(const int32_t* first, const int32_t* last, const Vector&
 void Smoothing::project() {
   Vector& parent_price = flow_.price;
   for (int sweep = 0; sweep < kSweeps; ++sweep) {
-    for (size_t i = 0; i < ops_; ++i)
-      parent_price[i] =
-          price(&out_[0] + from_[i], &out_[0] + from_[i + 1], child_price_, dst_.data());
-    for (size_t j = 0; j < ops_; ++j)
-      child_price_[j] =
-          price(&in_[0] + into_[j], &in_[0] + into_[j + 1], parent_price, src_.data());
+    for (size_t i = 0; i < graph_.ops; ++i)
+      parent_price[i] = price(&graph_.out[0] + graph_.from[i], &graph_.out[0] + graph_.from[i + 1],
+                              child_price_, graph_.dst.data());
+    for (size_t j = 0; j < graph_.ops; ++j)
+      child_price_[j] = price(&graph_.in[0] + graph_.into[j], &graph_.in[0] + graph_.into[j + 1],
+                              parent_price, graph_.src.data());
   }
-  for (size_t e = 0; e < edges_; ++e) {
-    const double paid = parent_price[src_[e]] + child_price_[dst_[e]];
+  for (size_t e = 0; e < graph_.edges; ++e) {
+    const double paid = parent_price[graph_.src[e]] + child_price_[graph_.dst[e]];
     y_[e] = std::max(0.0, target_[e] - paid * slope_[e]);
   }
 }
 
-double Smoothing::longest(const Vector& y) {
-  double longest = 0;
-  for (size_t j = 0; j < ops_; ++j) {
-    double start = 0;
-    for (int32_t e = into_[j]; e < into_[j + 1]; ++e)
-      start = std::max(start, end_[src_[e]] + cost_[e] * (1 - y[e]));
-    end_[j] = start + times_[j];
-    longest = std::max(longest, end_[j]);
-  }
-  return longest;
-}
-
 // Improves best_, best_y_ and bound_ where y_, flow_ and mean_ are better.
 void Smoothing::certify() {
-  Vector y = y_;
-  for (const std::vector<int32_t>* end : {&dst_, &src_}) {
-    Vector total(ops_, 0.0);
-    for (size_t e = 0; e < edges_; ++e) total[(*end)[e]] += y[e];
-    for (size_t e = 0; e < edges_; ++e) y[e] /= std::max(1.0, total[(*end)[e]]);
-  }
-  const double objective = longest(y);
+  Vector y = graph_.feasible(y_);
+  const double objective = graph_.longest(y);
   if (objective < best_) best_ = objective, best_y_ = std::move(y);
-  bound_ = std::max(bound_, prove(flow_));
+  bound_ = std::max(bound_, graph_.bound(flow_, best_));
   if (mean_weight_ > 0) {
     Flow mean = mean_;
     mean.scale(1 / mean_weight_);
-    bound_ = std::max(bound_, prove(mean));
+    bound_ = std::max(bound_, graph_.bound(mean, best_));
   }
-}
-
-double Smoothing::prove(const Flow& flow) const {
-  double value = 0, unit = 0, surplus = 0;
-  for (int32_t i : sinks_) unit += flow.op[i];
-  for (size_t j = 0; j < ops_; ++j) {
-    double enters = 0, leaves = from_[j] == from_[j + 1] ? flow.op[j] : 0.0;
-    for (int32_t e = into_[j]; e < into_[j + 1]; ++e) {
-      enters += flow.edge[e];
-      value += flow.edge[e] * cost_[e];
-    }
-    for (int32_t i = from_[j]; i < from_[j + 1]; ++i) leaves += flow.edge[out_[i]];
-    value += leaves * times_[j];
-    surplus += std::max(0.0, enters - leaves);
-  }
-  // Each sweep leaves valid prices and lowers none but to what the edges still ask for.
-  Vector parent = flow.price, child(ops_);
-  for (int sweep = 0; sweep < kPriceSweeps; ++sweep) {
-    std::fill(child.begin(), child.end(), 0.0);
-    for (size_t e = 0; e < edges_; ++e)
-      child[dst_[e]] = std::max(child[dst_[e]], cost_[e] * flow.edge[e] - parent[src_[e]]);
-    std::fill(parent.begin(), parent.end(), 0.0);
-    for (size_t e = 0; e < edges_; ++e)
-      parent[src_[e]] = std::max(parent[src_[e]], cost_[e] * flow.edge[e] - child[dst_[e]]);
-  }
-  const double prices = std::accumulate(parent.begin(), parent.end(), 0.0) +
-                        std::accumulate(child.begin(), child.end(), 0.0);
-  const double terms = 2 * static_cast<double>(ops_ + edges_ + 1);
-  const double rounding = terms * std::numeric_limits<double>::epsilon() * (value + prices + best_);
-  return (value - prices - surplus * best_ - rounding) / unit;
 }
 
 Shares Smoothing::run(double tolerance, int32_t max_iterations) {
   Shares result;
-  result.y.assign(edges_, 0.0);
-  const double total = std::accumulate(cost_.begin(), cost_.end(), 0.0);
+  result.y.assign(graph_.edges, 0.0);
+  const double total = std::accumulate(graph_.cost.begin(), graph_.cost.end(), 0.0);
   if (total <= 0) {
-    result.objective = result.bound = longest(y_);
+    result.objective = result.bound = graph_.longest(y_);
     return result;
   }
-  const auto costly = std::count_if(cost_.begin(), cost_.end(), [](double c) { return c > 0; });
+  const auto costly =
+      std::count_if(graph_.cost.begin(), graph_.cost.end(), [](double c) { return c > 0; });
   const double mean = total / static_cast<double>(costly);
   least_ = kWorthless * mean;
   double mu = kFirstMu * mean;
@@ -328,13 +230,13 @@ Shares Smoothing::run(double tolerance, int32_t max_iterations) {
     curvature = step(value, curvature, mu);
     ++result.iterations, ++steps_at_mu;
     double uphill = 0;
-    for (size_t e = 0; e < edges_; ++e)
-      uphill += (ahead_[e] - y_[e]) * (y_[e] - before_[e]) * cost_[e] * cost_[e];
+    for (size_t e = 0; e < graph_.edges; ++e)
+      uphill += (ahead_[e] - y_[e]) * (y_[e] - before_[e]) * graph_.cost[e] * graph_.cost[e];
     if (uphill > 0) momentum = 1;
-    if (momentum == 1) mean_.clear(ops_, edges_), mean_weight_ = 0;
+    if (momentum == 1) mean_.clear(graph_.ops, graph_.edges), mean_weight_ = 0;
     mean_.add(flow_, momentum), mean_weight_ += momentum;
     const double next = (1 + std::sqrt(1 + 4 * momentum * momentum)) / 2;
-    for (size_t e = 0; e < edges_; ++e)
+    for (size_t e = 0; e < graph_.edges; ++e)
       ahead_[e] = y_[e] + (momentum - 1) / next * (y_[e] - before_[e]);
     momentum = next, curvature *= kForget;
     if (result.iterations % kProofEvery != 0 && result.iterations < max_iterations) continue;
@@ -347,7 +249,7 @@ Shares Smoothing::run(double tolerance, int32_t max_iterations) {
       ahead_ = y_;
     }
   }
-  for (size_t e = 0; e < edges_; ++e) result.y[original_[e]] = best_y_[e];
+  for (size_t e = 0; e < graph_.edges; ++e) result.y[graph_.original[e]] = best_y_[e];
   result.objective = best_, result.bound = std::min(bound_, best_);
   return result;
 }

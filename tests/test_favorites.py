@@ -8,12 +8,12 @@ from hypothesis import strategies as st
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Tensor
 from baechi.linear_programs import Highs
 from baechi.placers.favorite_program import favorite_program
-from baechi.placers.favorites import favorite_children, first_order, relax
+from baechi.placers.favorites import favorite_children, first_order, interior_point, relax
 from baechi.problem import Problem
 from strategies import clusters, graphs, layered
 
 CLUSTER = Cluster.uniform(2, 10**9, Link(0, 10**9))
-SOLVERS = ["highs", "cvxopt", "first-order"]
+SOLVERS = ["interior-point", "highs", "cvxopt", "first-order"]
 
 
 def favorites(ops, edges, groups=None, solver="auto"):
@@ -66,7 +66,7 @@ def test_inside_a_group_nothing_is_chosen():
 
 
 @settings(max_examples=100, deadline=None)
-@given(graphs(), clusters(), st.sampled_from(["auto", "first-order"]))
+@given(graphs(), clusters(), st.sampled_from(["auto", "highs", "first-order"]))
 def test_every_op_has_one_favorite_child_and_is_one_of_one_parent(graph, cluster, solver):
     problem = Problem(graph, cluster)
     found = favorite_children(problem, solver)
@@ -100,13 +100,42 @@ def assert_proved(program):
     if not program.free.any():
         return
     optimum = relax(program, Highs()).bound_ns
+    exact = interior_point(program)
+    assert exact.bound_ns == pytest.approx(optimum, rel=1e-6)
+    assert_feasible(program, exact.shares)
+    assert exact.bound_ns <= program.spans(exact.shares)[2] <= exact.bound_ns * (1 + 2e-7)
     found = first_order(program, 0.0025)
     assert found.bound_ns <= optimum * (1 + 1e-9)
-    assert np.array_equal(found.shares[~program.free], np.zeros((~program.free).sum()))
-    for end in (program.src, program.dst):
-        assert np.bincount(end, found.shares).max() <= 1 + 1e-12
-    assert found.shares.min() >= 0
+    assert_feasible(program, found.shares)
     assert optimum * (1 - 1e-9) <= program.spans(found.shares)[2] <= found.bound_ns * 1.03
+
+
+def assert_feasible(program, shares):
+    assert np.array_equal(shares[~program.free], np.zeros((~program.free).sum()))
+    for end in (program.src, program.dst):
+        assert np.bincount(end, shares).max() <= 1 + 1e-12
+    assert shares.min() >= 0
+
+
+@pytest.mark.parametrize(("width", "cost"), [(10, 200.0), (30, 20.0), (30, 2000.0)])
+def test_the_interior_point_proves_the_optimum_of_large_graphs(width, cost):
+    program = layered(3000, width, 1, cost)
+    found = interior_point(program)
+    assert_feasible(program, found.shares)
+    assert program.spans(found.shares)[2] <= (1 + 1e-7) * found.bound_ns
+    assert first_order(program, 0.0025).bound_ns <= program.spans(found.shares)[2]
+
+
+def test_an_interior_point_that_takes_too_much_is_not_tried():
+    # All ops of a layer read all of the one before.
+    width, layers = 60, 3
+    ops = tuple(Op(f"o{i}", 5 + i % 7) for i in range(width * layers))
+    below = [tuple(range(i - i % width + width, i - i % width + 2 * width)) for i in range(120)]
+    graph = OpGraph(ops, tuple(Tensor(i, below[i], 9 + i % 5) for i in range(120)))
+    program = favorite_program(Problem(graph, CLUSTER))
+    assert interior_point(program, most_work=1e4) is None
+    exact = interior_point(program)
+    assert exact.bound_ns == pytest.approx(relax(program, Highs()).bound_ns, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -149,7 +178,7 @@ def test_where_a_solver_stops_the_first_order_method_goes_on_and_says_so():
 
 
 def test_unknown_solvers_are_refused():
-    known = "'auto', 'highs', 'cvxopt', 'mosek', 'first-order'"
+    known = "'auto', 'interior-point', 'highs', 'cvxopt', 'mosek', 'first-order'"
     with pytest.raises(InputError, match=f"solver 'simplex' is unknown; it must be one of {known}"):
         favorite_children(Problem(OpGraph(()), CLUSTER), "simplex")
 

@@ -264,7 +264,7 @@ def test_m_sct_says_where_its_favorites_come_from():
     graph, cluster = towers()
     stats = MSCT().place(Problem(graph, cluster)).stats
     # 4 ops of 100 ns; the fork and the join each save one half of a transfer of 11 ns.
-    assert stats["lp_solver"] == "highs"
+    assert stats["lp_solver"] == "interior-point"
     assert stats["lp_objective_ns"] == stats["lp_bound_ns"] == 411
     above = MSCT(exact_size=5).place(Problem(graph, cluster)).stats
     assert above["lp_solver"] == "first-order"

@@ -130,6 +130,15 @@ def lower_bounds(
 def longest_paths(
     times: NDArray[float64], src: NDArray[int32], dst: NDArray[int32], length: NDArray[float64]
 ) -> tuple[list[float], list[float]]: ...
+def save_most_transfers(
+    times: NDArray[float64],
+    src: NDArray[int32],
+    dst: NDArray[int32],
+    cost: NDArray[float64],
+    tolerance: float,
+    max_iterations: int,
+    most_work: float,
+) -> tuple[list[float], float, float, int]: ...
 def save_transfers(
     times: NDArray[float64],
     src: NDArray[int32],

@@ -1,10 +1,12 @@
 """Favorite children: which op should follow which on the same device.
 
-The linear program is in `placers/favorite_program.py`. Solvers: `"highs"`, `"cvxopt"` and `"mosek"`
-(`linear_programs.py`) find its optimum; `"first-order"` finds a choice and a lower bound that
-proves how far it is from the optimum, on graphs where those take too long (`csrc/favorites.cc`);
-`"auto"` is HiGHS, within few iterations, up to a size, and first-order above. HiGHS starts from
-what first-order found: from a matching of its largest shares where that is close
+The linear program is in `placers/favorite_program.py`. Solvers: `"interior-point"` finds its
+optimum with a proof, in time that goes with the length of the graph and the cube of its width
+(`csrc/interior.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find its optimum;
+`"first-order"` finds a choice and a lower bound that proves how far it is from the optimum, on
+graphs where those take too long (`csrc/favorites.cc`). `"auto"` is the interior point where that is
+affordable; else HiGHS, within few iterations, up to a size; and first-order above. HiGHS starts
+from what first-order found: from a matching of its largest shares where that is close
 (`matching_vertex`), else from the shares themselves (`near_point`). Where a solver stops, they are
 the answer.
 
@@ -25,6 +27,7 @@ Complexity: a linear program of ops + edges rows and columns; first-order takes 
 over the edges.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -47,7 +50,15 @@ from baechi.placers.favorite_program import (
 )
 from baechi.problem import Problem
 
-NAMES: Final = ("auto", *SOLVERS, "first-order")
+NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
+# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all.
+_AFFORDABLE: Final = 250e6
+# What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
+_INTERIOR_TOLERANCE: Final = 1e-7
+# Three times what any program has been seen to take.
+_INTERIOR_STEPS: Final = 100
+# Above so many ops and edges `"auto"` does not ask HiGHS.
+_SIMPLEX_SIZE: Final = 20_000
 # Sparse graphs take at most 0.65 iterations a row from the start that they get. Dense ones with
 # equal costs take more and longer ones, for less than the tolerance.
 _BRIEF: Final = Highs(iterations_per_row=1)
@@ -67,8 +78,8 @@ class Favorites:
     Attributes:
         children: The favorite child of every op, or -1; no op is the favorite child of two.
         objective_ns: w of the relaxed choice before rounding, as a longest path.
-        bound_ns: A lower bound on w: proved by `"first-order"`; of the others, their optimum, to
-            their tolerances.
+        bound_ns: A lower bound on w: proved by `"first-order"` and `"interior-point"`; of the
+            others, their optimum, to their tolerances.
         method: The solver, and why another one stopped before it.
     """
 
@@ -92,7 +103,7 @@ def check_solver(solver: str | LinearSolver) -> None:
 def favorite_children(
     problem: Problem,
     solver: str | LinearSolver = "auto",
-    exact_size: int = 20_000,
+    exact_size: int = 500_000,
     tolerance: float = 0.0025,
 ) -> Favorites:
     """The favorite child of every op.
@@ -100,7 +111,8 @@ def favorite_children(
     Args:
         problem: Graph and cluster.
         solver: As the module says.
-        exact_size: Up to how many ops and edges `"auto"` asks HiGHS.
+        exact_size: Up to how many ops and edges `"auto"` tries the interior point, and HiGHS up to
+            20,000 of them.
         tolerance: The relative gap between objective and bound at which first-order stops.
 
     Raises:
@@ -108,25 +120,37 @@ def favorite_children(
     """
     check_solver(solver)
     program = favorite_program(problem)
-    if solver == "auto":
-        size = len(program.times) + len(program.src)
-        solver = _BRIEF if size <= exact_size else "first-order"
-    if isinstance(solver, str) and solver in SOLVERS:
-        solver = SOLVERS[solver]
-    method = solver.name if isinstance(solver, LinearSolver) else solver
-    if not program.free.any():
-        method, relaxed = "none needed", _trivial(program)
+    if program.free.any():
+        method, relaxed = _solved(program, solver, exact_size, tolerance)
     else:
-        relaxed = first_order(program, tolerance)
-    if isinstance(solver, LinearSolver) and program.free.any():
-        solved = relax(program, solver, relaxed.shares)
-        if isinstance(solved, str):
-            method = f"first-order ({method} stopped: {solved})"
-        else:
-            relaxed = solved
+        method, relaxed = "none needed", _trivial(program)
     children = rounded(program, program.needed(relaxed.shares))
     objective_ns = program.spans(relaxed.shares)[2]
     return Favorites(children, objective_ns, relaxed.bound_ns, method)
+
+
+def _solved(
+    program: FavoriteProgram, solver: str | LinearSolver, exact_size: int, tolerance: float
+) -> tuple[str, "Relaxed"]:
+    """A solution of a program that has a free edge, and how it was found."""
+    size = len(program.times) + len(program.src)
+    if solver == "interior-point" or (solver == "auto" and size <= exact_size):
+        exact = interior_point(program, _AFFORDABLE if solver == "auto" else math.inf)
+        if exact is not None:
+            return "interior-point", exact
+    near = first_order(program, tolerance)
+    if solver == "interior-point":
+        return "first-order (interior-point stopped: the gap stayed open)", near
+    if solver == "auto" and size <= min(exact_size, _SIMPLEX_SIZE):
+        solver = _BRIEF
+    elif isinstance(solver, str) and solver in SOLVERS:
+        solver = SOLVERS[solver]
+    if not isinstance(solver, LinearSolver):
+        return "first-order", near
+    solved = relax(program, solver, near.shares)
+    if isinstance(solved, str):
+        return f"first-order ({solver.name} stopped: {solved})", near
+    return solver.name, solved
 
 
 @final
@@ -181,15 +205,34 @@ def _start(program: FavoriteProgram, rows: SolverRows, near: NDArray[np.float64]
 
 def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
     """A solution within the tolerance; times are scaled, so that their squares stay in range."""
-    unit_ns = float(program.free_cost.max())
-    shares, _, bound, _ = _core.save_transfers(
-        program.times / unit_ns,
-        *program.ends,
-        program.free_cost / unit_ns,
-        tolerance,
-        _FIRST_ORDER_STEPS,
-    )
+    unit_ns, transfers = _transfers(program)
+    shares, _, bound, _ = _core.save_transfers(*transfers, tolerance, _FIRST_ORDER_STEPS)
     return Relaxed(np.array(shares, np.float64), bound * unit_ns)
+
+
+def interior_point(program: FavoriteProgram, most_work: float = math.inf) -> Relaxed | None:
+    """The optimum within 10^-7, as proved, of a program that has a free edge.
+
+    `None` where an iteration would take more than so many multiplications, or digits ran out.
+    """
+    unit_ns, transfers = _transfers(program)
+    shares, objective, bound, _ = _core.save_most_transfers(
+        *transfers, _INTERIOR_TOLERANCE, _INTERIOR_STEPS, most_work
+    )
+    if objective > (1 + _INTERIOR_TOLERANCE) * bound:
+        return None
+    return Relaxed(np.array(shares, np.float64), bound * unit_ns)
+
+
+def _transfers(
+    program: FavoriteProgram,
+) -> tuple[
+    float,
+    tuple[NDArray[np.float64], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]],
+]:
+    """The unit, the largest c, and times, ends of edges and costs in it."""
+    unit_ns = float(program.free_cost.max())
+    return unit_ns, (program.times / unit_ns, *program.ends, program.free_cost / unit_ns)
 
 
 def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:

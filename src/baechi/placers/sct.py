@@ -41,9 +41,9 @@ class MSCT(Placer):
 
     Attributes:
         retries: How often a dead end is met with one more group pinned.
-        solver: `"auto"`, `"highs"`, `"cvxopt"`, `"mosek"`, `"first-order"`, or a solver; see
-            `placers/favorites.py`.
-        exact_size: Up to how many ops and edges `"auto"` solves the linear program exactly.
+        solver: `"auto"`, `"interior-point"`, `"highs"`, `"cvxopt"`, `"mosek"`, `"first-order"`,
+            or a solver; see `placers/favorites.py`.
+        exact_size: Up to how many ops and edges `"auto"` may solve the linear program exactly.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -53,7 +53,7 @@ class MSCT(Placer):
     name: ClassVar[str] = "m-sct"
     retries: int = 16
     solver: str | LinearSolver = "auto"
-    exact_size: int = 20_000
+    exact_size: int = 500_000
     tolerance: float = 0.0025
 
     def __post_init__(self) -> None:
