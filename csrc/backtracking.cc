@@ -8,12 +8,12 @@
 // neighbors, or where all that are left need more than there is.
 //
 // The next group is one with a single device left, or else the first in the order, whose ops come
-// next. An unlucky choice at the top is never taken back by depth-first search alone, so it starts
-// anew again and again, with other rules for the devices and ever longer runs in the proportions of
-// Luby, Sinclair, Zuckerman (Optimal speedup of Las Vegas algorithms, 1993). A run that ends by
-// itself has seen everything.
+// next; of groups without ops in the order, the largest. An unlucky choice at the top is never
+// taken back by depth-first search alone, so it starts anew again and again, with other rules for
+// the devices and ever longer runs in the proportions of Luby, Sinclair, Zuckerman (Optimal speedup
+// of Las Vegas algorithms, 1993). A run that ends by itself has seen everything.
 //
-// A node costs O(ops + tensors log tensors + groups * devices).
+// A node costs O(ops + tensors log tensors + groups * (devices + neighbors)).
 #include "backtracking.h"
 
 #include <algorithm>
@@ -45,13 +45,16 @@ class Search {
         home_(problem.groups, -1),
         on_(problem.devices, 0),
         place_(problem.groups, INT32_MAX) {
-    for (int32_t i = 0; i < problem.ops; ++i) {
+    for (int32_t i = 0; i < static_cast<int32_t>(order.size()); ++i) {
       int32_t& place = place_[problem.group[order[i]]];
       place = std::min(place, i);
     }
     for (int32_t g = 0; g < problem.groups; ++g) left_.push_back(g);
-    std::sort(left_.begin(), left_.end(),
-              [&](int32_t a, int32_t b) { return place_[a] < place_[b]; });
+    std::sort(left_.begin(), left_.end(), [&](int32_t a, int32_t b) {
+      if (place_[a] != place_[b]) return place_[a] < place_[b];
+      return problem.group_persistent[a] > problem.group_persistent[b] ||
+             (problem.group_persistent[a] == problem.group_persistent[b] && a < b);
+    });
     link();
     // A timeline reserves these, too.
     for (int32_t g = 0; g < static_cast<int32_t>(problem.only.size()); ++g) {
@@ -61,7 +64,8 @@ class Search {
 
   Backtracked run(int64_t budget) {
     if (problem_.groups == 0) return {{}, false};
-    const int64_t shortest = kNodes * problem_.groups * std::max(1, problem_.ops / 2);
+    const int64_t node = 1 + (problem_.groups + static_cast<int64_t>(order_.size())) / 2;
+    const int64_t shortest = kNodes * problem_.groups * node;
     for (int64_t number = 1; spent_ < budget; ++number) {
       limit_ = std::min(budget, spent_ + luby(number) * shortest);
       rule_ = static_cast<int>((number - 1) % kRules);
@@ -164,6 +168,7 @@ class Search {
     for (int64_t bytes : room) there += static_cast<double>(bytes);
     for (int32_t group : left_) {
       if (home_[group] >= 0) continue;
+      ++spent_;
       needed += static_cast<double>(problem_.group_persistent[group]);
       int32_t count = 0;
       for (int32_t d = 0; d < problem_.devices && count < 2; ++d)
