@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "backtracking.h"
 #include "bounds.h"
 #include "core.h"
 #include "favorites.h"
@@ -352,6 +353,18 @@ NB_MODULE(_core, m) {
         return array_of(std::move(order));
       },
       "problem"_a, "devices"_a);
+  m.def(
+      "backtrack",
+      [](const Problem& problem, Array<int32_t> order, int64_t budget, uint64_t seed) {
+        const std::vector<int32_t> launches = vector_of(order);
+        Backtracked found;
+        {
+          nb::gil_scoped_release unlocked;
+          found = backtrack(problem, launches, budget, seed);
+        }
+        return std::make_pair(array_of(std::move(found.devices)), found.proven);
+      },
+      "problem"_a, "order"_a, "budget"_a, "seed"_a);
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
         "target"_a, "seed"_a);
 

@@ -239,6 +239,9 @@ class Timeline {
   int64_t makespan() const { return makespan_; }
   // Per pool: the peak in [0, makespan), exact once every op is committed.
   std::vector<int64_t> peaks() const;
+  // Per pool: no lower peak can come of what is committed, wherever the other ops go. Ends the
+  // account: nothing may be committed afterwards.
+  std::vector<int64_t> least_peaks();
   // Per pool: what the tensors that stay and the persistent bytes leave, possibly negative.
   std::vector<int64_t> left() const;
   // What `op` adds to a device's memory while it runs there with none of its inputs present.

@@ -333,6 +333,27 @@ std::vector<int64_t> Timeline::peaks() const {
   return peaks;
 }
 
+std::vector<int64_t> Timeline::least_peaks() {
+  for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
+    const Presence& made = presences_[tensor];
+    if (made.holder < 0 || made.remaining == 0) continue;
+    // Where there is no copy, who waits for it runs here or is sent it from here, and neither
+    // before these times.
+    const bool sent = problem_.ports != Ports::kNone && made.next < 0;
+    int64_t soonest = sent ? send_free_[made.holder] : made.available;
+    for (int32_t device : Row(problem_.pool_devices, made.pool)) {
+      soonest = std::min(soonest, device_free_[device]);
+    }
+    for (int32_t at = tensor; at >= 0; at = presences_[at].next) {
+      const Presence& presence = presences_[at];
+      if (at == tensor && problem_.kept[tensor]) continue;
+      const int64_t until = at == tensor ? std::max(presence.last_use, soonest) : presence.last_use;
+      profiles_[presence.pool].add(until, -problem_.nbytes[tensor]);
+    }
+  }
+  return peaks();
+}
+
 std::vector<int64_t> Timeline::left() const {
   std::vector<int64_t> left(problem_.memory);
   for (int32_t pool = 0; pool < problem_.pools; ++pool) {

@@ -6,6 +6,7 @@ from baechi import simulate, solve
 from baechi.placers.packing import is_hopeless
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, overflows, replay
+from baechi.solving import find
 from hidden import hidden_among_constraints
 
 
@@ -26,9 +27,22 @@ def test_what_is_hidden_among_constraints_is_found():
     assert min(rules, missing) > 75
 
 
-# What no rule finds, nor the backtracking of faster solves.
-@pytest.mark.parametrize(("seed", "most_ops"), [(1977, 14), (5174, 70)])
-def test_a_thorough_search_finds_what_no_rule_does(seed, most_ops):
+# What neither the rules of a fast solve find, nor a balanced search, nor a plain backtracking by
+# persistent bytes: few groups of many ops, many small ones, a limit of devices, far links.
+MISSED = [
+    (268, 14), (1977, 14), (3624, 14), (4403, 14), (2021, 24), (2927, 24), (5129, 24), (134, 70),
+    (537, 70), (684, 70), (2018, 70), (3643, 70), (4730, 70), (5174, 70), (6418, 70),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "most_ops"), MISSED)
+def test_what_no_rule_finds_is_backtracked(seed, most_ops):
     graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
-    placement = solve(graph, cluster, effort="thorough", constraints=constraints)
+    placement = solve(graph, cluster, effort="fast", constraints=constraints)
     assert not overflows(simulate(graph, cluster, placement, constraints), cluster, constraints)
+
+
+@pytest.mark.parametrize(("seed", "most_ops"), [(1977, 14), (5174, 70)])
+def test_a_balanced_solve_finds_it_too(seed, most_ops):
+    graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
+    assert find(Problem(graph, cluster, constraints), "balanced") is not None

@@ -71,8 +71,10 @@ ALLOWED = {
     "placers.heft": {"placers.assignments", "placers.base", "placers.etf", "simulation"},
     "placers.mincut": {"placers.assignments", "placers.base"},
     "placers.peft": {"placers.base", "placers.heft"},
+    "placers.backtracking": {"placers.assignments", "placers.base", "simulation"},
     "placers.packing": {
         "placers.assignments",
+        "placers.backtracking",
         "placers.base",
         "placers.baselines",
         "placers.etf",

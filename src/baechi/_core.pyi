@@ -62,6 +62,9 @@ class Timeline:
     def need(self, op: int) -> int: ...
 
 def indices(values: tuple[int, ...]) -> NDArray[int32]: ...
+def backtrack(
+    problem: Problem, order: NDArray[int32], budget: int, seed: int
+) -> tuple[NDArray[int32], bool]: ...
 def local_search(
     problem: Problem,
     devices: NDArray[int32],

@@ -7,14 +7,17 @@ clock, in index order and in list order. The searches, from cheap to dear (`arra
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
    in topological order or best fit decreasing, under the smallest common fill of the devices with
    which everything has a place, and under looser ones;
-3. where groups are few, backtracking over assignments (`_every_assignment`), largest group first.
+3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end;
+4. where assignments are few, all of them (`_every_assignment`), for the sake of list order.
 
 So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
-Complexity: some tens of simulations, and 2 * `_ASSIGNMENTS` small ones.
+Complexity: some tens of simulations, the budget of the backtracking, and 2 * `_ASSIGNMENTS` small
+simulations.
 """
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
@@ -23,6 +26,7 @@ import numpy as np
 
 from baechi.placement import Placement
 from baechi.placers.assignments import group_loads, in_both_orders, shortest
+from baechi.placers.backtracking import backtracked, is_unpackable
 from baechi.placers.base import Placer
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
@@ -31,11 +35,12 @@ from baechi.problem import Problem
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
-# Backtracking is for few groups; of many it would see but a corner.
-_GROUPS: Final = 24
-# All of so few assignments are tried; of more, the first that fit by what stays alone.
+# All of so few assignments are tried.
 _ASSIGNMENTS: Final = 2048
-_FIRST: Final = 128
+# A proof that groups have no place is worth its time where they fill so much of the memory.
+_TIGHT: Final = 3 / 4
+# Groups are counted that are larger than this part of the largest memory.
+_LARGE: Final = 8
 
 
 @final
@@ -69,6 +74,10 @@ def arrangements(problem: Problem) -> Iterator[Placement]:
     for placement in packings(problem):
         found = True
         yield placement
+    if not found:
+        for placement in backtracked(problem, Packing.name):
+            found = True
+            yield placement
     if not found:
         yield from _every_assignment(problem)
 
@@ -168,58 +177,44 @@ def _best_fit(
 
 
 def _every_assignment(problem: Problem) -> Iterator[Placement]:
-    """Assignments of few groups whose staying bytes fit, by backtracking; all, if they are few."""
-    if len(problem.group_ops) > _GROUPS:
-        return
-    loads = _staying(problem)
-    order = sorted(range(len(loads)), key=lambda group: (-loads[group], group))
+    """All assignments, where they are few."""
     choices = [np.flatnonzero(column).tolist() for column in problem.allowed.T]
-    left, pools = list(problem.pool_memory), problem.device_pool
-    assignment = [0] * len(loads)
-
-    def extended(depth: int) -> Iterator[tuple[int, ...]]:
-        if depth == len(order):
-            yield tuple(assignment)
-            return
-        group = order[depth]
-        for device in choices[group]:
-            if loads[group] <= left[pools[device]]:
-                assignment[group] = device
-                left[pools[device]] -= loads[group]
-                yield from extended(depth + 1)
-                left[pools[device]] += loads[group]
-
-    few = math.prod(map(len, choices)) <= _ASSIGNMENTS
-    for found in itertools.islice(extended(0), None if few else _FIRST):
-        yield from in_both_orders(problem, found, Packing.name)
-
-
-def _staying(problem: Problem) -> list[int]:
-    """What every group holds at the end of the step: persistent bytes, and results that stay."""
-    loads = np.array(problem.group_persistent, np.int64)
-    lasting = problem.durations.min(axis=0) > 0  # what is made at the very end holds nothing
-    op_group = problem.graph.arrays.op_group
-    for tensor in problem.graph.tensors:
-        if lasting[tensor.producer] and (tensor.kept or not tensor.consumers):
-            loads[op_group[tensor.producer]] += tensor.nbytes
-    return [int(load) for load in loads]
+    if math.prod(map(len, choices)) <= _ASSIGNMENTS:
+        for assignment in itertools.product(*choices):
+            yield from in_both_orders(problem, assignment, Packing.name)
 
 
 def is_hopeless(problem: Problem) -> bool:
-    """Whether a group is too large for every pool, or all of them are for all pools together."""
+    """Whether there is no placement, by what is seen quickly.
+
+    That is where a group is too large for every pool; or, of persistent bytes, all groups for all
+    pools together; or too many groups are so large that only so many have room in each; or, where
+    memory is nearly full, a search proves that they cannot be packed.
+    """
     arrays = problem.graph.arrays
     if not arrays.groups:
         return False
     memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
     usable = problem.allowed.any(axis=1)
     pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
-    room = sorted(problem.pool_memory[pool] for pool in pools)
     # Fewer devices than pools: of the pools at most as many.
-    held = sum(problem.group_persistent)
-    if held > sum(room[-(problem.max_devices or len(room)) :]):
+    room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
+    if sum(problem.group_persistent) > sum(room) or _too_many(problem, room):
         return True
     running = np.where(problem.durations.min(axis=0) > 0, arrays.running_bytes(), 0)
     most = np.zeros(arrays.groups, np.int64)
     np.maximum.at(most, arrays.op_group, running)
     largest = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
-    return bool((np.array(problem.group_persistent, np.int64) + most > largest).any())
+    if (np.array(problem.group_persistent, np.int64) + most > largest).any():
+        return True
+    return sum(problem.group_persistent) > _TIGHT * sum(room) and is_unpackable(problem)
+
+
+def _too_many(problem: Problem, room: Sequence[int]) -> bool:
+    """Whether for some size more groups are at least as large than the pools have room for."""
+    sizes = np.array(problem.group_persistent, np.int64)
+    sizes = np.sort(sizes[sizes > max(room) // _LARGE])[::-1]
+    places = np.zeros(len(sizes), np.int64)
+    for nbytes, pools in Counter(room).items():
+        places += pools * (nbytes // sizes)
+    return bool((places < np.arange(1, len(sizes) + 1)).any())

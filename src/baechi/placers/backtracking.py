@@ -1,0 +1,81 @@
+"""Placements found by backtracking over the devices of groups, and proofs that there are none.
+
+For a given order of the ops, `csrc/backtracking.cc` gives devices to one group after the other and
+goes back where the ops committed so far pass a memory by the exact clock, whatever follows. Small
+problems are searched to the end; of large ones, budgets counted in ops end many short searches,
+each with another rule for the devices. Orders are the ops' own and a depth-first one, which uses up
+what it makes soon, and so holds less at a time (`_depth_first`).
+
+Without an order the same search packs persistent bytes alone. Where that is impossible, nothing
+fits in whatever order (`is_unpackable`).
+"""
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from baechi import _core
+from baechi.placement import Placement
+from baechi.placers.assignments import in_both_orders, in_order, op_devices
+from baechi.placers.base import placement_of
+from baechi.problem import Problem
+from baechi.simulation import fits_memory
+
+# Committed ops and groups looked at in all of one search: a fifth of a second.
+_BUDGET: Final = 1_000_000
+# The same of a proof, which is asked for before anything else: some milliseconds.
+_PROOF: Final = 200_000
+# With fewer nodes nothing is proved.
+_NODES: Final = 100
+_SEED: Final = 1
+
+
+def backtracked(problem: Problem, placer: str) -> Iterator[Placement]:
+    """Placements with the first devices that are found for an order; none where none are found.
+
+    Nor where the budget does not suffice for a device for every group.
+    """
+    ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
+    if groups * (groups + ops) // 2 > _BUDGET:
+        return
+    own = range(ops)
+    orders = dict.fromkeys([tuple(own), _depth_first(problem)])
+    for order in orders:
+        launches = np.array(order, np.int32)
+        assignment, _ = _core.backtrack(problem.core, launches, _BUDGET, _SEED)
+        if not len(assignment):
+            continue
+        timeline = problem.timeline()
+        devices = op_devices(problem, assignment.tolist())
+        if in_order(timeline, devices, order) and fits_memory(problem, timeline):
+            yield placement_of(problem, timeline, placer)
+        yield from in_both_orders(problem, assignment.tolist(), placer)
+        return
+
+
+def is_unpackable(problem: Problem) -> bool:
+    """Whether the persistent bytes of all groups were proved to have no place."""
+    if problem.graph.arrays.groups > _PROOF // _NODES:
+        return False
+    return _core.backtrack(problem.core, np.empty(0, np.int32), _PROOF, _SEED)[1]
+
+
+def _depth_first(problem: Problem) -> tuple[int, ...]:
+    """A topological order that goes on with what it has just made."""
+    producers, consumers = problem.graph.arrays.edges()
+    n = len(problem.graph.ops)
+    waiting = np.bincount(consumers, minlength=n).tolist()
+    readers: list[list[int]] = [[] for _ in range(n)]
+    for producer, consumer in zip(producers.tolist(), consumers.tolist(), strict=True):
+        readers[producer].append(consumer)
+    ready = [op for op in reversed(range(n)) if not waiting[op]]
+    order = []
+    while ready:
+        op = ready.pop()
+        order.append(op)
+        for reader in sorted(readers[op], reverse=True):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    return tuple(order)
