@@ -2,8 +2,9 @@
 //
 // The rank of an op is the longest way from its start to the end of the step, with the transfers
 // that its device makes necessary. Whenever a device is free it takes the op of highest rank among
-// those whose inputs are there, or else the one whose inputs are there first. The
-// clock is that of the ports; copies of a pool are taken to be everywhere in it.
+// those whose inputs are there, or else the one whose inputs are there first. Ports are busy while
+// they send, as the clock has it; so is what comes when, but for copies within a pool, which any of
+// its devices may have fetched.
 #include <algorithm>
 #include <utility>
 

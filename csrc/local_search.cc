@@ -145,10 +145,10 @@ class Search {
   // A proposal costs something, too, even one that changes nothing.
   int64_t spent() const { return trial_.evaluations() + proposals_ + listed_; }
 
-  // The order that the devices suggest, at the cost of evaluating it three times.
+  // The order that the devices suggest, at the cost of evaluating it four times.
   void list() {
     trial_.reorder(list_order(problem_, trial_.devices(), ranks(problem_, trial_.devices())));
-    listed_ += 3 * problem_.ops;
+    listed_ += 4 * problem_.ops;
   }
 
   void relist() {
