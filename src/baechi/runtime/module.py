@@ -58,7 +58,7 @@ def apply(
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
         cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
-            `"auto"` where that can be, and `placed.eager` says where it cannot; `True` everywhere.
+            `"auto"` where that can be, and `placed.remarks` says what cannot; `True` everywhere.
 
     Raises:
         InputError: The placement is of another model, parts a group, is in no topological order,
@@ -240,13 +240,8 @@ class PlacedModule(nn.Module):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, such as a segment that torch cannot compile, and why."""
+        """What does not run as asked for, and why: uncompiled, or without CUDA graphs."""
         return self._current.executable.remarks
-
-    @property
-    def eager(self) -> tuple[str, ...]:
-        """For every tape of `program` why it is no CUDA graph; empty if it is, or will be."""
-        return self._current.executable.eager
 
     @property
     def graph(self) -> OpGraph:
@@ -289,7 +284,6 @@ class PlacedModule(nn.Module):
         if trace is not None:
             write_trace(trace, *parts)
         text = str(text_report(*parts, traced=self.traced, measured=measured))
-        text += self._current.executable.graph_report()
         return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(
