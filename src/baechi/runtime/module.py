@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import nn
@@ -111,6 +111,10 @@ def apply(
     return placed
 
 
+# What Python looks up in a class and not in an object: no attribute can stand for it.
+_CONTAINER: Final = ("__len__", "__iter__", "__getitem__", "__contains__")
+
+
 @final
 class PlacedModule(nn.Module):
     """A model split over devices; called, trained and saved like the model itself.
@@ -119,7 +123,9 @@ class PlacedModule(nn.Module):
     every optimizer see the model's own names. Each shape of call has a specialization, made on its
     first call where `place` made this module.
 
-    Attributes of the model that it does not have itself, such as `config`, are the model's.
+    Attributes of the model that it does not have itself, such as `config`, are the model's; so are
+    its length, its items and an iteration over it, where the model has these, as `nn.Sequential`
+    does. Methods of the model that call it run it unsplit.
     """
 
     def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
@@ -140,6 +146,13 @@ class PlacedModule(nn.Module):
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
+        shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
+        if shared:
+            self.__class__ = type("PlacedModule", (PlacedModule,), shared)
+
+    def __dir__(self) -> list[str]:
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self.__dict__["_model"])})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -331,6 +344,8 @@ class PlacedModule(nn.Module):
         Args:
             optimizer: Whose state to count on its parameters' devices.
         """
+        if optimizer is not None:
+            check_is(optimizer, torch.optim.Optimizer, "optimizer")
         meter = Meter([0] * self._current.n_devices)
         self._current.hold_state(self, meter, optimizer)
         self._meter = meter
@@ -351,7 +366,7 @@ class PlacedModule(nn.Module):
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""
-        self.training = mode
+        self.training = check_is(mode, bool, "mode")
         self.__dict__["_model"].train(mode)
         return self
 
@@ -380,3 +395,12 @@ class PlacedModule(nn.Module):
             "a placed module has workers and streams and cannot be pickled or copied. Save "
             "placed.state_dict(), and place the model again where you load it."
         )
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that is the model's own."""
+
+    def forwarded(self: PlacedModule, *args: Any) -> Any:
+        return getattr(self.__dict__["_model"], name)(*args)
+
+    return forwarded
