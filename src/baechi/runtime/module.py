@@ -200,22 +200,18 @@ class PlacedModule(nn.Module):
         self._latest = special
 
     def _make(self, model: nn.Module, call: Call) -> Specialization:
-        shapes = ", ".join(
-            f"{name} {list(tensor.shape)}"
-            for name, tensor in zip(call.names, call.tensors, strict=True)
-        )
         mode = "training" if model.training else "evaluation"
         if self._specialize is None:
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-                "mode, autocast, submodules, hooks, or in what needs a gradient. Trace and apply "
-                "that call, or use `baechi.place`, which traces each new shape."
+                f"called with {call.shapes} in {mode} mode, it differs in shapes, dtypes, "
+                "constants, mode, autocast, submodules, hooks, or in what needs a gradient. Trace "
+                "and apply that call, or use `baechi.place`, which traces each new shape."
             )
         if len(self._specializations) >= self._limit:
             raise InputError(
                 f"this placed {type(model).__name__} has been traced for {self._limit} shapes of "
-                f"call, its limit; this call has {shapes} in {mode} mode. Pad inputs to few "
+                f"call, its limit; this call has {call.shapes} in {mode} mode. Pad inputs to few "
                 "shapes, or give `place(..., max_shapes=...)` a higher limit."
             )
         if len({tensor.device for tensor, _ in self._homes}) > 1:
@@ -387,8 +383,8 @@ class PlacedModule(nn.Module):
 
     def __repr__(self) -> str:
         model = type(self.__dict__["_model"]).__name__
-        shapes = len(self._specializations)
-        return f"PlacedModule({model}, {shapes} specialization{'s' if shapes != 1 else ''})"
+        n = len(self._specializations)
+        return f"PlacedModule({model}, {n} specialization{'s' if n != 1 else ''})"
 
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(
@@ -399,8 +395,4 @@ class PlacedModule(nn.Module):
 
 def _forwarded(name: str) -> Callable[..., Any]:
     """A method that is the model's own."""
-
-    def forwarded(self: PlacedModule, *args: Any) -> Any:
-        return getattr(self.__dict__["_model"], name)(*args)
-
-    return forwarded
+    return lambda self, *args: getattr(self.__dict__["_model"], name)(*args)
