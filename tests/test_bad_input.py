@@ -266,3 +266,34 @@ def test_a_model_that_takes_what_cannot_be_traced() -> None:
 def test_a_value_of_the_wrong_type(make: Any) -> None:
     with pytest.raises(baechi.InputError, match=r"\b(is|are|has)\b"):
         make()
+
+
+def test_what_is_asked_of_a_placed_module() -> None:
+    placed = place({"cpu:0": "1GiB"}, costs="estimate", progress=False)
+    with pytest.raises(baechi.InputError, match="optimizer is 3"), placed.metered(3):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(baechi.InputError, match="mode is 'yes'"):
+        placed.train("yes")  # type: ignore[arg-type]
+    assert placed.training
+    order = placed.placement.order
+    assert sorted(placed.program.order(order)) == sorted(order)
+    for wrong in (None, "abc", (1, 2, 3), order[:-1], (*order[:-1], order[0]), (-1,)):
+        with pytest.raises(baechi.InputError, match="order"):
+            placed.program.order(wrong)  # type: ignore[arg-type]
+    placed.unplace()
+
+
+@pytest.mark.parametrize("wrong", [2.0, int, torch.ones(1), True, 0, 2**70, "2"])
+def test_a_number_that_is_no_positive_integer(wrong: Any) -> None:
+    with pytest.raises(baechi.InputError, match="max_shapes"):
+        place({"cpu:0": "1GiB"}, max_shapes=wrong)
+    traced = baechi.trace(nn.Linear(2, 2), (torch.ones(1, 2),))
+    with pytest.raises(baechi.InputError, match="threads"):
+        baechi.profile(traced, "cpu", threads=wrong, progress=False)
+
+
+def test_a_limit_of_memory_for_nothing() -> None:
+    with pytest.raises(baechi.InputError, match=r"cluster is None.*give a Cluster"):
+        baechi.within_memory(None, "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(baechi.InputError, match=r"traced is None.*give a Traced"):
+        baechi.choose_checkpoint(None, None, two_devices())  # type: ignore[arg-type]

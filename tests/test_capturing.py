@@ -104,14 +104,15 @@ def test_a_wish_that_no_device_fulfils_is_refused() -> None:
         check_wish("yes", cpus)  # type: ignore[arg-type]
 
 
-def test_a_placed_module_says_what_runs_eagerly() -> None:
+def test_a_placed_module_says_what_runs_without_graphs() -> None:
     model, x = nn.Linear(4, 4), torch.ones(3, 4)
     options: dict[str, Any] = {"example_args": (x,), "progress": False, "costs": "estimate"}
     plain = baechi.place(model, ["cpu:0"], **options)
-    assert plain.eager == ("CUDA graphs were not asked for",)
+    assert plain.remarks == ()
     plain.unplace()
     placed = baechi.place(model, ["cpu:0"], cuda_graphs="auto", **options)
-    assert placed.eager == ("a cpu device has no CUDA graphs",)
+    reason = "1 of 1 tapes run without CUDA graphs: a cpu device has no CUDA graphs"
+    assert placed.remarks == (reason,)
     assert "a cpu device has no CUDA graphs" in placed.report()
     torch.testing.assert_close(placed(x), model(x))
     with pytest.raises(baechi.InputError, match="cuda_graphs=True, but the devices are cpu"):

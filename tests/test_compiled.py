@@ -27,8 +27,9 @@ from test_transparency import (
 # What fits in a few seconds of every test run.
 QUICK = ["towers", "buffers", "in_place", "input_written", "slice_assigned", "parameter_twice"]
 AOT = {"backend": "aot_eager"}
-# Inductor fuses, so it rounds less often.
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# Inductor fuses, so it rounds less often. Through a ResNet's batch normalizations the gradient of
+# its first layer, of up to 5, is 4.5e-4 off; so it is where torch.compile has the whole model.
+CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +138,36 @@ def test_masks_are_the_unsplit_model_s_and_a_graph_may_be_kept(
     loss.backward()
     for parameter, gradient in zip(model.parameters(), once, strict=True):
         assert torch.equal(parameter.grad, 2 * gradient)
+    assert not module.remarks
+    module.unplace()
+
+
+class Block(nn.Module):
+    """A layer of a transformer without its attention, with a dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + nn.functional.dropout(y, 0.1, self.training)
+
+
+@pytest.mark.parametrize(("backend", "n_devices"), [("aot_eager", 2), INDUCTOR])
+def test_what_runs_again_runs_compiled_with_the_same_masks(backend: str, n_devices: int) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(8, 16)
+    reference = copy.deepcopy(model)
+    traced = baechi.trace(model, (x,))
+    graph = traced.graph(made_up_profile(traced), checkpoint=["0", "1", "2"])
+    cluster = cluster_of(n_devices)
+    placement = baechi.solve(graph, cluster, placer="contiguous")
+    how = {"backend": backend}
+    module = baechi.apply(traced, placement, graph=graph, cluster=cluster, compile=how)
+    for _ in range(3):
+        torch.testing.assert_close(seeded_step(module, x), seeded_step(reference, x))
+    assert sum(segment.again for segment in module.program.phases[1].segments) >= 1
     assert not module.remarks
     module.unplace()
 

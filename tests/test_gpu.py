@@ -192,8 +192,8 @@ def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: l
         for one, other in zip(*rows, strict=True):
             torch.testing.assert_close(other, one, **TOLERANCES)
     # The rules in `capturing` know what fails in these models before it is captured.
-    assert not [reason for reason in placed.eager if "could not be captured" in reason]
-    assert "" in placed.eager
+    assert not [remark for remark in placed.remarks if "could not be captured" in remark]
+    assert "" in placed._current.executable.graphs.reasons
 
 
 @pytest.mark.parametrize("devices", [LANES[:1], LANES[:2]])
@@ -211,7 +211,7 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     for outputs in kept:  # no later replay has changed what the caller got
         for one, other in zip(expected, outputs, strict=True):
             torch.testing.assert_close(other, one, **TOLERANCES)
-    assert "" in placed.eager
+    assert "" in placed._current.executable.graphs.reasons
 
 
 def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:

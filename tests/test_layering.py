@@ -49,6 +49,7 @@ ALLOWED = {
     "optimizers": {"errors", "values"},
     "measurement": {"errors", "values"},
     "efficiency": {"errors", "values"},
+    "runtime.program": {"errors", "values"},
     # Layer 1: a problem is what the core reads; bounds and coarsening are about a problem.
     "problem": {"restrictions"},
     "bounds": {"problem"},

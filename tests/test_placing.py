@@ -160,9 +160,20 @@ def test_attributes_of_the_model_are_there() -> None:
     it.note = "mine"
     placed = baechi.place(it, DEVICES)
     assert placed.note == "mine"
+    assert placed[0] is it[0]
+    assert list(placed) == list(it)
+    assert len(placed) == 4
+    assert it[1] in placed
+    assert isinstance(placed, baechi.PlacedModule)
+    assert {"note", "append", "placement"} <= set(dir(placed))
     assert "PlacedModule(Sequential" in repr(placed)
     with pytest.raises(AttributeError):
         _ = placed.no_such_thing
+    plain = baechi.place(nn.Linear(8, 4), DEVICES)
+    assert bool(plain)
+    for ask in (len, iter, lambda module: module[0]):
+        with pytest.raises(TypeError):
+            ask(plain)
 
 
 def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:

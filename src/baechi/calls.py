@@ -207,6 +207,12 @@ class Call:
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
         return (str(self.structure.spec), constants, shapes, self.autocast)
 
+    @property
+    def shapes(self) -> str:
+        """`input [2, 8], mask [8]`, for people."""
+        rows = zip(self.names, self.tensors, strict=True)
+        return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
+
 
 def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
     """The call `model(*args, **kwargs)` in canonical form.

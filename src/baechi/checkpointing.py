@@ -33,6 +33,7 @@ from baechi.solving import find, solve
 from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.units import parse_bytes
+from baechi.values import check_is
 
 # Of all that autograd keeps, what one unit may keep: 1 / share. A step holds about that much more
 # than what is between units, so below a sixteenth there is next to nothing left to gain.
@@ -76,6 +77,7 @@ def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None
 
 def within_memory(cluster: Cluster, memory: int | str) -> Cluster:
     """The cluster with at most that much memory on every device."""
+    check_is(cluster, Cluster, "cluster")
     limit = parse_bytes(memory, what="memory")
     rows = (replace(d, memory_bytes=min(d.memory_bytes, limit)) for d in cluster.devices)
     return replace(cluster, devices=tuple(rows))
@@ -106,6 +108,7 @@ def choose_checkpoint(
         InfeasibleError: It does not fit, whatever runs again; says what is missing.
         InputError: As `Traced.graph` and `solve` do.
     """
+    check_is(traced, Traced, "traced")
 
     def graph_of(names: Sequence[str]) -> OpGraph:
         return traced.graph(profile, optimizer=optimizer, checkpoint=names or None)

@@ -178,10 +178,7 @@ class _Maker:
     def _made(self, model: nn.Module, call: Call, homes: Homes) -> Specialization:
         say = _say if self.progress else _hush
         call = _beside(model, call)
-        shapes = ", ".join(
-            f"{n} {list(t.shape)}" for n, t in zip(call.names, call.tensors, strict=True)
-        )
-        say(f"tracing {type(model).__name__} for {shapes}")
+        say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         traced = trace(model, args, kwargs)
         graph, placement = self._solved(traced, homes, say)

@@ -36,7 +36,7 @@ from baechi.torch_devices import cache_bytes, device_kind, hardware, torch_devic
 from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
-from baechi.values import check_is
+from baechi.values import check_is, check_positive
 from baechi.workspace import sizes
 
 __all__ = ["device_kind", "profile", "torch_device"]
@@ -96,8 +96,8 @@ def profile(
 @contextlib.contextmanager
 def _threads(threads: int | None) -> Iterator[int]:
     before = torch.get_num_threads()
-    if threads is not None and (not isinstance(threads, int) or threads < 1):
-        raise InputError(f"threads is {threads!r}; it must be a positive integer.")
+    if threads is not None:
+        threads = check_positive(threads, "threads")
     try:
         if threads is not None:
             torch.set_num_threads(threads)

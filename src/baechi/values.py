@@ -1,5 +1,6 @@
 """Small immutable values, and the checks that every constructor shares."""
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
@@ -48,15 +49,23 @@ def check_count(value: object, what: str) -> int:
     Raises:
         InputError: It is no integer, negative, or does not fit 64 bits.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    count = _index(value)
+    if count is None:
         raise InputError(
             f"{what} is {value!r}, a {type(value).__name__}; it must be an integer "
             "(nanoseconds or bytes)."
         )
-    count = value.__index__()
     if not 0 <= count <= INT64_MAX:
         raise InputError(f"{what} is {count}; it must be between 0 and 2**63 - 1.")
-    return int(count)
+    return count
+
+
+def _index(value: object) -> int | None:
+    """An integer of any kind as an int; `None` for what is none."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # no integer; or a class, or a tensor of floats, which seem to be one
+        return None
 
 
 def check_positive(value: object, what: str) -> int:
@@ -65,9 +74,10 @@ def check_positive(value: object, what: str) -> int:
     Raises:
         InputError: It is no integer, or less than one.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__") or value.__index__() < 1:
+    count = _index(value)
+    if count is None or not 1 <= count <= INT64_MAX:
         raise InputError(f"{what} is {value!r}; it must be a positive integer.")
-    return int(value.__index__())
+    return count
 
 
 def check_is(value: object, kind: type[_V], what: str) -> _V:

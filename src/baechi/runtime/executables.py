@@ -45,6 +45,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
+        graphs: The CUDA graphs of the tapes, if these were asked for.
         homes: The logical device of every parameter, buffer and constant.
         schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
@@ -89,12 +90,12 @@ class Executable:
         bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
-        self._graphs: Graphs | None = None
+        self.graphs: Graphs | None = None
         if cuda_graphs is not False:
-            self._graphs = graphs_of(self._module, self.program, bound, places)
+            self.graphs = graphs_of(self._module, self.program, bound, places)
             if cuda_graphs is True:
-                self._graphs.demand()
-        executor = make_executor(self.program, bound, places, threads, self._graphs)
+                self.graphs.demand()
+        executor = make_executor(self.program, bound, places, threads, self.graphs)
         self._way = Way(bound, executor)
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
@@ -110,22 +111,6 @@ class Executable:
         program = compile_program(self._graph, self._placement, **options)
         check_program(program)
         return program
-
-    @property
-    def eager(self) -> tuple[str, ...]:
-        """For every tape of the program why it is no CUDA graph; empty if it is, or will be."""
-        if self._graphs is None:
-            return ("CUDA graphs were not asked for",) * len(self.program.tapes)
-        return self._graphs.reasons
-
-    @property
-    def replays(self) -> bool:
-        """Whether CUDA graphs were asked for."""
-        return self._graphs is not None
-
-    def graph_report(self) -> str:
-        """What runs as CUDA graphs, and why the rest does not; empty where nobody asked."""
-        return "" if self._graphs is None else self._graphs.report()
 
     @cached_property
     def _counted(self) -> Way:
@@ -190,7 +175,8 @@ class Executable:
         """What does not run as asked for, and why."""
         functions = (tape.function for tape in self._way.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
-        return tuple(function.remark for function in compiled if function.reason is not None)
+        rows = tuple(function.remark for function in compiled if function.reason is not None)
+        return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""

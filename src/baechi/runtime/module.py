@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 import torch
 from torch import nn
@@ -59,7 +59,7 @@ def apply(
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
         cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
-            `"auto"` where that can be, and `placed.eager` says where it cannot; `True` everywhere.
+            `"auto"` where that can be, and `placed.remarks` says what cannot; `True` everywhere.
 
     Raises:
         InputError: The placement is of another model, parts a group, is in no topological order,
@@ -112,6 +112,10 @@ def apply(
     return placed
 
 
+# What Python looks up in a class and not in an object: no attribute can stand for it.
+_CONTAINER: Final = ("__len__", "__iter__", "__getitem__", "__contains__")
+
+
 @final
 class PlacedModule(nn.Module):
     """A model split over devices; called, trained and saved like the model itself.
@@ -120,7 +124,9 @@ class PlacedModule(nn.Module):
     every optimizer see the model's own names. Each shape of call has a specialization, made on its
     first call where `place` made this module.
 
-    Attributes of the model that it does not have itself, such as `config`, are the model's.
+    Attributes of the model that it does not have itself, such as `config`, are the model's; so are
+    its length, its items and an iteration over it, where the model has these, as `nn.Sequential`
+    does. Methods of the model that call it run it unsplit.
     """
 
     def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
@@ -141,6 +147,13 @@ class PlacedModule(nn.Module):
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
+        shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
+        if shared:
+            self.__class__ = type("PlacedModule", (PlacedModule,), shared)
+
+    def __dir__(self) -> list[str]:
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self.__dict__["_model"])})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -188,22 +201,18 @@ class PlacedModule(nn.Module):
         self._latest = special
 
     def _make(self, model: nn.Module, call: Call) -> Specialization:
-        shapes = ", ".join(
-            f"{name} {list(tensor.shape)}"
-            for name, tensor in zip(call.names, call.tensors, strict=True)
-        )
         mode = "training" if model.training else "evaluation"
         if self._specialize is None:
             raise InputError(
                 f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-                f"called with {shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-                "mode, autocast, submodules, hooks, or in what needs a gradient. Trace and apply "
-                "that call, or use `baechi.place`, which traces each new shape."
+                f"called with {call.shapes} in {mode} mode, it differs in shapes, dtypes, "
+                "constants, mode, autocast, submodules, hooks, or in what needs a gradient. Trace "
+                "and apply that call, or use `baechi.place`, which traces each new shape."
             )
         if len(self._specializations) >= self._limit:
             raise InputError(
                 f"this placed {type(model).__name__} has been traced for {self._limit} shapes of "
-                f"call, its limit; this call has {shapes} in {mode} mode. Pad inputs to few "
+                f"call, its limit; this call has {call.shapes} in {mode} mode. Pad inputs to few "
                 "shapes, or give `place(..., max_shapes=...)` a higher limit."
             )
         if len({tensor.device for tensor, _ in self._homes}) > 1:
@@ -241,13 +250,8 @@ class PlacedModule(nn.Module):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, such as a segment that torch cannot compile, and why."""
+        """What does not run as asked for, and why: uncompiled, or without CUDA graphs."""
         return self._current.executable.remarks
-
-    @property
-    def eager(self) -> tuple[str, ...]:
-        """For every tape of `program` why it is no CUDA graph; empty if it is, or will be."""
-        return self._current.executable.eager
 
     @property
     def graph(self) -> OpGraph:
@@ -266,7 +270,7 @@ class PlacedModule(nn.Module):
         """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
         executable = self._current.executable
         gpus = gpus_of(executable.places[: len(self.cluster.devices)])
-        replayed = executable.replays
+        replayed = executable.graphs is not None
         return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
 
     def _known(self, value: Any, what: str) -> Any:
@@ -293,7 +297,6 @@ class PlacedModule(nn.Module):
         if trace is not None:
             write_trace(trace, *parts)
         text = str(text_report(*parts, traced=self.traced, measured=measured))
-        text += self._current.executable.graph_report()
         return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(
@@ -341,6 +344,8 @@ class PlacedModule(nn.Module):
         Args:
             optimizer: Whose state to count on its parameters' devices.
         """
+        if optimizer is not None:
+            check_is(optimizer, torch.optim.Optimizer, "optimizer")
         meter = Meter([0] * self._current.n_devices)
         self._current.hold_state(self, meter, optimizer)
         self._meter = meter
@@ -361,7 +366,7 @@ class PlacedModule(nn.Module):
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""
-        self.training = mode
+        self.training = check_is(mode, bool, "mode")
         self.__dict__["_model"].train(mode)
         return self
 
@@ -382,11 +387,16 @@ class PlacedModule(nn.Module):
 
     def __repr__(self) -> str:
         model = type(self.__dict__["_model"]).__name__
-        shapes = len(self._specializations)
-        return f"PlacedModule({model}, {shapes} specialization{'s' if shapes != 1 else ''})"
+        n = len(self._specializations)
+        return f"PlacedModule({model}, {n} specialization{'s' if n != 1 else ''})"
 
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(
             "a placed module has workers and streams and cannot be pickled or copied. Save "
             "placed.state_dict(), and place the model again where you load it."
         )
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that is the model's own."""
+    return lambda self, *args: getattr(self.__dict__["_model"], name)(*args)

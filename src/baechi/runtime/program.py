@@ -26,6 +26,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, final
 
+from baechi.errors import InputError
+from baechi.values import check_counts
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -178,8 +181,18 @@ class Program:
 
         Args:
             launch: The placement's order.
+
+        Raises:
+            InputError: It is no order of the operators that the program runs.
         """
+        launch = check_counts(launch, "the order")
         n = len(self.names)
+        last = max((n - 1, *self.twins, *(tape.again for tape in self.tapes)))
+        if sorted(launch) != list(range(len(launch))) or len(launch) <= last:
+            raise InputError(
+                f"the order has {len(launch)} operators; give that of the placement that this "
+                f"program runs, which has each of 0 to {last} once."
+            )
         order = sorted(launch, key=lambda op: (op > n) - (op < n))
         rank = {op: i for i, op in enumerate(order)}
         for number, phase in enumerate(self.phases):

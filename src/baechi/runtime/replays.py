@@ -92,13 +92,15 @@ class Graphs:
                 found[index] = found[index] or tape.reason
         return tuple(found)
 
-    def report(self) -> str:
-        """How many tapes run as CUDA graphs, and why the others do not."""
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """How many tapes are no CUDA graphs, for each reason; none if all are, or will be."""
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
-        lines = [f"{n - counts.total()} of {n} tapes run as CUDA graphs"]
-        lines += [f"  {count} do not: {reason}" for reason, count in counts.most_common()]
-        return "\n".join(["", *lines, ""])
+        return tuple(
+            f"{count} of {n} tapes run without CUDA graphs: {reason}"
+            for reason, count in counts.most_common()
+        )
 
     def demand(self) -> None:
         """Refuse that any tape runs eagerly.
