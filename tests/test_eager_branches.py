@@ -173,6 +173,20 @@ def test_what_fails_after_an_answer_is_tried_without_answers() -> None:
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
 
 
+class Conditional(nn.Module):
+    """Both branches are compiled inside of the export."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))
+
+
+def test_a_compiler_inside_of_the_export_is_given_way() -> None:
+    traced = baechi.trace(Conditional(), (torch.ones(3),))
+    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert torch.equal(traced.module.graph_module(x)[0], Conditional()(x))
+
+
 class Watched(nn.Module):
     """Lets another thread look while it is traced, and looks itself."""
 

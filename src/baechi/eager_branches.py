@@ -21,6 +21,7 @@ from typing import Any, final
 from unittest.mock import patch
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import FakeTensor
 
 from baechi.known_values import KnownValues
@@ -34,6 +35,7 @@ class EagerBranches:
         self._told: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
         self._known = KnownValues()
+        self._nested = False
         self._all = False
 
     def __str__(self) -> str:
@@ -43,9 +45,9 @@ class EagerBranches:
 
     def concede(self) -> bool:
         """After an error: tell one asker more the truth, and then all; whether there was one."""
-        if self._all or not (self._last or self._known.answered):
+        if self._all or not (self._last or self._known.answered or self._nested):
             return False
-        if self._last is None or self._last in self._told:
+        if self._nested or self._last is None or self._last in self._told:
             self._all = True
         else:
             self._told[self._last] = self._last[0].co_qualname
@@ -82,7 +84,11 @@ class EagerBranches:
             _seen_through(torch._subclasses, "FakeTensor", seen),
             known,
         ):
-            yield
+            try:
+                yield
+            except TorchDynamoException:  # of one inside, as in `torch.cond`: it reads all of this
+                self._nested = True
+                raise
 
     def answer(self, code: CodeType, instruction: int) -> bool:
         """What the code hears that asks at one of its instructions."""

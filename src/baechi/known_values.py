@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any, Final, final
 
 import torch
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -82,6 +83,8 @@ class KnownValues(TorchFunctionMode):
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The arguments with values for tensors, on the CPU; None if one is not known."""
+        if isinstance(func, OpOverload | OpOverloadPacket):  # it may be anyone's, and do anything
+            return None
         leaves, spec = pytree.tree_flatten((args, kwargs))
         known: list[Any] = []
         some = func in _FACTORIES
