@@ -1,4 +1,4 @@
-"""Every test run keeps its measured costs in a folder of its own."""
+"""Every test run keeps its measured costs in a folder of its own; what many tests ask for."""
 
 import os
 from collections.abc import Iterator
@@ -41,3 +41,12 @@ def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     del os.environ["XDG_CACHE_HOME"]
     if before is not None:
         os.environ["XDG_CACHE_HOME"] = before
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One torch thread, as a worker has: sums are in its order, and no thread waits for another."""
+    from baechi.torch_devices import torch_threads
+
+    with torch_threads(1):
+        yield

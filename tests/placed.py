@@ -1,8 +1,8 @@
 """Models placed at random for tests, and what one training step of a model leaves behind."""
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.calls import flatten
+from baechi.calls import tensors_in
+from baechi.torch_devices import torch_threads
 
 
 def at_random(
@@ -39,15 +40,9 @@ def again_at_random(
     return baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=threads)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
+def one_thread() -> AbstractContextManager[None]:
     """One torch thread here as in the workers: then equal means in every bit."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    return torch_threads(1)
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Le
     args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
     model.zero_grad()
     returned = model(*args, **kwargs)
-    outputs, _ = flatten(returned, lambda leaf: isinstance(leaf, torch.Tensor))
+    outputs = tensors_in(returned)
     own = getattr(returned, "loss", None)
     if own is None:
         roots = [t.float().square().mean() for t in outputs if t.requires_grad]

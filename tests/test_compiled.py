@@ -32,13 +32,13 @@ AOT = {"backend": "aot_eager"}
 CLOSE = {"rtol": 1e-4, "atol": 1e-3}
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     yield
     torch._dynamo.reset()
-    torch.set_num_threads(threads)
 
 
 def placed(

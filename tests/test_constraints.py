@@ -1,7 +1,7 @@
 """Constraints: what they refuse, that every placer respects them, and that none is too strict."""
 
-import itertools
 import pickle
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ from baechi.placers.choices import device_choices
 from baechi.problem import Problem
 from baechi.serialization import dumps, loads
 from baechi.simulation import overflows
+from fitting_oracle import fits_in_index_order, grown
 from oracle import Oracle
 from strategies import clusters, constraints_for, graphs, placements, random_favorites
 
@@ -283,41 +284,14 @@ def test_the_simulator_refuses_exactly_what_violates(data):
         assert overflows(other, cluster, rules) or other.makespan_ns >= other.lower_bound_ns
 
 
-def fitting_in_index_order(graph, cluster, rules):
-    """Whether some assignment of devices respects the constraints and fits in index order."""
-    problem = Problem(graph, cluster)
-    n = len(problem.group_ops)
-    for of_group in itertools.product(range(len(cluster.devices)), repeat=n):
-        devices = tuple(of_group[group] for group in problem.op_group)
-        if violations(graph, cluster, rules, devices):
-            continue
-        try:
-            placement = Placement(graph.digest, devices, range(len(graph.ops)))
-            schedule = simulate(graph, cluster, placement)
-        except InputError:
-            continue
-        if not overflows(schedule, cluster, rules):
-            return True
-    return False
-
-
 @settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 150)), st.data())
 def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
     rules = data.draw(constraints_for(graph, cluster))
     name = data.draw(st.sampled_from(NAMES))
-    if fitting_in_index_order(graph, cluster, rules):
+    violates = partial(violations, graph, cluster, rules)
+    if fits_in_index_order(graph, cluster, rules=rules, violates=violates):
         solve(graph, cluster, name, constraints=rules)
-
-
-def grown(cluster, names, extra):
-    pools = {device.pool for device in cluster.devices if device.name in names} - {""}
-    devices = tuple(
-        Device(d.name, d.memory_bytes + extra * (d.name in names or d.pool in pools), d.speed,
-               d.kind, d.pool)
-        for d in cluster.devices
-    )  # fmt: skip
-    return Cluster(devices, cluster.links, cluster.ports)
 
 
 @settings(max_examples=60, deadline=None)

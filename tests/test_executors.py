@@ -13,22 +13,12 @@ from torch import nn
 import baechi
 from baechi.runtime.checking import check_program
 from baechi.runtime.workers import CpuExecutor
+from placed import at_random
 
 
 def graph_of(traced: baechi.Traced) -> baechi.OpGraph:
     costs = tuple(baechi.OpCost(1000 + 7 * i, 2000 + 3 * i) for i in range(len(traced.ops)))
     return traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-
-
-def placed_at_random(
-    model: nn.Module, args: tuple[Any, ...], seed: int, n_devices: int = 3
-) -> baechi.PlacedModule:
-    traced = baechi.trace(model, args)
-    graph = graph_of(traced)
-    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(n_devices)]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(1000, 10**9))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
 
 
 FIRST_WENT_BACK = threading.Event()
@@ -124,7 +114,7 @@ def test_an_operator_that_fails_on_its_way_back_is_named_and_the_next_step_works
             return note(x, "broken") + x.sum()
 
     model, x = Breaks(), torch.ones(2, 4)
-    placed = placed_at_random(model, (x,), 0, n_devices=2)
+    placed = at_random(model, (x,), seed=0, devices=2)
     for _ in range(3):
         with pytest.raises(baechi.ExecutionError, match=r"failed on logical device.*no way back"):
             placed(x).sum().backward()
@@ -155,7 +145,7 @@ def test_ctrl_c_reaches_the_caller_and_the_next_call_works() -> None:
             return x.exp()
 
     model, x = Interrupts(), torch.ones(3)
-    placed = placed_at_random(model, (x,), 1)
+    placed = at_random(model, (x,), seed=1)
     with torch.no_grad():
         for _ in range(3):
             with pytest.raises(KeyboardInterrupt):
@@ -180,14 +170,13 @@ class Shares(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(6))
 def test_gradients_of_what_many_read_are_equal_in_every_bit(seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Shares(), torch.randn(2, 3, 5, requires_grad=True)
-    placed = placed_at_random(copy.deepcopy(model), (x,), seed)
+    placed = at_random(copy.deepcopy(model), (x,), seed=seed)
     assert len(placed.program.tapes) > 3
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         found = []
         for module in (model, placed):
@@ -197,12 +186,11 @@ def test_gradients_of_what_many_read_are_equal_in_every_bit(seed: int) -> None:
         for one, other in zip(*found, strict=True):
             assert torch.equal(one, other)
     finally:
-        torch.set_num_threads(threads)
         placed.unplace()
 
 
 def test_what_runs_was_proved() -> None:
-    placed = placed_at_random(Shares(), (torch.randn(2, 3, 5),), 1)
+    placed = at_random(Shares(), (torch.randn(2, 3, 5),), seed=1)
     program = placed.program
     check_program(program)
     assert len(program.phases) == 2
@@ -214,7 +202,7 @@ def test_what_needs_a_gradient_only_later_is_planned_anew_or_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     model[0].requires_grad_(False)
     x = torch.randn(2, 4)
-    placed = placed_at_random(model, (x,), 0, n_devices=1)
+    placed = at_random(model, (x,), seed=0, devices=1)
     placed(x).sum().backward()
     assert model[0].weight.grad is None
     model[0].requires_grad_(True)
@@ -242,7 +230,7 @@ def test_what_needs_a_gradient_only_later_is_planned_anew_or_refused() -> None:
 
 def test_a_fork_without_the_workers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 5)
-    placed = placed_at_random(Shares(), (x,), 0)
+    placed = at_random(Shares(), (x,), seed=0)
     assert isinstance(placed._current.executable._way.executor, CpuExecutor)
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(baechi.ExecutionError, match="another process"):
@@ -254,7 +242,7 @@ def test_a_fork_without_the_workers_says_so(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_metered_step_has_the_same_peaks_each_time() -> None:
     x = torch.randn(2, 3, 5)
-    placed = placed_at_random(Shares(), (x,), 2)
+    placed = at_random(Shares(), (x,), seed=2)
     peaks = set()
     for _ in range(4):
         placed.zero_grad()
@@ -281,13 +269,12 @@ class Normalizes(nn.Module):
         return self.norm(one * other).square().mean()
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("make", ["AdamW", "SGD"])
 def test_ten_steps_of_an_optimizer_end_where_the_unsplit_model_s_do(make: str) -> None:
     torch.manual_seed(0)
     model, batches = Normalizes(), [torch.randn(8, 6) for _ in range(10)]
-    placed = placed_at_random(copy.deepcopy(model), (batches[0],), 3)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    placed = at_random(copy.deepcopy(model), (batches[0],), seed=3)
     try:
         for module in (model, placed):
             options = {"lr": 0.1, "momentum": 0.9} if make == "SGD" else {"lr": 0.1}
@@ -300,14 +287,13 @@ def test_ten_steps_of_an_optimizer_end_where_the_unsplit_model_s_do(make: str) -
         for name, tensor in expected.items():
             assert torch.equal(state[name], tensor), name
     finally:
-        torch.set_num_threads(threads)
         placed.unplace()
 
 
 def test_two_placed_models_in_two_threads_do_not_disturb_each_other() -> None:
     x = torch.randn(2, 3, 5)
     models = [Shares() for _ in range(2)]
-    placed = [placed_at_random(copy.deepcopy(m), (x,), i) for i, m in enumerate(models)]
+    placed = [at_random(copy.deepcopy(m), (x,), seed=i) for i, m in enumerate(models)]
     found: list[list[torch.Tensor]] = [[], []]
 
     def train(index: int) -> None:

@@ -1,7 +1,6 @@
 """Measured steps: what they say, that nothing of them stays, and how they stand in reports."""
 
 import copy
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,14 +12,7 @@ from baechi import InputError, Measurement
 from baechi.measurement import error_of
 from baechi.runtime import measuring
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Threads of one op wait for each other, for long where other processes run, too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TwoHalves(nn.Module):

@@ -17,14 +17,7 @@ from torch import nn
 import baechi
 from baechi import Measurement
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Threads of one op wait for each other, for long where other processes run, too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def row(placement="single", devices=1, segments=1, predicted=100, measured=100, peaks=(), **other):

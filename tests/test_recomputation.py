@@ -1,6 +1,5 @@
 """Units that run forward again: the graph of a step with them, and what runs is bit for bit."""
 
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -18,13 +17,7 @@ ALL = {**zoo.MODELS, **zoo.AWKWARD}
 LINK = baechi.Link(300, 10**10)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Sums in the order that a logical device has."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def profile_of(traced: baechi.Traced) -> baechi.Profile:

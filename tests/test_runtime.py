@@ -261,6 +261,7 @@ def test_one_tensor_given_twice_gets_both_gradients() -> None:
     torch.testing.assert_close(x.grad, torch.full((3,), 7.0))
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("seed", range(4))
 def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_order(
     seed: int,
@@ -280,13 +281,10 @@ def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_or
         torch.stack([tensor.square().mean() for tensor in outputs]).sum().backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         for one, other in zip(gradients(model), gradients(placed), strict=True):
             assert torch.equal(one, other)
     finally:
-        torch.set_num_threads(threads)
         placed.unplace()
 
 

@@ -1,8 +1,7 @@
 """`solve`: it fits, it is never worse than one device, and it does not give up too early."""
 
-import itertools
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
@@ -32,39 +31,12 @@ from baechi.placers.base import Placer
 from baechi.problem import Problem
 from baechi.simulation import overflows
 from baechi.solving import find
+from fitting_oracle import fits_in_index_order, grown
 from strategies import clusters, graphs
 
 LINK = Link(10, 10**9)
 NAMES = ["auto", "m-topo", "m-etf", "m-sct"]
 EFFORTS = ["fast", "balanced", "thorough"]
-
-
-def grown(cluster, name, extra):
-    """The cluster with so much more memory on a device, and on those that share its memory."""
-    pool = next(device.pool for device in cluster.devices if device.name == name)
-    devices = tuple(
-        replace(d, memory_bytes=d.memory_bytes + extra)
-        if d.name == name or (pool and d.pool == pool)
-        else d
-        for d in cluster.devices
-    )
-    return replace(cluster, devices=devices)
-
-
-def fitting_in_index_order(graph, cluster):
-    """Whether some assignment of devices fits in index order."""
-    problem = Problem(graph, cluster)
-    order = range(len(graph.ops))
-    n = len(problem.group_ops)
-    for devices in itertools.product(range(len(cluster.devices)), repeat=n):
-        placement = Placement(graph.digest, tuple(devices[g] for g in problem.op_group), order)
-        try:
-            schedule = simulate(graph, cluster, placement)
-        except InputError:
-            continue
-        if not overflows(schedule, cluster):
-            return True
-    return False
 
 
 @settings(max_examples=150, deadline=None)
@@ -107,7 +79,7 @@ def test_find_is_solve_without_the_explanation(graph, cluster, effort):
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 150)), st.data())
 def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
     name = data.draw(st.sampled_from(NAMES))
-    if fitting_in_index_order(graph, cluster):
+    if fits_in_index_order(graph, cluster):
         solve(graph, cluster, name)
 
 
@@ -120,9 +92,9 @@ def test_the_missing_memory_is_exact(graph, cluster, name):
     except InfeasibleError as error:
         device, extra = error.extra_device, error.extra_bytes
     assert extra > 0
-    solve(graph, grown(cluster, device, extra), name)
+    solve(graph, grown(cluster, {device}, extra), name)
     with pytest.raises(InfeasibleError):
-        solve(graph, grown(cluster, device, extra - 1), name)
+        solve(graph, grown(cluster, {device}, extra - 1), name)
 
 
 def test_the_error_says_what_is_missing():
@@ -165,7 +137,7 @@ def test_the_missing_memory_of_a_large_graph_is_found_to_a_unit():
     # 100 ops fit on one device; the other must take 200.
     unit = 1 + ((300_000 - 100_500) >> 7)
     assert 99_500 <= caught.value.extra_bytes < 99_500 + unit
-    solve(graph, grown(cluster, caught.value.extra_device, caught.value.extra_bytes), "m-topo")
+    solve(graph, grown(cluster, {caught.value.extra_device}, caught.value.extra_bytes), "m-topo")
 
 
 def test_what_a_pinned_placement_lacks_is_said_and_nothing_is_moved():

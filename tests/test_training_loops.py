@@ -2,7 +2,7 @@
 
 import copy
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,11 +13,7 @@ import baechi
 import placed
 import zoo
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with placed.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 Optimizer = Callable[[Any], torch.optim.Optimizer]

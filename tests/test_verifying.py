@@ -193,6 +193,7 @@ def test_a_model_that_draws_is_verified_on_many_devices() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", ["clip", "awkward", "data_dependent"])
 def test_nothing_is_found_where_nothing_differs(name: str) -> None:
     """Neither in the step nor in any operator of it, on their devices and in program order."""
@@ -205,13 +206,10 @@ def test_nothing_is_found_where_nothing_differs(name: str) -> None:
     placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(1))
     unsplit = Unsplit(model)
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     try:
         verify(unsplit, placed._current.executable, traced.module, traced.module.call)
         verify(unsplit, placed._current.executable, traced.module, traced.module.call, every=True)
     finally:
-        torch.set_num_threads(threads)
         placed.unplace()
 
 
