@@ -1,6 +1,7 @@
 // The core as a Python module. Arrays come in as NumPy, results leave as lists.
+#include "bindings.h"
+
 #include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -12,33 +13,12 @@
 #include "backtracking.h"
 #include "bounds.h"
 #include "core.h"
-#include "favorites.h"
 #include "local_search.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
+using namespace nanobind::literals;
 
 namespace baechi {
 namespace {
-
-template <typename T>
-using Array = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::vector<T> vector_of(const Array<T>& array) {
-  return std::vector<T>(array.data(), array.data() + array.shape(0));
-}
-
-// The vector as a NumPy array that owns it.
-template <typename T>
-using OutArray = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-template <typename T>
-nb::ndarray<nb::numpy, T, nb::ndim<1>> array_of(std::vector<T>&& values) {
-  auto* kept = new std::vector<T>(std::move(values));
-  nb::capsule owner(kept, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-  return {kept->data(), {kept->size()}, owner};
-}
 
 int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
 
@@ -237,30 +217,6 @@ std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
   return {bounds.path, bounds.group, bounds.work, bounds.interval, bounds.guess};
 }
 
-std::pair<std::vector<double>, std::vector<double>> paths(Array<double> times, Array<int32_t> src,
-                                                          Array<int32_t> dst,
-                                                          Array<double> length) {
-  return longest_paths(vector_of(times), vector_of(src), vector_of(dst), vector_of(length));
-}
-
-std::tuple<std::vector<double>, double, double, int32_t> shares(
-    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
-    double tolerance, int32_t max_iterations) {
-  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
-  nb::gil_scoped_release unlocked;
-  Shares found = save_transfers(transfers, tolerance, max_iterations);
-  return {std::move(found.y), found.objective, found.bound, found.iterations};
-}
-
-std::tuple<std::vector<double>, double, double, int32_t> most_shares(
-    Array<double> times, Array<int32_t> src, Array<int32_t> dst, Array<double> cost,
-    double tolerance, int32_t max_iterations, double most_work) {
-  const Transfers transfers{vector_of(times), vector_of(src), vector_of(dst), vector_of(cost)};
-  nb::gil_scoped_release unlocked;
-  Shares found = save_most_transfers(transfers, tolerance, max_iterations, most_work);
-  return {std::move(found.y), found.objective, found.bound, found.iterations};
-}
-
 }  // namespace
 
 NB_MODULE(_core, m) {
@@ -401,11 +357,7 @@ NB_MODULE(_core, m) {
   m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
         "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
         "window"_a, "thresholds"_a, "guesses"_a);
-  m.def("longest_paths", &paths, "times"_a, "src"_a, "dst"_a, "length"_a);
-  m.def("save_most_transfers", &most_shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
-        "max_iterations"_a, "most_work"_a);
-  m.def("save_transfers", &shares, "times"_a, "src"_a, "dst"_a, "cost"_a, "tolerance"_a,
-        "max_iterations"_a);
+  bind_favorites(m);
 }
 
 }  // namespace baechi

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import Lock
-from typing import Any, Final, NoReturn, final
+from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import nn
@@ -256,14 +256,12 @@ class PlacedModule(nn.Module):
     @property
     def graph(self) -> OpGraph:
         """What was placed."""
-        graph: OpGraph = self._known(self._current.graph, "graph")
-        return graph
+        return cast(OpGraph, self._known(self._current.graph, "graph"))
 
     @property
     def cluster(self) -> Cluster:
         """What it was placed on."""
-        cluster: Cluster = self._known(self._current.cluster, "cluster")
-        return cluster
+        return cast(Cluster, self._known(self._current.cluster, "cluster"))
 
     @property
     def schedule(self) -> Schedule:
@@ -361,8 +359,7 @@ class PlacedModule(nn.Module):
         self._closed = True
         for tensor, device in self._homes:
             move(tensor, device)
-        model: nn.Module = self.__dict__["_model"]
-        return model
+        return cast(nn.Module, self.__dict__["_model"])
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""
