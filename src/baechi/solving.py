@@ -19,6 +19,7 @@ from baechi.linkage import linked
 from baechi.placement import Placement
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
+from baechi.placers.backtracking import HASTY, PATIENT
 from baechi.placers.base import Placer
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.choices import device_choices, device_kinds
@@ -99,13 +100,15 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
     return _attempt(problem, placer, effort)
 
 
-def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
+def _attempt(
+    problem: Problem, placer: Placer, effort: str, patience: int = PATIENT
+) -> Placement | None:
     if placer.fixed:
         return placer.place(problem)
     if is_hopeless(problem):
         return None
     if problem.max_devices is None:
-        return _attempt_freely(problem, placer, effort)
+        return _attempt_freely(problem, placer, effort, patience)
     # All choices are looked at fast, and the best of them with the effort that was asked for.
     first = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
     found: list[Placement] = []
@@ -113,7 +116,7 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
     for tried, devices in enumerate(device_choices(problem)):
         if found and tried >= _CHOICES[effort]:
             break
-        placement = _attempt_freely(problem.within(devices), first, effort)
+        placement = _attempt_freely(problem.within(devices), first, effort, patience)
         if placement is not None:
             found.append(placement)
             choices.append(devices)
@@ -122,16 +125,18 @@ def _attempt(problem: Problem, placer: Placer, effort: str) -> Placement | None:
             devices = min(
                 zip(found, choices, strict=True), key=lambda row: row[0].stats["makespan_ns"]
             )[1]
-            placement = _attempt_freely(problem.within(devices), placer, effort)
+            placement = _attempt_freely(problem.within(devices), placer, effort, patience)
             found += [placement] if placement is not None else []
         # The best single device may be in none of the choices.
         single = best([("single", SingleDevice().place(problem))], placer.name)
         found += [single] if single is not None else []
     # What takes only a few devices by itself may find one that none of the choices allows.
-    return shortest(iter(found) if found else arrangements(problem))
+    return shortest(iter(found) if found else arrangements(problem, patience))
 
 
-def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement | None:
+def _attempt_freely(
+    problem: Problem, placer: Placer, effort: str, patience: int
+) -> Placement | None:
     """As `_attempt`, where the number of devices has no limit."""
     narrowed = linked(problem)
     if narrowed is None:
@@ -142,18 +147,18 @@ def _attempt_freely(problem: Problem, placer: Placer, effort: str) -> Placement 
         placement = best(portfolio(narrowed, (placer,), effort), placer.name)
     if placement is not None:
         return placement
-    fallback = shortest(_arranged(narrowed, problem))
+    fallback = shortest(_arranged(narrowed, problem, patience))
     if fallback is None:
         return None
     stats = FrozenDict({**fallback.stats, "fallback": fallback.placer})
     return replace(fallback, placer=placer.name, stats=stats)
 
 
-def _arranged(narrowed: Problem, problem: Problem) -> Iterator[Placement]:
+def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
     """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
-    yield from arrangements(narrowed)
+    yield from arrangements(narrowed, patience)
     if narrowed is not problem:
-        yield from arrangements(problem)
+        yield from arrangements(problem, patience)
 
 
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
@@ -229,8 +234,8 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
     Found by bisection between what fails and what everything on that device needs: so `solve`
     succeeds with it, and fails with one byte less, though it might succeed with still less. For
-    more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve with the least effort fails
-    with one unit less; what that finds, every effort finds.
+    more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve with the least effort, and
+    less patience, fails with one unit less; what that finds, every effort finds.
 
     Under constraints it may be that no single device can help. Then the device is -1, and every
     device must get so much; `None` where not even that helps.
@@ -243,7 +248,7 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
         return _attempt(_grown(problem, device, units * unit), placer, effort) is not None
 
     def solved_fast(units: int, device: int) -> bool:
-        return _attempt(_grown(problem, device, units * unit), fast, "fast") is not None
+        return _attempt(_grown(problem, device, units * unit), fast, "fast", HASTY) is not None
 
     fast = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
 
@@ -278,7 +283,7 @@ def _is_arranged(problem: Problem) -> bool:
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):
         narrowed = linked(choice)
-        if narrowed is not None and next(_arranged(narrowed, choice), None) is not None:
+        if narrowed is not None and next(_arranged(narrowed, choice, HASTY), None) is not None:
             return True
     return False
 

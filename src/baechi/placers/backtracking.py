@@ -23,7 +23,9 @@ from baechi.problem import Problem
 from baechi.simulation import fits_memory
 
 # Committed ops and groups looked at in all of one search: a fifth of a second.
-_BUDGET: Final = 1_000_000
+PATIENT: Final = 1_000_000
+# The same of one of many searches, for what is missing.
+HASTY: Final = 50_000
 # The same of a proof, which is asked for before anything else: some milliseconds.
 _PROOF: Final = 200_000
 # With fewer nodes nothing is proved.
@@ -31,19 +33,19 @@ _NODES: Final = 100
 _SEED: Final = 1
 
 
-def backtracked(problem: Problem, placer: str) -> Iterator[Placement]:
+def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterator[Placement]:
     """Placements with the first devices that are found for an order; none where none are found.
 
-    Nor where the budget does not suffice for a device for every group.
+    Nor where `PATIENT` searches do not suffice for a device for every group.
     """
     ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
-    if groups * (groups + ops) // 2 > _BUDGET:
+    if groups * (groups + ops) // 2 > PATIENT:
         return
     own = range(ops)
     orders = dict.fromkeys([tuple(own), _depth_first(problem)])
     for order in orders:
         launches = np.array(order, np.int32)
-        assignment, _ = _core.backtrack(problem.core, launches, _BUDGET, _SEED)
+        assignment, _ = _core.backtrack(problem.core, launches, budget, _SEED)
         if not len(assignment):
             continue
         timeline = problem.timeline()

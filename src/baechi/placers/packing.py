@@ -26,7 +26,7 @@ import numpy as np
 
 from baechi.placement import Placement
 from baechi.placers.assignments import group_loads, in_both_orders, shortest
-from baechi.placers.backtracking import backtracked, is_unpackable
+from baechi.placers.backtracking import PATIENT, backtracked, is_unpackable
 from baechi.placers.base import Placer
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
@@ -55,8 +55,13 @@ class Packing(Placer):
         return shortest(packings(problem))
 
 
-def arrangements(problem: Problem) -> Iterator[Placement]:
-    """Valid placements, as the module says; none where none of its searches finds one."""
+def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placement]:
+    """Valid placements, as the module says; none where none of its searches finds one.
+
+    Args:
+        problem: What to place, and where.
+        patience: The budget of each backtracking.
+    """
     if is_hopeless(problem):
         return
     found = False
@@ -75,7 +80,7 @@ def arrangements(problem: Problem) -> Iterator[Placement]:
         found = True
         yield placement
     if not found:
-        for placement in backtracked(problem, Packing.name):
+        for placement in backtracked(problem, Packing.name, patience):
             found = True
             yield placement
     if not found:

@@ -22,6 +22,7 @@ from baechi.linkage import linked
 from baechi.placement import Placement
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
+from baechi.placers.backtracking import HASTY
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements, is_hopeless
@@ -315,7 +316,7 @@ def _solved(
 def _packed(problem: Problem) -> Placement | None:
     """The shortest packing; `None` where none is found, or the number of devices is limited."""
     narrowed = linked(problem) if problem.max_devices is None else None
-    return None if narrowed is None else shortest(arrangements(narrowed))
+    return None if narrowed is None else shortest(arrangements(narrowed, HASTY))
 
 
 def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
