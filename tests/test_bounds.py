@@ -65,7 +65,7 @@ def test_no_part_passes_a_valid_schedule(data, graph, cluster):
 @pytest.mark.parametrize("family", [tight, dense])
 def test_no_part_passes_what_a_placer_finds(family, factor):
     checked = 0
-    for seed in range(150):
+    for seed in range(50):
         graph, cluster = family(seed)
         rows = tuple(
             tuple(link and Link(link.latency_ns, link.bytes_per_s // factor) for link in row)
@@ -75,7 +75,7 @@ def test_no_part_passes_what_a_placer_finds(family, factor):
         for placer in ("m-etf", "m-topo"):
             with contextlib.suppress(InfeasibleError):
                 checked += check(graph, dear, solve(graph, dear, placer))
-    assert checked > 100
+    assert checked > 30
 
 
 def check(graph, cluster, placement):
