@@ -13,7 +13,8 @@ first and the order afterwards (`csrc/local_search.cc`).
 Starts are placements that others have found; list schedules that decide about whole clusters
 (`coarsening.regrouped`); and partitions of the groups that balance work and transfers whatever the
 order, found by annealing too (`csrc/partition_search.cc`), for several weights of transfers and in
-several windows of time. All get a little of the budget, the better ones more, and the best most of
+several windows of time; and, when thorough, placements grown along time, whose begin is annealed
+before the next ops come in (`csrc/growth.cc`). All get a little of the budget, the better ones more, and the best most of
 it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
@@ -62,6 +63,11 @@ _SIZE: Final = 2**22
 _SHAPES: Final = ((4, 1.0), (1, 1.0), (4, 3.0), (1, 3.0), (4, 0.3), (16, 3.0))
 
 
+# Ops per device that a grown placement takes in at once, growth by growth.
+_STRETCHES: Final = (12, 12, 16, 8)
+_NONE: Final = np.empty(0, np.int32)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -75,6 +81,7 @@ class Budget:
         partitions: How many partitions to start from.
         moves: Changes per group and partition; `_MOVES` at least, and of all partitions at most
             half the evaluations.
+        growths: How many placements to grow, and share of the budget of each.
     """
 
     evaluations: int
@@ -83,12 +90,19 @@ class Budget:
     levels: int
     partitions: int
     moves: int
+    growths: tuple[int, float] = (0, 0.0)
 
 
 FAST: Final = Budget(300_000, 3_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
 BALANCED: Final = Budget(60_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 400)
 THOROUGH: Final = Budget(
-    1_800_000_000, 2_400_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 24, 4_000
+    1_800_000_000,
+    2_400_000,
+    ((32, 1 / 128), (6, 1 / 24), (2, 1 / 8)),
+    16,
+    24,
+    4_000,
+    growths=(4, 1 / 16),
 )
 
 
@@ -152,9 +166,11 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
     if too_large or (len(space.devices) == 1 and placements):
         return None
-    spent = 0
     with ThreadPoolExecutor(min(budget.stages[0][0], os.cpu_count() or 1)) as threads:
-        states = space.evaluated(space.starts(placements, budget, threads), target)
+        count, share = budget.growths
+        grown, spent = space.grown(count, int(evaluations * share), threads)
+        starts = [*space.starts(placements, budget, threads), *grown]
+        states = space.evaluated(starts, target)
         for stage, (count, share) in enumerate(budget.stages):
             if _is_optimal(states[0], target):
                 break
@@ -271,6 +287,33 @@ class _Space:
             return found, _core.list_order(self.core, found)
 
         return list(threads.map(start, range(budget.partitions)))
+
+    def grown(
+        self, count: int, evaluations: int, threads: Executor
+    ) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
+        """Devices and order of placements grown along time, and what they have cost together.
+
+        None where a placement has but one stretch, or where too little is left for each.
+
+        Args:
+            count: How many.
+            evaluations: Of each, about.
+            threads: That grow them.
+        """
+        n = len(self.problem.graph.ops)
+
+        def worth(stretch: int) -> bool:
+            return stretch < n and evaluations * stretch > _WORTH * n * n
+
+        def grow(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+            stretch = len(self.devices) * _STRETCHES[number % len(_STRETCHES)]
+            if not worth(stretch):
+                return _NONE, _NONE, 0
+            return _core.grown(self.core, self.clusters, stretch, evaluations, number * 1000)
+
+        found = list(threads.map(grow, range(count if len(self.devices) > 1 else 0)))
+        rows = [(devices, order) for devices, order, _ in found if len(devices)]
+        return rows, sum(cost for _, _, cost in found)
 
     def evaluated(
         self, starts: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], target: int
