@@ -77,8 +77,7 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
   std::vector<int64_t> workspace, persistent, nbytes;
   std::vector<uint8_t> kept;
   double all = 0, here = 0;
-  for (int32_t g = 0; g < problem.groups; ++g)
-    all += static_cast<double>(problem.group_persistent[g]);
+  for (int64_t bytes : problem.group_persistent) all += static_cast<double>(bytes);
   for (int32_t op : ops) {
     index[op] = static_cast<int32_t>(workspace.size());
     workspace.push_back(problem.workspace[op]);
@@ -108,8 +107,8 @@ Problem part_of(const Problem& problem, const std::vector<int32_t>& ops) {
   part.groups = static_cast<int32_t>(groups.size());
   part.durations.clear();
   for (size_t row = 0; row < problem.durations.size(); row += static_cast<size_t>(problem.ops)) {
-    for (int32_t op : ops)
-      part.durations.push_back(problem.durations[row + static_cast<size_t>(op)]);
+    const auto first = problem.durations.begin() + static_cast<int64_t>(row);
+    for (int32_t op : ops) part.durations.push_back(first[op]);
   }
   if (!problem.allowed.empty()) {
     part.allowed.clear();
@@ -180,8 +179,7 @@ bool extend(const Problem& problem, const std::vector<int32_t>& sequence, int32_
   return true;
 }
 
-}  // namespace
-
+// Ops in topological order, lowest level first.
 std::vector<int32_t> level_order(const Problem& problem) {
   const std::vector<double> level = levels(problem);
   using Entry = std::pair<double, int32_t>;
@@ -204,6 +202,8 @@ std::vector<int32_t> level_order(const Problem& problem) {
   }
   return order;
 }
+
+}  // namespace
 
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
             int32_t stretch, int64_t budget, uint64_t seed) {

@@ -33,9 +33,6 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
                                       const std::vector<int64_t>& loads, double cut_weight,
                                       int32_t windows, int64_t moves, uint64_t seed);
 
-// Ops in topological order by the levels that least squares give them.
-std::vector<int32_t> level_order(const Problem& problem);
-
 // A placement grown along time, `stretch` ops at once; without devices where an op finds none. It
 // is not said what it takes. `clusters` and `seed` as above; `budget` in evaluated ops, which every
 // stretch may pass by one evaluation.

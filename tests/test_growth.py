@@ -1,13 +1,14 @@
 """Placements grown along time: valid, repeatable, and good where a search of the whole is not."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from benchmarks.placement_quality import generators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import Cluster, Constraints, Device, Link, Op, OpGraph, Tensor, _core
+from baechi import METF, Cluster, Constraints, Device, Link, Op, OpGraph, Tensor, _core
 from baechi.placers.search import Budget, improved
 from baechi.problem import Problem
 from strategies import clusters, constraints_for, graphs
@@ -57,16 +58,28 @@ def test_without_a_path_nothing_grows():
 
 
 def test_growth_wins_where_transfers_are_dear():
-    # At equal budgets; the search alone is left with 1.9 times the optimum, and more.
+    # At equal cost: the search ends at 1.97, 2.11 and 1.97 times the optimum, growth at 1.67, 1.83 and
+    # 1.07.
     ratios = []
-    for seed in range(2):
-        made = generators.planted(seed, 240, 4, ccr=10)
+    for seed in range(3):
+        made = generators.planted(seed, 500, 4, ccr=10)
         problem = Problem(made.graph, made.cluster)
-        search = Budget(16_000_000, 10**6, ((2, 1 / 4), (2, 1 / 4)), 4, 4, 100)
-        growth = Budget(16_000_000, 10**6, ((2, 1 / 4),), 4, 4, 100, growths=(4, 1 / 8))
-        found = [improved(problem, [], budget) for budget in (search, growth)]
-        steps = [placement.stats["makespan_ns"] for placement in found]
-        costs = [placement.stats["evaluations"] for placement in found]
-        print(seed, [s / made.optimum_ns for s in steps], costs)
-        ratios.append(steps[1] / steps[0])
-    assert math.prod(ratios) < 0.9
+        devices, order, cost = grown(problem, 48, 20_000_000)
+        start = METF().place(problem)
+        levels = _core.group_clusters(problem.core, problem.group_colors)
+        state = np.array(start.devices, np.int32), np.array(start.order, np.int32)
+        searched_ns = _core.local_search(problem.core, *state, levels, cost, 0, 0)[2]
+        ratios.append(makespan_ns(problem, devices, order) / searched_ns)
+    assert math.prod(ratios) ** (1 / 3) < 0.85
+
+
+def test_a_search_grows_within_its_budget():
+    made = generators.planted(1, 200, 4, ccr=10)
+    problem = Problem(made.graph, made.cluster)
+    plain = Budget(4_000_000, 10**6, ((2, 1 / 8), (2, 3 / 8)), 4, 4, 100)
+    growing = replace(plain, growths=(4, 1 / 16))
+    found = [improved(problem, [], budget) for budget in (plain, growing)]
+    assert found[0] != found[1] == improved(problem, [], growing)
+    for placement in found:
+        assert 3_900_000 < placement.stats["evaluations"] < 4_100_000
+        makespan_ns(problem, placement.devices, placement.order)
