@@ -58,8 +58,8 @@ def test_without_a_path_nothing_grows():
 
 
 def test_growth_wins_where_transfers_are_dear():
-    # At equal cost: the search ends at 1.97, 2.11 and 1.97 times the optimum, growth at 1.67, 1.83 and
-    # 1.07.
+    # At equal cost: the search ends at 1.97, 2.11 and 1.97 times the optimum, growth at 1.67, 1.83
+    # and 1.07.
     ratios = []
     for seed in range(3):
         made = generators.planted(seed, 500, 4, ccr=10)
