@@ -321,6 +321,21 @@ NB_MODULE(_core, m) {
         return std::make_pair(array_of(std::move(found.devices)), found.proven);
       },
       "problem"_a, "order"_a, "budget"_a, "seed"_a);
+  m.def(
+      "grown",
+      [](const Problem& problem, const std::vector<Array<int32_t>>& clusters, int32_t stretch,
+         int64_t budget, uint64_t seed) {
+        std::vector<std::vector<int32_t>> levels;
+        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        Found found;
+        {
+          nb::gil_scoped_release unlocked;
+          found = grown(problem, levels, stretch, budget, seed);
+        }
+        return std::tuple(array_of(std::move(found.devices)), array_of(std::move(found.order)),
+                          found.evaluations);
+      },
+      "problem"_a, "clusters"_a, "stretch"_a, "budget"_a, "seed"_a);
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
         "target"_a, "seed"_a);
 

@@ -24,8 +24,12 @@ class Search {
  public:
   Search(const Problem& problem, const std::vector<int32_t>& devices,
          const std::vector<int32_t>& order, const std::vector<std::vector<int32_t>>& clusters,
-         uint64_t seed)
-      : problem_(problem), trial_(problem, devices, order), random_(seed), cluster_of_(clusters) {
+         uint64_t seed, int32_t from)
+      : problem_(problem),
+        trial_(problem, devices, order),
+        random_(seed),
+        cluster_of_(clusters),
+        from_(from) {
     for (const std::vector<int32_t>& cluster : clusters) levels_.push_back(members_of(cluster));
   }
 
@@ -46,7 +50,7 @@ class Search {
     for (int64_t nbytes : problem_.memory) memory += static_cast<double>(nbytes);
     least_price_ = 1e-2 * static_cast<double>(best_.makespan) / std::max(1.0, memory);
     price_ = least_price_ * 100;
-    relist();
+    if (from_ == 0) relist();
     const int64_t begin = spent();
     const double cycles = static_cast<double>(
         std::clamp<int64_t>((budget - begin) / (kCycle * problem_.ops), kFewest, kMost));
@@ -58,7 +62,7 @@ class Search {
       if (++proposals_ % 64 == 0) critical_ = trial_.critical();
       if (cycle < last_cycle_) restart();
       last_cycle_ = cycle;
-      const bool listing = cycle < kListing && problem_.devices > 1;
+      const bool listing = from_ == 0 && cycle < kListing && problem_.devices > 1;
       if (listing ? !reassign() : !propose()) {
         trial_.undo();
         continue;
@@ -168,9 +172,12 @@ class Search {
 
   // An op that makes the step long, or any.
   int32_t pick() {
-    return random_.below(2) == 0 && !critical_.empty()
-               ? critical_[random_.below(static_cast<int32_t>(critical_.size()))]
-               : random_.below(problem_.ops);
+    if (random_.below(2) == 0 && !critical_.empty()) {
+      const int32_t op = critical_[random_.below(static_cast<int32_t>(critical_.size()))];
+      if (trial_.position(op) >= from_) return op;
+    }
+    if (from_ == 0) return random_.below(problem_.ops);
+    return trial_.order()[from_ + random_.below(problem_.ops - from_)];
   }
 
   bool reassign() {
@@ -212,7 +219,8 @@ class Search {
   // Two groups change places.
   bool swap(int32_t op) {
     const int32_t here = trial_.device(op);
-    int32_t other = random_.below(problem_.ops);
+    int32_t other = from_ == 0 ? random_.below(problem_.ops)
+                               : trial_.order()[from_ + random_.below(problem_.ops - from_)];
     if (random_.below(2) == 0) {
       // One that runs at about the same time.
       const int32_t at = trial_.position(op) + random_.below(33) - 16;
@@ -281,6 +289,7 @@ class Search {
   Cooling cooling_{3};
   std::vector<Rows> levels_;
   const std::vector<std::vector<int32_t>>& cluster_of_;
+  const int32_t from_;
   std::vector<int32_t> critical_;
   State current_ = {0, 0, 0, 0};
   double best_aside_ = 0, scale_ = 0;
@@ -310,8 +319,8 @@ Rows members_of(const std::vector<int32_t>& cluster) {
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   int64_t target, uint64_t seed) {
-  return Search(problem, devices, order, clusters, seed).run(budget, target);
+                   int64_t target, uint64_t seed, int32_t from) {
+  return Search(problem, devices, order, clusters, seed, from).run(budget, target);
 }
 
 }  // namespace baechi

@@ -18,11 +18,13 @@ struct Found {
 // `order` topological; `clusters` per level and group a cluster of groups that may move as one;
 // `budget` in evaluated ops, which one more change may pass; the search ends before where a
 // placement that fits takes `target` or less. Where the start needs a path that does not exist, it
-// comes back with a makespan and an overflow of a quarter of `kForever`.
+// comes back with a makespan and an overflow of a quarter of `kForever`. With `from` above 0 no
+// order is listed anew, and what changes are ops from that position of the order on, and what must
+// or may move with them.
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   int64_t target, uint64_t seed);
+                   int64_t target, uint64_t seed, int32_t from = 0);
 
 // Devices per op that balance the work and cut little, whatever the order; from a start on. `loads`
 // are bytes per group, and a ns of transfer counts as `cut_weight` ns of work.
@@ -30,6 +32,12 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
                                       const std::vector<std::vector<int32_t>>& clusters,
                                       const std::vector<int64_t>& loads, double cut_weight,
                                       int32_t windows, int64_t moves, uint64_t seed);
+
+// A placement grown along time, `stretch` ops at once; without devices where an op finds none. It
+// is not said what it takes. `clusters` and `seed` as above; `budget` in evaluated ops, which every
+// stretch may pass by one evaluation.
+Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
+            int32_t stretch, int64_t budget, uint64_t seed);
 
 // The members of every cluster, ascending.
 Rows members_of(const std::vector<int32_t>& cluster);

@@ -119,6 +119,7 @@ ALLOWED = {
     "solving": {
         "placers.assignments",
         "placers.auto",
+        "placers.backtracking",
         "placers.base",
         "placers.baselines",
         "placers.choices",

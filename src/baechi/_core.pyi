@@ -74,6 +74,9 @@ def local_search(
     target: int,
     seed: int,
 ) -> tuple[NDArray[int32], NDArray[int32], int, int, int]: ...
+def grown(
+    problem: Problem, clusters: list[NDArray[int32]], stretch: int, budget: int, seed: int
+) -> tuple[NDArray[int32], NDArray[int32], int]: ...
 def partition_search(
     problem: Problem,
     devices: NDArray[int32],

@@ -11,10 +11,11 @@ critical path and under the ports of the clock (`csrc/list_order.cc`), so that d
 first and the order afterwards (`csrc/local_search.cc`).
 
 Starts are placements that others have found; list schedules that decide about whole clusters
-(`coarsening.regrouped`); and partitions of the groups that balance work and transfers whatever the
+(`coarsening.regrouped`); partitions of the groups that balance work and transfers whatever the
 order, found by annealing too (`csrc/partition_search.cc`), for several weights of transfers and in
-several windows of time. All get a little of the budget, the better ones more, and the best most of
-it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
+several windows of time; and, when thorough, placements grown along time, whose begin is annealed
+before more ops come in (`csrc/growth.cc`). All get a little of the budget, the better ones more,
+and the best most of it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log
@@ -62,6 +63,10 @@ _SIZE: Final = 2**22
 _SHAPES: Final = ((4, 1.0), (1, 1.0), (4, 3.0), (1, 3.0), (4, 0.3), (16, 3.0))
 
 
+# Ops per device that come in at once, growth by growth.
+_STRETCHES: Final = (12, 12, 16, 8)
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Budget:
@@ -70,11 +75,15 @@ class Budget:
     Attributes:
         evaluations: Ops to evaluate, at most; about a hundred million in ten seconds.
         per_op: The same per op of the graph: a small graph needs less.
-        stages: Number of searches and share of the budget of each, from stage to stage.
+        stages: Number of searches and share of the budget of each, from stage to stage; what
+            growing costs is taken from those after the first.
         levels: How many levels of clusters list schedules start from, at most.
         partitions: How many partitions to start from.
         moves: Changes per group and partition; `_MOVES` at least, and of all partitions at most
             half the evaluations.
+        growths: How many placements to grow, at most one per `_STRETCHES`, and share of the budget
+            of each; before them half as many at half the cost, which must be better than what the
+            first stage finds.
     """
 
     evaluations: int
@@ -83,12 +92,19 @@ class Budget:
     levels: int
     partitions: int
     moves: int
+    growths: tuple[int, float] = (0, 0.0)
 
 
 FAST: Final = Budget(300_000, 3_000, ((3, 1 / 6), (1, 1 / 2)), 2, 2, 20)
 BALANCED: Final = Budget(60_000_000, 60_000, ((8, 1 / 32), (2, 1 / 8), (2, 1 / 4)), 16, 12, 400)
 THOROUGH: Final = Budget(
-    1_800_000_000, 2_400_000, ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)), 16, 24, 4_000
+    1_800_000_000,
+    2_400_000,
+    ((32, 1 / 128), (6, 1 / 24), (2, 1 / 4)),
+    16,
+    24,
+    4_000,
+    growths=(4, 1 / 16),
 )
 
 
@@ -152,25 +168,52 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
     if too_large or (len(space.devices) == 1 and placements):
         return None
-    spent = 0
     with ThreadPoolExecutor(min(budget.stages[0][0], os.cpu_count() or 1)) as threads:
         states = space.evaluated(space.starts(placements, budget, threads), target)
+        spent, left = 0, 1.0
         for stage, (count, share) in enumerate(budget.stages):
             if _is_optimal(states[0], target):
                 break
             jobs = states[:count]
+            each = int(evaluations * share * left)
             results = threads.map(
-                lambda job, share=share, stage=stage: space.searched(
-                    job[1], int(evaluations * share), target, seed=stage * 1000 + job[0]
+                lambda job, each=each, stage=stage: space.searched(
+                    job[1], each, target, seed=stage * 1000 + job[0]
                 ),
                 enumerate(jobs),
             )
             found = list(results)
             spent += sum(state.evaluations for state in found)
             states = space.ranked([*found, *states])
+            if stage == 0 and budget.growths[0]:
+                grown, cost = _grown(space, states[0], budget.growths, evaluations, target, threads)
+                spent += cost
+                states = space.ranked([*states, *grown])
+                left -= cost / sum(evaluations * n * part for n, part in budget.stages[1:])
     if states[0].overflow_bytes:
         return None
     return space.placement(states[0], {"evaluations": spent})
+
+
+def _grown(
+    space: "_Space",
+    best: "_State",
+    growths: tuple[int, float],
+    evaluations: int,
+    target: int,
+    threads: Executor,
+) -> "tuple[list[_State], int]":
+    """Grown placements, and what they have cost; few and cheap ones if none of them is better."""
+    states: list[_State] = []
+    spent = 0
+    count, share = growths
+    for number, part in ((count // 2, share / 2), (count, share)):
+        rows, cost = space.grown(number, int(evaluations * part), threads)
+        spent += cost
+        states = space.ranked([*states, *space.evaluated(rows, target)])
+        if not states or space.ranked([best, states[0]])[0] is best:
+            break
+    return states, spent
 
 
 @final
@@ -271,6 +314,29 @@ class _Space:
             return found, _core.list_order(self.core, found)
 
         return list(threads.map(start, range(budget.partitions)))
+
+    def grown(
+        self, count: int, evaluations: int, threads: Executor
+    ) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
+        """Devices and order of placements grown along time, and what they have cost together.
+
+        None where one stretch is all, or where too little would be left for each.
+
+        Args:
+            count: How many.
+            evaluations: Of each, about.
+            threads: That grow them.
+        """
+        n = len(self.problem.graph.ops)
+        stretches = [len(self.devices) * ops for ops in _STRETCHES[:count] if len(self.devices) > 1]
+        worth = [ops for ops in stretches if ops < n and evaluations * ops > _WORTH * n * n]
+
+        def grow(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+            return _core.grown(self.core, self.clusters, worth[number], evaluations, number * 1000)
+
+        found = list(threads.map(grow, range(len(worth))))
+        rows = [(devices, order) for devices, order, _ in found if len(devices)]
+        return rows, sum(cost for _, _, cost in found)
 
     def evaluated(
         self, starts: Iterable[tuple[NDArray[np.int32], NDArray[np.int32]]], target: int
