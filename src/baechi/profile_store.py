@@ -275,7 +275,7 @@ class ProfileStore:
         except (OSError, sqlite3.Error) as error:
             self._give_up(error)
             return
-        self._say(f"{self.path} cannot be used ({reason}); it is now {aside}, and a new one is begun")
+        self._say(f"{self.path} is of no use ({reason}); it is now {aside}, and a new one is begun")
 
     def _give_up(self, error: Exception) -> None:
         self._database = None
