@@ -17,7 +17,7 @@ import baechi
 from baechi.profile_store import Conditions, Measured, ProfileStore, default_path
 
 HERE = Conditions("cpu", "processor", 1, "2.13", "warm", 1)
-COST = Measured(5, 6, 7, 8, 1, 2, 3, 4, "a remark", 9, 10)
+COST = Measured(5, 6, 7, 8, 1, 2, 3, 4, "a remark", 9)
 
 
 def test_what_is_kept_is_found_again_under_the_same_conditions_only(tmp_path):

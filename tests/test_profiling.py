@@ -396,11 +396,8 @@ def test_a_forward_for_inference_is_measured_without_gradients() -> None:
     cost = profile.costs[index]
     scores = 4 * 4 * tokens * tokens
     assert cost.saved_bytes >= scores > (cost.inference_workspace_bytes or 0)
-    assert cost.inference_ns
     op = traced.graph(profile, training=False).ops[index]
-    assert (op.time_ns, op.workspace_bytes) == (cost.inference_ns, cost.inference_workspace_bytes)
-    both = traced.graph([profile, replace(profile, kind="other")], training=False)
-    assert both.times["other"][index] == cost.inference_ns
+    assert op.workspace_bytes == cost.inference_workspace_bytes
 
 
 def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:

@@ -30,7 +30,6 @@ class OpCost:
             that the operator failed alone and was measured in place; empty for most.
         inference_workspace_bytes: Scratch of a forward without gradients, for which torch may
             choose another kernel. `None`: not known.
-        inference_ns: Time of that forward; `None`: as long as the one with gradients.
     """
 
     forward_ns: int
@@ -44,7 +43,6 @@ class OpCost:
     backward_spread_ns: int = 0
     remark: str = ""
     inference_workspace_bytes: int | None = None
-    inference_ns: int | None = None
     backward_reused_bytes: int = 0
 
     def __post_init__(self) -> None:

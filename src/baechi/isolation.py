@@ -110,17 +110,6 @@ class Alone:
         pairs = zip(nodes, self._inputs, strict=True)
         return [(t, node.op == "get_attr") for node, value in pairs for t in tensors_in(value)]
 
-    def inference_runs(self, n: int) -> list[Run]:
-        """As many forwards without gradients; empty where the others have none either."""
-        if not self._differentiable:
-            return []
-        # Before the readings: to switch within them takes as long as a short operator.
-        torch.set_grad_enabled(False)
-        runs: list[Run] = [partial(self._function, *self._plain_inputs()) for _ in range(n)]
-        if self._evict is not None:
-            self._evict(self._activations)
-        return runs
-
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""
         torch.set_grad_enabled(True)

@@ -47,7 +47,6 @@ class Measured:
     forward_spread_ns: int = 0
     backward_spread_ns: int = 0
     remark: str = ""
-    inference_ns: int = 0
     backward_reused_bytes: int = 0
 
 
@@ -111,7 +110,7 @@ _CREATE: Final = (
     "saved_bytes INTEGER NOT NULL, workspace_bytes INTEGER NOT NULL, "
     "backward_workspace_bytes INTEGER NOT NULL, inference_workspace_bytes INTEGER NOT NULL, "
     "forward_spread_ns INTEGER NOT NULL, backward_spread_ns INTEGER NOT NULL, "
-    "remark TEXT NOT NULL, inference_ns INTEGER NOT NULL, "
+    "remark TEXT NOT NULL, "
     "backward_reused_bytes INTEGER NOT NULL) WITHOUT ROWID"
 )
 

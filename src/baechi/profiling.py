@@ -225,7 +225,6 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
                 workspace_bytes=cost.workspace_bytes,
                 backward_workspace_bytes=cost.backward_workspace_bytes,
                 inference_workspace_bytes=cost.inference_workspace_bytes,
-                inference_ns=cost.inference_ns,
                 backward_reused_bytes=cost.backward_reused_bytes,
                 forward_spread_ns=cost.forward_spread_ns,
                 backward_spread_ns=cost.backward_spread_ns if op.differentiable else 0,
@@ -334,7 +333,7 @@ class _Bench:
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
             alone = Alone(self._module, nodes, make, self.place, self._setting)
             size = sizes(alone, self.place)
-            ways = [alone.forward_runs, alone.inference_runs, alone.backward_runs]
+            ways = [alone.forward_runs, alone.backward_runs]
             ways += [alone.fresh_backward_runs] if alone.fresh else []
             ways = [way for way in ways if way(1)]
             readings = self.timer.time(ways, single=alone.single)
@@ -354,7 +353,6 @@ class _Bench:
             inference_workspace_bytes=size.inference,
             forward_spread_ns=forward.spread_ns,
             backward_spread_ns=backward.spread_ns,
-            inference_ns=reading_of.get(alone.inference_runs, forward).ns,
             backward_reused_bytes=size.reused,
         )
 

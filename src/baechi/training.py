@@ -75,7 +75,7 @@ def operator_graph(
     forward = [
         Op(
             name=op.name,
-            time_ns=cost.forward_ns if training else _inference_ns(cost),
+            time_ns=cost.forward_ns,
             persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
             workspace_bytes=_forward_workspace(cost, training, index in unit_of),
             group=groups.get(index, op.group),
@@ -126,11 +126,6 @@ def _inference_workspace(cost: OpCost) -> int:
     """
     measured = cost.inference_workspace_bytes
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
-
-
-def _inference_ns(cost: OpCost) -> int:
-    """Time of a forward without gradients; as long as one with, where nobody knows."""
-    return cost.forward_ns if cost.inference_ns is None else cost.inference_ns
 
 
 def _late_gradient_bytes(op: TracedOp) -> int:
@@ -185,7 +180,7 @@ def _times(
 ) -> tuple[int, ...]:
     """The time of every op of the graph by one profile."""
     if not training:
-        return tuple(map(_inference_ns, profile.costs))
+        return tuple(cost.forward_ns for cost in profile.costs)
     forward = [cost.forward_ns for cost in profile.costs]
     order = backward_sequence(traced.tensors, backward_ops(traced.ops, traced.tensors), units)
     rows = (
