@@ -24,6 +24,7 @@ from baechi import (
     simulate,
 )
 from baechi.bounds import lower_bound_ns, parts
+from baechi.placers.packing import Packing
 from baechi.problem import Problem
 from baechi.simulation import overflows
 from strategies import clusters, dense, graphs, placements, tight
@@ -71,10 +72,10 @@ def test_no_part_passes_what_a_placer_finds(family, factor):
             for row in cluster.links
         )
         dear = replace(cluster, links=rows)
-        for placer in (METF(), MTopo()):
+        for placer in (METF(), MTopo(), Packing()):
             placement = placer.place(Problem(graph, dear))
             checked += placement is not None and check(graph, dear, placement)
-    assert checked > 30
+    assert checked > 100
 
 
 def check(graph, cluster, placement):

@@ -27,9 +27,11 @@ from test_transparency import (
 # What fits in a few seconds of every test run.
 QUICK = ["towers", "buffers", "in_place", "input_written", "slice_assigned", "parameter_twice"]
 AOT = {"backend": "aot_eager"}
-# Inductor fuses, so it rounds less often. Through a ResNet's batch normalizations the gradient of
-# its first layer, of up to 5, is 4.5e-4 off; so it is where torch.compile has the whole model.
-CLOSE = {"rtol": 1e-4, "atol": 1e-3}
+# Inductor fuses, so it rounds less often.
+CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+# Through a ResNet's batch normalizations the gradient of its first layer, of up to 5, is 4.5e-4 off;
+# so it is where torch.compile has the whole model.
+NORMALIZED = {"rtol": 1e-4, "atol": 1e-3}
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -95,7 +97,8 @@ def test_every_model_of_the_zoo_equals_the_unsplit_one(name: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")
 @pytest.mark.parametrize("name", ["gpt2", "bert", "resnet_train", "towers", "awkward"])
 def test_what_inductor_runs_is_close_to_the_unsplit_model(name: str) -> None:
-    assert_compiled_equals_unsplit(name, True, "m-etf", **CLOSE)
+    close = NORMALIZED if name == "resnet_train" else CLOSE
+    assert_compiled_equals_unsplit(name, True, "m-etf", **close)
 
 
 class Small(nn.Module):
