@@ -29,8 +29,8 @@ QUICK = ["towers", "buffers", "in_place", "input_written", "slice_assigned", "pa
 AOT = {"backend": "aot_eager"}
 # Inductor fuses, so it rounds less often.
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
-# Through a ResNet's batch normalizations the gradient of its first layer, of up to 5, is 4.5e-4 off;
-# so it is where torch.compile has the whole model.
+# Through a ResNet's batch normalizations the gradient of its first layer, of up to 5, is 4.5e-4
+# off; so it is where torch.compile has the whole model.
 NORMALIZED = {"rtol": 1e-4, "atol": 1e-3}
 
 
