@@ -28,6 +28,8 @@ BUDGET_NS: Final = 30_000_000
 # A reading of the clock takes some 0.1 us; a hundred times that makes its grain a percent at most.
 READING_NS: Final = 20_000
 MAX_REPEATS: Final = 50
+# A first run may take several times longer than the next; one that takes so long is not short.
+_LONG_NS: Final = 20 * READING_NS
 # Longer than interrupts and the clocks themselves take, shorter than another process's turn.
 _MAX_AWAY: Final = 0.05
 # A clock of the thread that ticks coarser than this says nothing of a reading.
@@ -40,7 +42,8 @@ class Reading:
     """A measured time.
 
     Attributes:
-        ns: The median over the rounds, without what an empty run costs; never negative.
+        ns: The median over the rounds that were not held up, or the lowest of all where there are
+            none; without what an empty run costs, and never negative.
         held_up: Whether every round was held up by something else on the machine.
     """
 
@@ -123,14 +126,14 @@ class CpuTimer:
 
     def _reading(self, samples: Sequence[Sample], repeats: int) -> Reading:
         free = [sample.ns for sample in samples if not sample.held_up]
-        readings = free or [sample.ns for sample in samples]
+        # Where all were held up, the one that was least is nearest.
+        readings = free or [min(sample.ns for sample in samples)]
         empty_ns = self._call_ns + self._clock_ns / repeats
         return Reading(summary(readings, repeats, empty_ns), held_up=not free)
 
     def _repeats(self, prepare: Preparation, single: bool) -> int:
         """How many runs make a reading long enough; the first run warms up."""
-        self.read(prepare(1))
-        if single:
+        if single or self.read(prepare(1)).ns > _LONG_NS:
             return 1
         once = max(min(self.read(prepare(1)).ns for _ in range(2)), 1)
         return min(-(-READING_NS // once), MAX_REPEATS)
