@@ -294,7 +294,7 @@ def test_an_operator_that_fails_alone_is_measured_in_place() -> None:
     (index,) = [i for i, op in enumerate(traced.ops) if "picky" in op.key]
     assert costs[index].forward_ns > 0
     assert "fails alone (ValueError: the values do not sum to nothing)" in costs[index].remark
-    assert costs[index].remark.endswith("measured in place")
+    assert "sum to nothing); measured in place" in costs[index].remark
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
 
@@ -319,7 +319,10 @@ class Routed(nn.Module):
         return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) + picked[:, None]
 
 
-def test_what_depends_on_values_is_said_and_values_are_in_range() -> None:
+def test_what_depends_on_values_is_said_and_values_are_in_range(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counted(monkeypatch)  # so that nothing is uncertain
     traced = baechi.trace(Routed(), (torch.randint(50, (3, 6)),))
     costs = baechi.profile(traced, threads=1, cache=False).costs
     remarks = {c.remark for c in costs if c.remark}
