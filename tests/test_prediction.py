@@ -111,6 +111,7 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
 
     monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
     monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
+    monkeypatch.setattr(rows_module, "_TURNS", 2)
     said = []
     found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
     assert [(r.mode, r.devices, r.placement) for r in found] == [
@@ -122,7 +123,7 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
         assert line.predicted_ns > 0
         assert line.measured.step_ns > 0
         assert len(line.predicted_bytes) == len(line.measured.peak_bytes) == line.devices
-        assert len(line.measured.samples_ns) == 3  # a step in each turn
+        assert len(line.measured.samples_ns) == 4  # two steps in each of two turns
     assert said
 
 
