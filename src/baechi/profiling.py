@@ -49,11 +49,13 @@ def profile(
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
 
+    What two passes do not agree on has a remark, and is measured again by the next profile.
+
     Args:
         traced: From `trace`, in this process.
         device: A torch device; a logical name such as `"cpu:1"` is read as its torch device.
         threads: CPU threads per operator; `None` takes torch's own number.
-        progress: Show a bar with what is being measured.
+        progress: Show a bar with what is being measured, and say how much is uncertain.
         cache: Where measured costs are kept for the next time: `True` is a file in the user's
             cache directory, a path is a file of your own, and `False` keeps nothing.
 
