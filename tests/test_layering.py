@@ -25,7 +25,7 @@ LAYERS = {
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing eager_branches known_values effectless autocast calls faithfulness "
     "custom_functions model_state propagation partition naming lowering extraction metering "
-    "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
+    "saving profiling bench passes copying torch_devices timing cuda_graphs cuda_timing operands "
     "value_dependence isolation in_place workspace kernels workload estimation calibration "
     "recurrent",
     5: "runtime.*",
@@ -283,7 +283,7 @@ ALLOWED = {
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
     "workspace": {"isolation", "metering", "saving"},
-    "profiling": {
+    "bench": {
         "cuda_timing",
         "in_place",
         "isolation",
@@ -291,9 +291,10 @@ ALLOWED = {
         "operands",
         "timing",
         "torch_devices",
-        "value_dependence",
         "workspace",
     },
+    "passes": {"timing"},
+    "profiling": {"bench", "lowering", "passes", "torch_devices", "value_dependence"},
     "workload": {
         "calls",
         "extraction",

@@ -23,8 +23,8 @@ class OpCost:
         backward_workspace_bytes: The same of its backward; `None`: as much as the forward's.
         backward_reused_bytes: Of the gradients, as much takes the room of what autograd kept, which
             goes bit by bit while the backward runs.
-        forward_spread_ns: Half the middle half of what its forward was measured to take (the
-            quartiles' distance, halved): how much to trust `forward_ns`. 0 where computed.
+        forward_spread_ns: How far above `forward_ns` the next lowest of the measured passes is: how
+            much to trust it. As much as itself where nothing confirms it, 0 where computed.
         backward_spread_ns: The same of its backward.
         remark: What a reader should know of these numbers, such as that they depend on values, or
             that the operator failed alone and was measured in place; empty for most.

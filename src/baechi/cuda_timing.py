@@ -63,12 +63,12 @@ class CudaTimer:
         for _ in range(_WARM_UPS):
             launch_ns = self._clocked(prepare(1), wait=False)
         if self._makes_the_host_wait(prepare(1)):
-            return summary([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0)
+            return Reading(summary([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0))
         first = min(self._queued(prepare(2), launch_ns))
         if single:
             # Prepared one by one: each evicts the cache and brings back what would be in it.
             readings = [self._queued(prepare(1), launch_ns)[0] for _ in rounds()]
-            return summary(readings, 1, self._pair_ns)
+            return Reading(summary(readings, 1, self._pair_ns))
         if first > _SHORT_NS:
             count = max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
             most = -(-2 * _QUEUED // count)
@@ -77,7 +77,7 @@ class CudaTimer:
                 for _ in rounds((min(3, most), most))
                 for t in self._queued(prepare(count), launch_ns)
             ]
-            return summary(readings, 1, self._pair_ns)
+            return Reading(summary(readings, 1, self._pair_ns))
         repeated = self._captured(prepare)
         if repeated is None:
             rows = [prepare(_REPEATS) for _ in range(_QUEUED // 4)]
@@ -85,7 +85,7 @@ class CudaTimer:
             readings = self._queued(calls, launch_ns * _REPEATS)
         else:
             readings = self._queued([repeated] * _QUEUED, launch_ns)
-        return summary(readings, _REPEATS, self._pair_ns / _REPEATS)
+        return Reading(summary(readings, _REPEATS, self._pair_ns / _REPEATS))
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """Nanoseconds of the stream between the events around every run.

@@ -2,6 +2,10 @@
 
 A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
 everything that it does itself is outside of the reading.
+
+A reading is *held up* where the calling thread was off its core for a part of it: something else
+ran there. Such readings are left out. Those of several threads are found so, too: a thread that
+waits for one that has no core soon sleeps.
 """
 
 import gc
@@ -15,13 +19,21 @@ from typing import Any, Final, Protocol, final
 
 Run = Callable[[], Any]
 Preparation = Callable[[int], Sequence[Run]]
+Clock = Callable[[], int]
 
-# Enough rounds for a median and its quartiles, and no more than this long for one measurement.
-ROUNDS: Final = (5, 40)
-BUDGET_NS: Final = 60_000_000
+# Of one pass (`passes`), two of which are made: enough rounds for a median, and no more than this
+# long for one measurement.
+ROUNDS: Final = (3, 20)
+BUDGET_NS: Final = 30_000_000
 # A reading of the clock takes some 0.1 us; a hundred times that makes its grain a percent at most.
 READING_NS: Final = 20_000
 MAX_REPEATS: Final = 50
+# A first run may take several times longer than the next; one that takes so long is not short.
+_LONG_NS: Final = 20 * READING_NS
+# Longer than interrupts and the clocks themselves take, shorter than another process's turn.
+_MAX_AWAY: Final = 0.05
+# A clock of the thread that ticks coarser than this says nothing of a reading.
+_MAX_TICK_S: Final = 1e-6
 
 
 @final
@@ -30,12 +42,13 @@ class Reading:
     """A measured time.
 
     Attributes:
-        ns: The median over the rounds, without what an empty run costs; never negative.
-        spread_ns: Half the distance of the quartiles.
+        ns: The median over the rounds that were not held up, or the lowest of all where there are
+            none; without what an empty run costs, and never negative.
+        held_up: Whether every round was held up by something else on the machine.
     """
 
     ns: int
-    spread_ns: int = 0
+    held_up: bool = False
 
 
 class Timer(Protocol):
@@ -54,54 +67,94 @@ class Timer(Protocol):
 
 
 @final
-class CpuTimer:
-    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy."""
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One reading of several runs.
 
-    def __init__(self) -> None:
-        self._clock_ns = statistics.median(read([]) for _ in range(200))
+    Attributes:
+        ns: What they took together.
+        held_up: Whether the calling thread was off its core meanwhile.
+    """
+
+    ns: int
+    held_up: bool
+
+
+@final
+class CpuTimer:
+    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy.
+
+    Args:
+        wall: Nanoseconds that go by.
+        busy: Nanoseconds that the calling thread has had a core for; absent: the system's, where
+            it is fine enough.
+    """
+
+    def __init__(self, wall: Clock = time.perf_counter_ns, busy: Clock | None = None) -> None:
+        self._wall = wall
+        fine = time.get_clock_info("thread_time").resolution <= _MAX_TICK_S
+        self._busy = busy or (time.thread_time_ns if fine else wall)
+        self._clock_ns = statistics.median(self.read([]).ns for _ in range(200))
         empty = [_empty_run()] * MAX_REPEATS
-        several_ns = statistics.median(read(empty) for _ in range(200))
+        several_ns = statistics.median(self.read(empty).ns for _ in range(200))
         self._call_ns = (several_ns - self._clock_ns) / MAX_REPEATS
 
     def time(
         self, preparations: Sequence[Preparation], *, single: bool = False
     ) -> tuple[Reading, ...]:
         """As in `Timer`."""
-        repeats = [1 if single else _repeats(prepare) for prepare in preparations]
+        repeats = [self._repeats(prepare, single) for prepare in preparations]
         rows = [
-            [read(prepare(n)) for prepare, n in zip(preparations, repeats, strict=True)]
-            for _ in rounds()
+            [self.read(prepare(n)) for prepare, n in zip(preparations, repeats, strict=True)]
+            for _ in rounds(wall=self._wall)
         ]
         return tuple(
-            summary(readings, n, self._call_ns + self._clock_ns / n)
-            for readings, n in zip(zip(*rows, strict=True), repeats, strict=True)
+            self._reading(samples, n)
+            for samples, n in zip(zip(*rows, strict=True), repeats, strict=True)
         )
 
+    def read(self, runs: Sequence[Run]) -> Sample:
+        """What all runs take together, one after the other, in this thread."""
+        results = []  # live to the end of the reading, as in a step that goes on to its backward
+        busy = self._busy()
+        start = self._wall()
+        for run in runs:
+            results.append(run())  # noqa: PERF401 (a loop is what is measured)
+        ns = self._wall() - start
+        away_ns = ns - (self._busy() - busy)
+        return Sample(ns, away_ns > _MAX_AWAY * ns)
 
-def read(runs: Sequence[Run]) -> int:
-    """Nanoseconds that all runs take together, one after the other, in this thread."""
-    results = []  # live to the end of the reading, as in a step that goes on to its backward
-    start = time.perf_counter_ns()
-    for run in runs:
-        results.append(run())  # noqa: PERF401 (a loop is what is measured)
-    return time.perf_counter_ns() - start
+    def _reading(self, samples: Sequence[Sample], repeats: int) -> Reading:
+        free = [sample.ns for sample in samples if not sample.held_up]
+        # Where all were held up, the one that was least is nearest.
+        readings = free or [min(sample.ns for sample in samples)]
+        empty_ns = self._call_ns + self._clock_ns / repeats
+        return Reading(summary(readings, repeats, empty_ns), held_up=not free)
+
+    def _repeats(self, prepare: Preparation, single: bool) -> int:
+        """How many runs make a reading long enough; the first run warms up."""
+        if single or self.read(prepare(1)).ns > _LONG_NS:
+            return 1
+        once = max(min(self.read(prepare(1)).ns for _ in range(2)), 1)
+        return min(-(-READING_NS // once), MAX_REPEATS)
 
 
-def rounds(limits: tuple[int, int] = ROUNDS, budget_ns: int = BUDGET_NS) -> Iterator[int]:
+def rounds(
+    limits: tuple[int, int] = ROUNDS,
+    budget_ns: int = BUDGET_NS,
+    wall: Clock = time.perf_counter_ns,
+) -> Iterator[int]:
     """Counts the rounds of a measurement: at least so many, at most so many, in about that time."""
-    begin = time.perf_counter_ns()
+    begin = wall()
     for index in range(limits[1]):
-        if index >= limits[0] and time.perf_counter_ns() - begin > budget_ns:
+        if index >= limits[0] and wall() - begin > budget_ns:
             return
         yield index
 
 
-def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> Reading:
-    """The median and spread of readings that each hold so many runs."""
-    each = [reading / repeats for reading in readings_ns]
-    quartiles = statistics.quantiles(each, n=4, method="inclusive") if len(each) > 1 else [0, 0, 0]
-    spread = (quartiles[2] - quartiles[0]) / 2
-    return Reading(max(round(statistics.median(each) - empty_ns), 0), round(spread))
+def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
+    """The median of readings that each hold so many runs, for one run."""
+    return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
 
 
 @contextmanager
@@ -114,13 +167,6 @@ def no_collections() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
-
-
-def _repeats(prepare: Preparation) -> int:
-    """How many runs make a reading long enough; the first run warms up."""
-    read(prepare(1))
-    once = max(min(read(prepare(1)) for _ in range(2)), 1)
-    return min(-(-READING_NS // once), MAX_REPEATS)
 
 
 def _empty_run() -> Run:
