@@ -10,8 +10,8 @@ but in passes over all operators, seconds apart, and
 
 A pass that was held up throughout (`timing`) may lower a time but confirms none; until one does,
 the spread is the time itself. What is not settled after two passes is measured again, the least
-certain first, for a while. What is uncertain even then is said to be so, and as the spread is
-stored with the time, the next profile goes on from there.
+certain first, for a while. What is uncertain even then is said to be so. What has its passes is not
+measured again: a second profile of the same model measures nothing.
 
 Complexity: two passes over what is new, and at most half of their time again.
 """
@@ -70,6 +70,7 @@ def with_pass(before: Measured | None, found: Measured) -> Measured:
         forward_spread_ns=forward_spread_ns,
         backward_ns=backward_ns,
         backward_spread_ns=backward_spread_ns,
+        passes=before.passes + 1,
     )
 
 
@@ -94,21 +95,22 @@ def measure_all(
 
     Args:
         keys: What to measure.
-        known: What was measured before; what is settled there is not measured again.
+        known: What was measured before; what had its passes then is not measured again.
         measure: Makes one more pass over one of them, given what is known of it.
         tracked: Given what a pass goes over, and which pass it is, yields the same and tells.
         wall: Nanoseconds that go by.
     """
     costs = dict(known)
-    order = list(keys)
+    order = [key for key in keys if key not in known or known[key].passes < _PASSES]
     begin = wall()
     for count in range(_PASSES):
-        for key in tracked(_unsettled(order, costs), count):
+        due = [key for key in order if key not in costs or costs[key].passes <= count]
+        for key in tracked(due, count):
             costs[key] = measure(key, costs.get(key))
     now = wall()
     end = now + max(round(_MORE_SHARE * (now - begin)), _MORE_NS)
     count = _PASSES
-    while left := _unsettled(order, costs):
+    while left := [key for key in order if not is_settled(costs[key])]:
         left.sort(key=lambda key: -_uncertain_ns(costs[key]))
         for key in tracked(left, count):
             if wall() >= end:
@@ -116,10 +118,6 @@ def measure_all(
             costs[key] = measure(key, costs[key])
         count += 1
     return costs
-
-
-def _unsettled(keys: list[K], costs: Mapping[K, Measured]) -> list[K]:
-    return [key for key in keys if key not in costs or not is_settled(costs[key])]
 
 
 def _uncertain_ns(measured: Measured) -> int:

@@ -25,7 +25,7 @@ from baechi.errors import FormatError
 
 # "Baec" in ASCII: where SQLite keeps whose file it is.
 _APPLICATION_ID: Final = 0x42616563
-_SCHEMA_VERSION: Final = 2
+_SCHEMA_VERSION: Final = 3
 _MAGIC: Final = b"SQLite format 3\0"
 # Another process writes one row at a time, in milliseconds; longer than this something is stuck.
 _BUSY_S: Final = 30.0
@@ -36,7 +36,7 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one operator was measured to cost; the fields are those of `OpCost`."""
+    """What one operator was measured to cost, in so many passes; else the fields of `OpCost`."""
 
     forward_ns: int
     backward_ns: int = 0
@@ -48,6 +48,7 @@ class Measured:
     backward_spread_ns: int = 0
     remark: str = ""
     backward_reused_bytes: int = 0
+    passes: int = 1
 
 
 @final

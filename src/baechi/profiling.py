@@ -5,8 +5,7 @@ twelve equal layers are measured as one. It is measured in passes, seconds apart
 agree (`passes`). Where a tensor has several readers, adding up their gradients is a part of its
 producer's backward, as it is in autograd.
 
-What was measured is kept in a store (`profile_store`), so a second run measures nothing but what
-was uncertain.
+What was measured is kept in a store (`profile_store`), so a second run measures nothing.
 
 Complexity: O(distinct operators), about 0.2 s each; with a full store O(operators).
 """
@@ -49,7 +48,7 @@ def profile(
 ) -> Profile:
     """The measured cost of every operator of a traced model on one device.
 
-    What two passes do not agree on has a remark, and is measured again by the next profile.
+    What the passes do not agree on has a remark.
 
     Args:
         traced: From `trace`, in this process.
@@ -126,7 +125,7 @@ def _measured(
         raise
     uncertain = sum(not is_settled(cost) for cost in costs.values())
     if uncertain and progress:
-        again = "profile again" if store is None else "the next profile measures them again"
+        again = "profile again" if store is None else "clear the cache and profile again"
         sys.stderr.write(
             f"baechi: {uncertain} of {len(jobs)} distinct operators vary by more than "
             f"{TOLERANCE:.0%} or were held up. Does other work run on this machine? If so, let it "
