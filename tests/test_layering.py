@@ -27,7 +27,7 @@ LAYERS = {
     "custom_functions model_state propagation partition naming lowering extraction metering "
     "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
     "value_dependence isolation in_place workspace kernels workload estimation calibration "
-    "recurrent",
+    "recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -282,7 +282,7 @@ ALLOWED = {
     "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
-    "workspace": {"isolation", "metering", "saving"},
+    "workspace": {"isolation", "metering", "runtime.edges", "saving"},
     "profiling": {
         "cuda_timing",
         "in_place",
@@ -311,7 +311,6 @@ ALLOWED = {
     "runtime.tapes": {
         "runtime.again",
         "runtime.compiled",
-        "runtime.edges",
         "runtime.failures",
         "runtime.steps",
     },

@@ -122,9 +122,11 @@ class _Lowering:
     def tensors(self) -> list[tuple[TracedTensor, int | None]]:
         """What travels, with its storage; tokens have no bytes and no storage."""
         consumers, tokens = self._reads_between_ops()
-        kept = set()
+        shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
-            kept |= {v.storage for v in self._facts.nodes[node].values}
+            for value in self._facts.nodes[node].values:
+                shapes[value.storage].add(value.shape)
+        kept = shapes.keys()
         rows: list[tuple[TracedTensor, int | None]] = []
         for storage in sorted(set(consumers) | kept):
             home = self._parts.home(storage)
@@ -141,6 +143,7 @@ class _Lowering:
                 kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
                 differentiable=differentiable,
                 gradient_bytes=self._gradient_bytes(home, readers, {storage}, differentiable),
+                scalar=shapes.get(storage) == {()},
             )
             rows.append((tensor, storage))
         returned = self._returned_elsewhere()

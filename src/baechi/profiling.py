@@ -42,7 +42,7 @@ from baechi.workspace import sizes
 __all__ = ["device_kind", "profile", "torch_device"]
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
-METHOD: Final = 2
+METHOD: Final = 3
 # What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
 # (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20

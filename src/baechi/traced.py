@@ -68,6 +68,7 @@ class TracedTensor:
         differentiable: Whether a gradient flows back.
         gradient_bytes: For each consumer the bytes of the gradient that it sends back: of what it
             reads, which may be a part of the storage. Where it says nothing, those of the storage.
+        scalar: Whether the caller gets it without dimensions, as a model's own loss.
     """
 
     producer: int
@@ -76,6 +77,7 @@ class TracedTensor:
     kept: bool = False
     differentiable: bool = False
     gradient_bytes: tuple[int, ...] = ()
+    scalar: bool = False
 
 
 @final

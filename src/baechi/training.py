@@ -4,7 +4,8 @@
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
     gradients of parameters  ->  persistent bytes of i that come late, with i'
-    the caller's loss  ->  one op of no time between the outputs and their gradients
+    the caller's loss  ->  one op of no time between the outputs and their gradients; only the scalar
+                           has one where the model returns a loss of its own
     a checkpointed unit  ->  one op more, its forward again, before its backwards (`recomputation`)
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
@@ -260,8 +261,10 @@ def _mirror(
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
     # The caller computes the loss where the model's last output is.
-    graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
+    returned = [tensor for tensor in tensors if tensor.kept and tensor.differentiable]
+    graded = [tensor.producer for tensor in returned]
     home = max(graded, default=-1)
+    has_loss = any(tensor.scalar for tensor in returned)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
     viewed = _viewed_whole(ops, tensors)
     late = {op: _late_gradient_bytes(ops[op]) for op in order}
@@ -300,7 +303,7 @@ def _mirror(
             sizes = (0,)
         sources: list[tuple[int, int | None, int]] = []
         if tensor.kept:
-            sources.append((loss, None, tensor.nbytes))
+            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
         sources += [
             (twin[c], again.get(c), nbytes)
             for c, nbytes in zip(tensor.consumers, sizes, strict=True)
