@@ -19,7 +19,8 @@ LAYERS = {
     0: "errors units values _core arrays graph devices topology constraints placement costs "
     "measurement optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
-    "linear_programs granularity link_fits profile_store device_kinds recomputation",
+    "linear_programs granularity link_fits profile_store device_kinds recomputation "
+    "late_gradients",
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
@@ -57,7 +58,8 @@ ALLOWED = {
     "linkage": {"problem", "restrictions"},
     "granularity": {"problem"},
     "traced": {"training"},
-    "training": {"recomputation", "traced"},
+    "late_gradients": {"traced"},
+    "training": {"late_gradients", "recomputation", "traced"},
     "recomputation": {"traced"},
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.

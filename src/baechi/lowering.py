@@ -74,6 +74,7 @@ class _Owned:
     names: list[str] = field(default_factory=list)
     shared: dict[int | str, int] = field(default_factory=dict)
     parameters: list[TrainedParameter] = field(default_factory=list)
+    lent: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @final
@@ -252,6 +253,7 @@ class _Lowering:
                     group=groups.get(op),
                     source=source_line(anchor),
                     trained=tuple(own.parameters),
+                    lent=tuple(own.lent),
                 )
             )
         return tuple(ops)
@@ -265,6 +267,7 @@ class _Lowering:
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
+        lent: dict[int | str, tuple[int, int]] = {}  # owner and bytes of what has a gradient
         seen: set[str] = set()
         union = UnionFind(n)
         for node in self._parts.program:
@@ -293,7 +296,12 @@ class _Lowering:
                     owner = owned[min(readers)]
                     owner.names.append(label)
                     owner.trained += nbytes if tensor.requires_grad else 0
+                    if tensor.requires_grad and not runs:
+                        lent[key] = min(readers), nbytes
                     owner.frozen += 0 if tensor.requires_grad or travels else nbytes
+        for key, (owner, nbytes) in lent.items():
+            others = sorted(users[key] - {owner})
+            owned[owner].lent += [(nbytes, *others)] if max(others, default=0) > owner else []
         self._join_split_views(union)
         members: dict[int, list[int]] = defaultdict(list)
         for op in range(n):
