@@ -299,9 +299,9 @@ class _Lowering:
                     if tensor.requires_grad and not runs:
                         lent[key] = min(readers), nbytes
                     owner.frozen += 0 if tensor.requires_grad or travels else nbytes
-        for key, (owner, nbytes) in lent.items():
-            others = sorted(users[key] - {owner})
-            owned[owner].lent += [(nbytes, *others)] if max(others, default=0) > owner else []
+        for key, (first, nbytes) in lent.items():
+            others = sorted(users[key] - {first})
+            owned[first].lent += [(nbytes, *others)] if max(others, default=0) > first else []
         self._join_split_views(union)
         members: dict[int, list[int]] = defaultdict(list)
         for op in range(n):
