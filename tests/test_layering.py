@@ -19,7 +19,8 @@ LAYERS = {
     0: "errors units values _core arrays graph devices topology constraints placement costs "
     "measurement optimizers efficiency runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
-    "linear_programs granularity link_fits profile_store device_kinds recomputation",
+    "linear_programs granularity link_fits profile_store device_kinds recomputation "
+    "late_gradients",
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
@@ -27,7 +28,7 @@ LAYERS = {
     "custom_functions model_state propagation partition naming lowering extraction metering "
     "saving profiling bench passes copying torch_devices timing cuda_graphs cuda_timing operands "
     "value_dependence isolation in_place workspace kernels workload estimation calibration "
-    "recurrent",
+    "recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -57,7 +58,8 @@ ALLOWED = {
     "linkage": {"problem", "restrictions"},
     "granularity": {"problem"},
     "traced": {"training"},
-    "training": {"recomputation", "traced"},
+    "late_gradients": {"traced"},
+    "training": {"late_gradients", "recomputation", "traced"},
     "recomputation": {"traced"},
     "serialization": {"codec", "traced"},
     # Layer 2: placers use the one clock; `auto` and `packing` try others; `solving` knows all.
@@ -284,6 +286,8 @@ ALLOWED = {
     "cuda_timing": {"cuda_graphs", "timing"},
     "workspace": {"isolation", "metering", "saving"},
     "bench": {
+    "workspace": {"isolation", "metering", "runtime.edges", "saving"},
+    "profiling": {
         "cuda_timing",
         "in_place",
         "isolation",
@@ -312,7 +316,6 @@ ALLOWED = {
     "runtime.tapes": {
         "runtime.again",
         "runtime.compiled",
-        "runtime.edges",
         "runtime.failures",
         "runtime.steps",
     },

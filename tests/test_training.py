@@ -98,12 +98,52 @@ def test_persistent_bytes_are_parameters_gradients_and_state(
 def test_gradients_come_with_the_backward() -> None:
     traced = traced_of("gpt2")
     graph = training_graph("gpt2")
-    # The gradient of the tied embedding comes with the first backward of all, that of the head.
-    early = sum(op.shared_bytes for op in traced.ops)
-    late = [op for op in graph.ops if op.late_bytes]
-    assert all(op.name.startswith(BACKWARD) for op in late)
-    assert sum(op.late_bytes for op in late) == sum(op.trained_bytes for op in traced.ops) - early
-    assert early > 0
+    late = {op.name: op.late_bytes for op in graph.ops if op.late_bytes}
+    assert all(name.startswith(BACKWARD) for name in late)
+    assert sum(late.values()) == sum(op.trained_bytes for op in traced.ops)
+    # The gradient of the tied embedding comes with the first backward of its readers, the head's.
+    tied = sum(op.shared_bytes for op in traced.ops)
+    (head,) = (name for name in late if name.startswith(f"{BACKWARD}lm_head/"))
+    assert late[head] == tied > 0
+
+
+class Twice(nn.Module):
+    """One layer on two inputs, neither of which waits for the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return self.layer(left) + self.layer(right)
+
+
+def test_a_gradient_that_either_of_two_backwards_may_begin_is_there_for_the_whole_step() -> None:
+    traced = baechi.trace(Twice(), (torch.randn(2, 3), torch.randn(2, 3)))
+    graph = traced.graph(costs_of(traced))
+    assert sum(op.persistent_bytes for op in graph.ops) == 2 * 12 * 4
+    assert not any(op.late_bytes for op in graph.ops)
+
+
+class OwnLoss(nn.Module):
+    """Returns its loss and what it is made of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 512)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.head(self.first(x).relu())
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_where_the_model_returns_a_loss_that_alone_has_a_gradient_from_the_caller() -> None:
+    traced = baechi.trace(OwnLoss(), (torch.randn(64, 8), torch.arange(64)))
+    graph = traced.graph(costs_of(traced))
+    loss = graph.op_index[LOSS]
+    sent = {graph.ops[t.consumers[0]].name: t.nbytes for t in graph.tensors if t.producer == loss}
+    assert sorted(sent.values()) == [0, 4]
+    assert sent[f"{BACKWARD}cross_entropy_loss"] == 4
 
 
 def test_a_trace_of_an_older_file_has_as_much_state_as_vectors_would() -> None:

@@ -74,6 +74,7 @@ class _Owned:
     names: list[str] = field(default_factory=list)
     shared: dict[int | str, int] = field(default_factory=dict)
     parameters: list[TrainedParameter] = field(default_factory=list)
+    lent: list[tuple[int, ...]] = field(default_factory=list)
 
 
 @final
@@ -122,9 +123,11 @@ class _Lowering:
     def tensors(self) -> list[tuple[TracedTensor, int | None]]:
         """What travels, with its storage; tokens have no bytes and no storage."""
         consumers, tokens = self._reads_between_ops()
-        kept = set()
+        shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
-            kept |= {v.storage for v in self._facts.nodes[node].values}
+            for value in self._facts.nodes[node].values:
+                shapes[value.storage].add(value.shape)
+        kept = shapes.keys()
         rows: list[tuple[TracedTensor, int | None]] = []
         for storage in sorted(set(consumers) | kept):
             home = self._parts.home(storage)
@@ -141,6 +144,7 @@ class _Lowering:
                 kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
                 differentiable=differentiable,
                 gradient_bytes=self._gradient_bytes(home, readers, {storage}, differentiable),
+                scalar=shapes.get(storage) == {()},
             )
             rows.append((tensor, storage))
         returned = self._returned_elsewhere()
@@ -249,6 +253,7 @@ class _Lowering:
                     group=groups.get(op),
                     source=source_line(anchor),
                     trained=tuple(own.parameters),
+                    lent=tuple(own.lent),
                 )
             )
         return tuple(ops)
@@ -262,6 +267,7 @@ class _Lowering:
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
+        lent: dict[int | str, tuple[int, int]] = {}  # owner and bytes of what has a gradient
         seen: set[str] = set()
         union = UnionFind(n)
         for node in self._parts.program:
@@ -290,7 +296,12 @@ class _Lowering:
                     owner = owned[min(readers)]
                     owner.names.append(label)
                     owner.trained += nbytes if tensor.requires_grad else 0
+                    if tensor.requires_grad and not runs:
+                        lent[key] = min(readers), nbytes
                     owner.frozen += 0 if tensor.requires_grad or travels else nbytes
+        for key, (first, nbytes) in lent.items():
+            others = sorted(users[key] - {first})
+            owned[first].lent += [(nbytes, *others)] if max(others, default=0) > first else []
         self._join_split_views(union)
         members: dict[int, list[int]] = defaultdict(list)
         for op in range(n):

@@ -27,7 +27,6 @@ class TracedOp:
         key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
         parameters: Qualified names of the parameters and buffers that it owns.
         trained_bytes: Bytes of those that have gradients.
-        trained: Shape and type of those that have gradients.
         frozen_bytes: Bytes of the others.
         shared_bytes: Bytes of the parameters with gradients that a later op reads, too: their
             gradients exist once for each until they are added up.
@@ -37,6 +36,8 @@ class TracedOp:
         random: Whether it draws random numbers.
         group: Ops that cannot be apart carry the same one.
         source: The model's own line.
+        trained: Shape and type of those of its parameters that have gradients.
+        lent: For each of these that later ops read, too: its bytes, then those ops, ascending.
     """
 
     name: str
@@ -53,6 +54,7 @@ class TracedOp:
     group: str | None = None
     source: str = ""
     trained: tuple[TrainedParameter, ...] = ()
+    lent: tuple[tuple[int, ...], ...] = ()
 
 
 @final
@@ -68,6 +70,7 @@ class TracedTensor:
         differentiable: Whether a gradient flows back.
         gradient_bytes: For each consumer the bytes of the gradient that it sends back: of what it
             reads, which may be a part of the storage. Where it says nothing, those of the storage.
+        scalar: Whether the caller gets it without dimensions, as a model's own loss.
     """
 
     producer: int
@@ -76,6 +79,7 @@ class TracedTensor:
     kept: bool = False
     differentiable: bool = False
     gradient_bytes: tuple[int, ...] = ()
+    scalar: bool = False
 
 
 @final

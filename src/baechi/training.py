@@ -4,7 +4,8 @@
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
     gradients of parameters  ->  persistent bytes of i that come late, with i'
-    the caller's loss  ->  one op of no time between the outputs and their gradients
+    the caller's loss  ->  one op of no time between the outputs and their gradients; where the
+                           model returns a loss of its own, that alone has a gradient
     a checkpointed unit  ->  one op more, its forward again, before its backwards (`recomputation`)
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
@@ -20,6 +21,7 @@ from dataclasses import replace
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
+from baechi.late_gradients import late_gradients, viewed_whole
 from baechi.optimizers import TrainedParameter, check_optimizer, optimizer_state_bytes
 from baechi.recomputation import (
     Unit,
@@ -126,15 +128,6 @@ def _inference_workspace(cost: OpCost) -> int:
     """
     measured = cost.inference_workspace_bytes
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
-
-
-def _late_gradient_bytes(op: TracedOp) -> int:
-    """Bytes of gradients that come with the operator's own backward.
-
-    The gradient of a parameter that later operators read, too, comes with theirs, of which the
-    first may be the first backward of all: it is not late.
-    """
-    return op.trained_bytes - min(op.trained_bytes, op.shared_bytes)
 
 
 def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
@@ -260,13 +253,13 @@ def _mirror(
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
     # The caller computes the loss where the model's last output is.
-    graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
+    returned = [tensor for tensor in tensors if tensor.kept and tensor.differentiable]
+    graded = [tensor.producer for tensor in returned]
     home = max(graded, default=-1)
+    has_loss = any(tensor.scalar for tensor in returned)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
-    viewed = _viewed_whole(ops, tensors)
-    late = {op: _late_gradient_bytes(ops[op]) for op in order}
-    for op, reader in viewed.items():
-        late[reader] += late.pop(op)
+    viewed = viewed_whole(ops, tensors, order)
+    late = late_gradients(ops, tensors, order, viewed)
 
     def backward(op: int) -> Op:
         return Op(
@@ -300,7 +293,7 @@ def _mirror(
             sizes = (0,)
         sources: list[tuple[int, int | None, int]] = []
         if tensor.kept:
-            sources.append((loss, None, tensor.nbytes))
+            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
         sources += [
             (twin[c], again.get(c), nbytes)
             for c, nbytes in zip(tensor.consumers, sizes, strict=True)
@@ -350,30 +343,6 @@ def _values(
         if own and mine is not None:
             made_again.append(Tensor(mine, tuple(own), tensor.nbytes))
     return edges + made_again
-
-
-def _viewed_whole(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> dict[int, int]:
-    """Operators that only turn a whole parameter for one reader, and that reader.
-
-    The gradient that the reader sends back is the parameter's own, seen in another way: it is there
-    from the reader's backward on, once. A parameter that is read in parts gets a gradient put
-    together from theirs.
-    """
-    backward = set(backward_ops(ops, tensors))
-    sent: dict[int, list[TracedTensor]] = {}
-    for tensor in tensors:
-        if tensor.differentiable:
-            sent.setdefault(tensor.producer, []).append(tensor)
-    return {
-        op: rows[0].consumers[0]
-        for op, rows in sent.items()
-        if len(rows) == 1
-        and rows[0].nbytes == 0
-        and rows[0].gradient_bytes == (_late_gradient_bytes(ops[op]),)
-        and {op, rows[0].consumers[0]} <= backward
-        and ops[op].group is not None
-        and ops[op].group == ops[rows[0].consumers[0]].group
-    }
 
 
 def _with_group(op: Op) -> Op:

@@ -2,10 +2,12 @@
 
 Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
 gradients take its room: that much less is live at the backward's fullest than what was kept and the
-gradients together.
+gradients together. So do the gradients that arrive: an operator of several kernels, such as a
+normalization with its ReLU, lets go of them after the first.
 """
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -14,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.isolation import Alone
 from baechi.metering import Meter
+from baechi.runtime.edges import Leave
 from baechi.saving import saved_inside_bytes
 
 
@@ -50,12 +53,24 @@ def sizes(alone: Alone, place: torch.device) -> Sizes:
         # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
         alone.differentiated(*alone.seeded(alone.forward()))
     outputs, forward, _ = gauge.measure(alone.forward)
-    seeded = alone.seeded(outputs)
-    # The peak above what the forward left; the gradients that are new count by themselves.
-    gradients, _, above = gauge.measure(lambda: alone.differentiated(*seeded))
+    (graded, seeds), *_ = gauge.measure(lambda: alone.seeded(outputs))
+    arrived = [weakref.ref(seed.untyped_storage()) for seed in seeds]
+    # The peak above what was there before; the gradients that are new count by themselves.
+    gradients, _, above = gauge.measure(lambda: _handed_over(alone, graded, seeds))
+    passed_on = {storage._cdata for ref in arrived if (storage := ref()) is not None}
     backward = max(above - _storage_bytes(gradients), 0)
-    reused = max(_storage_bytes(gradients, but=seeded) - above, 0)
+    reused = max(_storage_bytes(gradients, but=passed_on) - above, 0)
     return Sizes(saved, forward, backward, min(reused, saved), inference)
+
+
+def _handed_over(
+    alone: Alone, graded: list[torch.Tensor], seeds: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """A backward that gradients are handed over to, as in a step: each lives until it is used."""
+    if not graded:
+        return ()
+    end = Leave.apply(seeds, *graded)  # type: ignore[no-untyped-call]
+    return alone.differentiated([end], [end.detach()])
 
 
 class _Gauge(Protocol):
@@ -99,12 +114,8 @@ class _Allocator:
         return result, max(peak - after, 0), peak - before
 
 
-def _storage_bytes(values: Iterable[Any], but: Iterable[Any] = ()) -> int:
-    """The bytes of the tensors among the values, each storage once, but for those of others."""
-    storages = _storages(values)
-    return sum(storages[key].nbytes() for key in storages.keys() - _storages(but).keys())
-
-
-def _storages(values: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+def _storage_bytes(values: Iterable[Any], but: Collection[int] = ()) -> int:
+    """The bytes of the tensors among the values, each storage once, but for some by their keys."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    return {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in but)

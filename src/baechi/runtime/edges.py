@@ -36,6 +36,21 @@ def detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
     return pytree.tree_unflatten(leaves, spec), tensors
 
 
+def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient in room of its own, if it is a part of a larger storage.
+
+    A concatenation gives back parts of the one gradient that it got. On one tape they share it
+    until the last is used; between tapes, which may be far apart, each would keep all of it.
+    """
+    if (
+        gradient is None
+        or gradient.layout is not torch.strided
+        or gradient.untyped_storage().nbytes() <= gradient.nbytes
+    ):
+        return gradient
+    return gradient.clone()
+
+
 class Leave(torch.autograd.Function):
     """The end of a tape's graph: what leaves it, and where its backward begins.
 

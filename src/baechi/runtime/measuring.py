@@ -163,7 +163,8 @@ class _Steps:
     def step(self, reading: Reading, meter: Meter | None) -> int:
         """One step; its time, where `reading` runs a part of it and returns the time of that.
 
-        A meter counts the gradients of the outputs too, which a loss would make.
+        A meter counts the gradients of the outputs too, which a loss would make. The outputs are
+        held to the end, as by a training loop that has them in a variable.
         """
         self.clear()
         # Threads of torch's pool that have just worked look for more for some milliseconds, on the
@@ -187,7 +188,6 @@ class _Steps:
         roots = next(([root] for root in roots if root.dim() == 0), roots)
         if not roots:
             return forward_ns
-        outputs.clear()
         if meter is not None:
             loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
             return forward_ns + reading(lambda: torch.autograd.backward(loss))

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
-from baechi.runtime.edges import Leave, cut_off, detached, tensor_slots
+from baechi.runtime.edges import Leave, compact, cut_off, detached, tensor_slots
 from baechi.runtime.failures import located, watched
 from baechi.runtime.steps import Edges, Record, Step
 
@@ -342,6 +342,7 @@ class TapeCode:
             if edge is not None:
                 inputs.append(edge)
                 targets.append(entry.grad)
+        entered = len(targets)
         for parameter, slot in self.parameters:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
@@ -368,9 +369,8 @@ class TapeCode:
                 )
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device, running) from error
-        grads = step.grads
-        for slot, gradient in zip(targets, found, strict=True):
-            grads[slot] = gradient
+        for number, (slot, gradient) in enumerate(zip(targets, found, strict=True)):
+            step.grads[slot] = compact(gradient) if number < entered else gradient
 
     def _collect(
         self, step: Step, record: Record

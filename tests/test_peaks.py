@@ -1,0 +1,86 @@
+"""Peaks of toys whose gradients are parts of one tensor, or go before their operator has ended."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import baechi
+from baechi.runtime.edges import compact
+from test_training import OwnLoss
+
+
+class Branches(nn.Module):
+    """Branches that begin as parts of one tensor, or end in one; or both."""
+
+    def __init__(self, split: bool, stack: bool) -> None:
+        super().__init__()
+        self.split, self.stack = split, stack
+        self.first = nn.Linear(64, 2 * 64)
+        layers = [[nn.Linear(64, 64), nn.GELU()] for _ in range(16)]
+        self.branches = nn.ModuleList(
+            nn.Sequential(*(part for row in rows for part in row))
+            for rows in (layers[:8], layers[8:])
+        )
+        self.join = nn.Linear(64 if stack else 2 * 64, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.first(x).chunk(2, -1) if self.split else [x] * 2
+        made = [branch(part) for branch, part in zip(self.branches, parts, strict=True)]
+        return self.join(torch.stack(made) if self.stack else torch.cat(made, -1))
+
+
+def errors(model: nn.Module, args: tuple[Tensor, ...], n: int, seeds: int) -> list[float]:
+    """(predicted - measured) / measured of every device that holds anything, placed at random."""
+    traced = baechi.trace(model, args)
+    profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
+    graph = traced.graph(profile)
+    link = baechi.Link(5_000, 10**12)
+    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(n)]
+    cluster = baechi.Cluster.connected(rows, link)
+    found = []
+    for seed in range(seeds):
+        placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
+        placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+        seen = placed.measure(1).peak_bytes
+        said = placed.schedule.peak_bytes
+        placed.unplace()
+        found += [(one - two) / two for one, two in zip(said, seen, strict=True) if two]
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("stack", [False, True])
+def test_parts_of_one_gradient_on_four_devices(split: bool, stack: bool) -> None:
+    rows = errors(Branches(split, stack), (torch.randn(32, 64),), 4, 3)
+    assert min(rows) >= -0.01
+    assert sorted(rows)[len(rows) // 2] <= 0.05
+
+
+def test_a_loss_of_its_own_and_the_logits_beside_it() -> None:
+    args = (torch.randn(64, 8), torch.arange(64))
+    assert all(-0.01 <= error <= 0.05 for error in errors(OwnLoss().train(), args, 1, 1))
+
+
+def test_what_arrives_goes_after_the_first_of_an_operators_kernels() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8), nn.ReLU(inplace=True))
+    traced = baechi.trace(model, (torch.randn(4, 3, 16, 16),))
+    profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
+    (at,) = (i for i, op in enumerate(traced.ops) if "batch_norm" in op.name)
+    assert len(traced.ops[at].nodes) > 1  # and its ReLU
+    assert profile.costs[at].backward_workspace_bytes == 0
+
+
+def test_a_part_gets_room_of_its_own() -> None:
+    whole = torch.randn(4, 6)
+    part = compact(whole[:, :2])
+    assert part is not None
+    assert part.untyped_storage().nbytes() == part.nbytes
+    assert torch.equal(part, whole[:, :2])
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [None, torch.ones(3), torch.ones(2, 3).T, torch.ones(1).expand(5), torch.eye(2).to_sparse()],
+)
+def test_what_fills_its_room_stays_as_it_is(gradient: Tensor | None) -> None:
+    assert compact(gradient) is gradient
