@@ -112,7 +112,7 @@ _CREATE: Final = (
     "backward_workspace_bytes INTEGER NOT NULL, inference_workspace_bytes INTEGER NOT NULL, "
     "forward_spread_ns INTEGER NOT NULL, backward_spread_ns INTEGER NOT NULL, "
     "remark TEXT NOT NULL, "
-    "backward_reused_bytes INTEGER NOT NULL) WITHOUT ROWID"
+    "backward_reused_bytes INTEGER NOT NULL, passes INTEGER NOT NULL) WITHOUT ROWID"
 )
 
 
