@@ -31,7 +31,7 @@ OPS = st.builds(Op, NAMES, COUNTS, COUNTS, COUNTS, st.none() | NAMES)
 TENSORS = st.builds(
     Tensor, st.integers(0, 5), st.lists(st.integers(6, 9)).map(tuple), COUNTS, st.booleans()
 )
-LINKS = st.builds(Link, COUNTS, st.integers(1, INT64_MAX))
+LINKS = st.builds(Link, COUNTS, st.integers(1, INT64_MAX), st.just(0) | COUNTS)
 DEVICES = st.builds(Device, NAMES, COUNTS, SPEEDS, st.text(max_size=5))
 SPANS = st.builds(Span, COUNTS, COUNTS, COUNTS, COUNTS)
 TRANSFERS = st.builds(Transfer, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
