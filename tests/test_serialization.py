@@ -197,6 +197,13 @@ def test_a_traced_model_loses_its_module_only():
     assert again.digest == traced.digest
 
 
+def test_a_link_without_overhead_is_written_as_before():
+    written = [dumps(Cluster.uniform(2, 9, link)) for link in (Link(5, 7), Link(5, 7, 3))]
+    assert '{"latency_ns": 5, "bytes_per_s": 7}' in " ".join(written[0].split())
+    assert "overhead_ns" not in written[0]
+    assert loads(written[1]).uniform_link == Link(5, 7, overhead_ns=3)
+
+
 def test_a_file_written_by_hand_needs_no_digest_and_no_defaults():
     text = wrapped("Cluster", {"devices": [{"name": "d", "memory_bytes": 9, "speed": 2}],
                                "links": [[None]]})  # fmt: skip

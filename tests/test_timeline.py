@@ -1,14 +1,27 @@
 """The clock: small tables by hand, and a slow clock that must agree about everything."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Span, Tensor, Timeline
+from baechi import (
+    Cluster,
+    Device,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Span,
+    Tensor,
+    Timeline,
+    simulate,
+)
 from baechi.problem import Problem
 from oracle import Oracle
-from strategies import clusters, graphs
+from strategies import clusters, graphs, placements
 
 # One byte takes one nanosecond, after ten.
 LINK = Link(latency_ns=10, bytes_per_s=10**9)
@@ -122,6 +135,23 @@ def test_overhead_keeps_the_receiver_busy(graph, devices, spans):
     cluster = Cluster.connected([Device("a", 1000), Device("b", 1000)], link)
     schedule = run(graph, cluster, devices)
     assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_overhead_counts_on_the_paths_that_are_taken_alone(data):
+    graph, cluster = data.draw(graphs(max_ops=7)), data.draw(clusters(whole=True))
+    chosen = data.draw(placements(graph, cluster))
+    schedule = simulate(graph, cluster, chosen)
+    taken = {(row.src, row.dst) for row in schedule.transfers}
+    links = tuple(
+        tuple(
+            link if link is None or (src, dst) in taken else replace(link, overhead_ns=10**6)
+            for dst, link in enumerate(row)
+        )
+        for src, row in enumerate(cluster.links)
+    )
+    assert simulate(graph, replace(cluster, links=links), chosen) == schedule
 
 
 def test_overhead_cannot_hide_behind_other_work():

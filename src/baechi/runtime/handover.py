@@ -31,9 +31,9 @@ from baechi.traced import Attempt, Traced
 from baechi.training import backward_ops
 
 _OPS: Final = 24
-# Real operators have parameters, whose gradients each segment hands on, and a working set that
-# leaves Python's own out of the first cache: 64 KiB of weights. Without them a hand-over takes two
-# thirds of the time.
+# Real operators have parameters, whose gradients each segment hands on, and leave nothing of Python
+# in the first cache: 64 KiB of weights. Without them a hand-over takes two thirds of the time. With
+# more, operators take so long that their own unrest hides what is looked for.
 _ROWS: Final = 8
 _WIDTH: Final = 128
 _WARM_UP: Final = 3
