@@ -69,8 +69,8 @@ void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
 
 void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_class,
                   Array<int64_t> durations, Array<int32_t> pool, Array<int64_t> memory,
-                  Array<int64_t> latency, Array<int64_t> rate, int ports, Array<uint8_t> allowed,
-                  int32_t max_devices) {
+                  Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> overhead, int ports,
+                  Array<uint8_t> allowed, int32_t max_devices) {
   new (problem) Problem();
   static_cast<Graph&>(*problem) = graph;
   problem->devices = size_of(device_class.shape(0));
@@ -81,6 +81,7 @@ void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_cl
   problem->memory = vector_of(memory);
   problem->latency = {vector_of(latency)};
   problem->rate = {vector_of(rate)};
+  problem->overhead = {vector_of(overhead)};
   problem->ports = static_cast<Ports>(ports);
   problem->allowed = vector_of(allowed);
   problem->max_devices = max_devices;
@@ -230,7 +231,8 @@ NB_MODULE(_core, m) {
 
   nb::class_<Problem>(m, "Problem")
       .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,
-           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "ports"_a, "allowed"_a, "max_devices"_a);
+           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "overhead"_a, "ports"_a, "allowed"_a,
+           "max_devices"_a);
 
   nb::class_<Timeline>(m, "Timeline")
       .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())

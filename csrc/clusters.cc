@@ -63,15 +63,15 @@ std::vector<Edge> merged(const std::vector<Edge>& edges, int32_t n) {
   return result;
 }
 
-// The mean latency and the mean time per byte between pools; 1 ns and no time where nothing is
-// sent.
+// The mean latency, with the overhead, and the mean time per byte between pools; 1 ns and no time
+// where nothing is sent.
 std::pair<double, double> mean_link(const Problem& problem) {
   double latency = 0, per_byte = 0;
   int64_t paths = 0;
   for (int32_t src = 0; src < problem.devices; ++src) {
     for (int32_t dst = 0; dst < problem.devices; ++dst) {
       if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
-      latency += static_cast<double>(problem.latency_ns(src, dst));
+      latency += static_cast<double>(problem.latency_ns(src, dst) + problem.overhead_ns(src, dst));
       per_byte += 1e9 / static_cast<double>(problem.bytes_per_s(src, dst));
       ++paths;
     }

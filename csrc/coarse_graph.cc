@@ -161,11 +161,14 @@ Problem restricted(const Problem& problem, const std::vector<int32_t>& devices) 
   if (problem.rate.values.size() > 1) {
     result.latency.values.assign(static_cast<size_t>(n) * n, 0);
     result.rate.values.assign(static_cast<size_t>(n) * n, 0);
+    const bool overhead = !problem.overhead.values.empty();
+    if (overhead) result.overhead.values.assign(static_cast<size_t>(n) * n, 0);
     for (int32_t src = 0; src < n; ++src) {
       for (int32_t dst = 0; dst < n; ++dst) {
         const size_t at = static_cast<size_t>(src) * n + dst;
         result.latency.values[at] = problem.latency_ns(devices[src], devices[dst]);
         result.rate.values[at] = problem.bytes_per_s(devices[src], devices[dst]);
+        if (overhead) result.overhead.values[at] = problem.overhead_ns(devices[src], devices[dst]);
       }
     }
   }

@@ -19,7 +19,8 @@ constexpr double kProgress = 0.97;
 // A level is kept if it has less than this share of the parts of the last one kept.
 constexpr double kShrink = 0.9;
 
-// The smallest latency and the smallest ns per byte between pools; 0 where nothing is sent.
+// The smallest latency, with the overhead, and the smallest ns per byte between pools; 0 where
+// nothing is sent.
 struct Link {
   double latency = 0, per_byte = 0;
 
@@ -28,7 +29,8 @@ struct Link {
     for (int32_t src = 0; src < problem.devices; ++src) {
       for (int32_t dst = 0; dst < problem.devices; ++dst) {
         if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
-        smallest = std::min(smallest, problem.latency_ns(src, dst));
+        const int64_t empty = problem.latency_ns(src, dst) + problem.overhead_ns(src, dst);
+        smallest = std::min(smallest, empty);
         rate = std::max(rate, problem.bytes_per_s(src, dst));
       }
     }

@@ -92,6 +92,7 @@ struct Problem : Graph {
   Rows pool_devices;                  // per pool, devices ascending
   std::vector<int64_t> memory;        // per pool
   PairTable latency, rate;            // ns, and bytes per second; rate 0 is no path
+  PairTable overhead;                 // ns that a transfer keeps its receiver busy; empty: none do
   Ports ports = Ports::kDuplex;
   std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
   int32_t max_devices = INT32_MAX;  // how many devices may be used
@@ -110,6 +111,9 @@ struct Problem : Graph {
   bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
   int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
   int64_t bytes_per_s(int32_t src, int32_t dst) const { return rate[link(src, dst)]; }
+  int64_t overhead_ns(int32_t src, int32_t dst) const {
+    return overhead.values.empty() ? 0 : overhead[link(src, dst)];
+  }
   int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
     return sent_ns.empty() ? divided_ns(tensor, link(src, dst)) : sent_ns[tensor];
   }
@@ -211,6 +215,8 @@ class Timeline {
   // `op` are committed; so for everything below.
   std::optional<int64_t> arrival(int32_t op, int32_t device) const;
   std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
+  // When it would end then, with what it must receive.
+  std::optional<int64_t> earliest_end(int32_t op, int32_t device) const;
   // How long `device` receives if `op` goes there.
   int64_t receiving_ns(int32_t op, int32_t device) const;
   Fit fit(int32_t op, int32_t device) const;
@@ -266,6 +272,10 @@ class Timeline {
   int32_t find(int32_t tensor, int32_t pool) const;
   // Commits the op that was planned last, with what `plan` said.
   void place(int32_t op, int32_t device, int64_t ready);
+  // How long the op that was planned last keeps its device busy: also with what it receives.
+  int64_t busy_ns(int32_t op, int32_t device) const {
+    return problem_.duration(op, device) + overhead_ns_;
+  }
   void release(int32_t tensor);
   // Have the processor fetch what `fold` will read soon.
   void fetch_op(int32_t op, int32_t device) const;
@@ -288,11 +298,12 @@ class Timeline {
   std::shared_ptr<LargeVector<Transfer>> transfers_ = std::make_shared<LargeVector<Transfer>>();
   std::vector<int32_t> released_;
   int64_t makespan_ = 0;
-  // The last answer of `arrival`, good until the next commit, the transfers that it needs, and the
-  // tensors that are there already, with their presences.
+  // The last answer of `arrival`, good until the next commit, the transfers that it needs, what
+  // they keep the device busy, and the tensors that are there already, with their presences.
   mutable int32_t asked_op_ = -1, asked_device_ = -1;
   mutable std::optional<int64_t> answer_;
   mutable std::vector<Planned> planned_;
+  mutable int64_t overhead_ns_ = 0;
   mutable std::vector<std::pair<int32_t, int32_t>> present_;
   mutable std::vector<std::pair<int64_t, int64_t>> changes_;
 };
@@ -308,8 +319,8 @@ std::vector<int32_t> first_twins(const Problem& problem);
 // an empty vector the rule is ETF's and allows every pair, otherwise SCT's (`placers/sct.py`).
 bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
 
-// Per tensor, the mean ns of one transfer over all links between pools, rounded down; 0 without
-// any.
+// Per tensor, the mean ns of one transfer and of its overhead over all links between pools, rounded
+// down; 0 without any.
 std::vector<int64_t> mean_transfers(const Problem& problem);
 
 // Per op, HEFT's upward rank: its mean time, and the longest way from its end to the end of the

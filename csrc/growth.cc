@@ -166,9 +166,9 @@ bool extend(const Problem& problem, const std::vector<int32_t>& sequence, int32_
     int64_t least = kForever;
     for (int32_t device = 0; device < problem.devices; ++device) {
       if (home[group] >= 0 ? home[group] != device : !problem.allows(group, device)) continue;
-      const std::optional<int64_t> start = timeline.earliest_start(op, device);
-      if (!start || *start + problem.duration(op, device) >= least) continue;
-      least = *start + problem.duration(op, device);
+      const std::optional<int64_t> end = timeline.earliest_end(op, device);
+      if (!end || *end >= least) continue;
+      least = *end;
       best = device;
     }
     if (best < 0) return false;

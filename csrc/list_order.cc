@@ -14,11 +14,11 @@ namespace baechi {
 
 namespace {
 
-// The time that a tensor needs to another device; of no account where there is no path.
+// The time that a tensor needs to another device, and there; of no account where there is no path.
 int64_t delay(const Problem& problem, int32_t tensor, int32_t src, int32_t dst) {
   if (src == dst || !problem.has_path(src, dst)) return 0;
   if (problem.pool[src] == problem.pool[dst]) return problem.latency_ns(src, dst);
-  return problem.transfer_ns(tensor, src, dst);
+  return problem.transfer_ns(tensor, src, dst) + problem.overhead_ns(src, dst);
 }
 
 // The clock, with its ports, and what waits on each device.
@@ -49,8 +49,14 @@ class Listing {
     while (static_cast<int32_t>(order.size()) < problem_.ops) {
       const auto [start, op] = next();
       order.push_back(op);
-      if (fetches_[op]) arrival(op, true);
-      end_[op] = free_[devices_[op]] = start + problem_.duration(op, devices_[op]);
+      int64_t end = start + problem_.duration(op, devices_[op]);
+      if (fetches_[op]) {
+        arrival(op, true);
+        for (const auto& [produced, tensor] : missing_) {
+          end += problem_.overhead_ns(devices_[problem_.producer[tensor]], devices_[op]);
+        }
+      }
+      end_[op] = free_[devices_[op]] = end;
       for (int32_t tensor : Row(problem_.outputs, op)) {
         for (int32_t consumer : Row(problem_.consumers, tensor)) {
           if (--waiting_[consumer] == 0) {

@@ -163,9 +163,11 @@ class Partition {
   double sent(int32_t tensor, int32_t src, int32_t dst) const {
     if (src == dst) return 0;
     if (!problem_.has_path(src, dst)) return 100 * static_cast<double>(mean_);
-    const bool shared = problem_.pool[src] == problem_.pool[dst];
-    return static_cast<double>(shared ? problem_.latency_ns(src, dst)
-                                      : problem_.transfer_ns(tensor, src, dst));
+    if (problem_.pool[src] == problem_.pool[dst]) {
+      return static_cast<double>(problem_.latency_ns(src, dst));
+    }
+    return static_cast<double>(problem_.transfer_ns(tensor, src, dst) +
+                               problem_.overhead_ns(src, dst));
   }
   double excess(int32_t pool) const {
     return price_ *

@@ -88,6 +88,10 @@ int64_t future_of(const Problem& problem, const std::vector<int64_t>& future, in
   return future[static_cast<int64_t>(problem.device_class[device]) * problem.ops + op];
 }
 
+struct Slot {
+  int64_t start, end;
+};
+
 // The classical model: every device has a list of gaps, and a tensor arrives one transfer after
 // its producer's end, whatever else is sent.
 class InsertionModel {
@@ -97,43 +101,46 @@ class InsertionModel {
         loads_(loads),
         device_(problem.ops, -1),
         start_(problem.ops, 0),
+        end_(problem.ops, 0),
         group_device_(problem.groups, -1),
         room_(problem.memory),
         gaps_(problem.devices) {
     for (Gaps& gaps : gaps_) gaps.emplace(0, kForever);
   }
 
-  // The earliest start, if the op may go there.
-  std::optional<int64_t> start_on(int32_t op, int32_t device) const {
+  // The earliest start and its end, if the op may go there.
+  std::optional<Slot> slot_on(int32_t op, int32_t device) const {
     if (!has_room(problem_.group[op], device)) return std::nullopt;
-    int64_t ready = 0;
+    int64_t ready = 0, busy = problem_.duration(op, device);
     for (int32_t tensor : Row(problem_.inputs, op)) {
       const int32_t producer = problem_.producer[tensor];
       const int32_t src = device_[producer];
-      int64_t arrival = start_[producer] + problem_.duration(producer, src);
-      if (src != device) {
-        if (!problem_.has_path(src, device)) return std::nullopt;
-        arrival += problem_.pool[src] == problem_.pool[device]
-                       ? problem_.latency_ns(src, device)
-                       : problem_.transfer_ns(tensor, src, device);
+      int64_t arrival = end_[producer];
+      if (src != device && !problem_.has_path(src, device)) return std::nullopt;
+      if (src != device && problem_.pool[src] == problem_.pool[device]) {
+        arrival += problem_.latency_ns(src, device);
+      } else if (src != device) {
+        arrival += problem_.transfer_ns(tensor, src, device);
+        busy += problem_.overhead_ns(src, device);
       }
       ready = std::max(ready, arrival);
     }
-    const int64_t duration = problem_.duration(op, device);
     auto gap = std::prev(gaps_[device].upper_bound(ready));
-    while (std::max(ready, gap->first) + duration > gap->second) ++gap;
-    return std::max(ready, gap->first);
+    while (std::max(ready, gap->first) + busy > gap->second) ++gap;
+    const int64_t start = std::max(ready, gap->first);
+    return Slot{start, start + busy};
   }
 
-  void take(int32_t op, int32_t device, int64_t start) {
+  void take(int32_t op, int32_t device, const Slot& slot) {
     const int32_t group = problem_.group[op];
     if (group_device_[group] < 0) {
       group_device_[group] = device;
       room_[problem_.pool[device]] -= loads_[group];
     }
     device_[op] = device;
+    const auto [start, end] = slot;
     start_[op] = start;
-    const int64_t end = start + problem_.duration(op, device);
+    end_[op] = end;
     if (end == start) return;
     Gaps& gaps = gaps_[device];
     const auto gap = std::prev(gaps.upper_bound(start));
@@ -146,6 +153,7 @@ class InsertionModel {
 
   int32_t device(int32_t op) const { return device_[op]; }
   int64_t start(int32_t op) const { return start_[op]; }
+  int64_t end(int32_t op) const { return end_[op]; }
 
  private:
   bool has_room(int32_t group, int32_t device) const {
@@ -158,7 +166,7 @@ class InsertionModel {
   const Problem& problem_;
   const std::vector<int64_t>& loads_;
   std::vector<int32_t> device_;        // per op
-  std::vector<int64_t> start_;         // per op
+  std::vector<int64_t> start_, end_;   // per op
   std::vector<int32_t> group_device_;  // per group, -1 until an op of it is taken
   std::vector<int64_t> room_;          // per pool
   std::vector<Gaps> gaps_;             // per device
@@ -173,7 +181,7 @@ std::vector<int64_t> mean_transfers(const Problem& problem) {
   for (int32_t src = 0; src < problem.devices; ++src) {
     for (int32_t dst = 0; dst < problem.devices; ++dst) {
       if (problem.pool[src] == problem.pool[dst] || !problem.has_path(src, dst)) continue;
-      latency += problem.latency_ns(src, dst);
+      latency += problem.latency_ns(src, dst) + problem.overhead_ns(src, dst);
       per_bytes += (static_cast<int128_t>(1'000'000'000) << 32) / problem.bytes_per_s(src, dst);
       ++pairs;
     }
@@ -240,10 +248,9 @@ bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
     int32_t choice = -1;
     int64_t least = kForever;
     for (int32_t device = 0; device < problem.devices; ++device) {
-      const std::optional<int64_t> start = timeline.earliest_start(op, device);
-      if (!start) continue;
-      const int64_t cost =
-          *start + problem.duration(op, device) + future_of(problem, future, op, device);
+      const std::optional<int64_t> end = timeline.earliest_end(op, device);
+      if (!end) continue;
+      const int64_t cost = *end + future_of(problem, future, op, device);
       if (cost < least && timeline.fit(op, device) == Fit::kFits) {
         choice = device;
         least = cost;
@@ -273,16 +280,16 @@ bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
   for (ReadyQueue ready(problem, ranks); !ready.empty();) {
     const int32_t op = ready.pop();
     int32_t choice = -1;
-    int64_t least = kForever, at = 0;
+    int64_t least = kForever;
+    Slot at{0, 0};
     for (int32_t device = 0; device < problem.devices; ++device) {
-      const std::optional<int64_t> start = model.start_on(op, device);
-      if (!start) continue;
-      const int64_t cost =
-          *start + problem.duration(op, device) + future_of(problem, future, op, device);
+      const std::optional<Slot> slot = model.slot_on(op, device);
+      if (!slot) continue;
+      const int64_t cost = slot->end + future_of(problem, future, op, device);
       if (cost < least) {
         choice = device;
         least = cost;
-        at = *start;
+        at = *slot;
       }
     }
     if (choice < 0) return false;
@@ -293,7 +300,7 @@ bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
   // Of the ops that start together those of no time go first, as they do in the model. The order so
   // far is topological, so a stable sort leaves each of them behind its producers.
   const auto key = [&](int32_t op) {
-    return std::make_pair(model.start(op), problem.duration(op, model.device(op)) > 0);
+    return std::make_pair(model.start(op), model.end(op) > model.start(op));
   };
   std::stable_sort(order.begin(), order.end(),
                    [&](int32_t a, int32_t b) { return key(a) < key(b); });

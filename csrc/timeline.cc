@@ -139,6 +139,7 @@ std::optional<int64_t> Timeline::arrival(int32_t op, int32_t device) const {
 std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
   planned_.clear();
   present_.clear();
+  overhead_ns_ = 0;
   const int32_t pool = problem_.pool[device];
   int64_t ready = 0;
   for (int32_t tensor : Row(problem_.inputs, op)) {
@@ -176,6 +177,7 @@ std::optional<int64_t> Timeline::plan(int32_t op, int32_t device) const {
     transfer.end = transfer.start + problem_.transfer_ns(transfer.tensor, transfer.src, device);
     receive_free = transfer.end;
     ready = std::max(ready, transfer.end);
+    overhead_ns_ += problem_.overhead_ns(transfer.src, device);
   }
   return ready;
 }
@@ -184,6 +186,12 @@ std::optional<int64_t> Timeline::earliest_start(int32_t op, int32_t device) cons
   const std::optional<int64_t> ready = arrival(op, device);
   if (!ready) return std::nullopt;
   return std::max(*ready, device_free_[device]);
+}
+
+std::optional<int64_t> Timeline::earliest_end(int32_t op, int32_t device) const {
+  const std::optional<int64_t> start = earliest_start(op, device);
+  if (!start) return std::nullopt;
+  return *start + busy_ns(op, device);
 }
 
 int64_t Timeline::receiving_ns(int32_t op, int32_t device) const {
@@ -214,7 +222,7 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
     room -= problem_.group_persistent[group];
     if (problem_.group_ops.size(group) > 1) room -= held_back_[pool];
   }
-  const int64_t start = *earliest, end = start + problem_.duration(op, device);
+  const int64_t start = *earliest, end = start + busy_ns(op, device);
   const int64_t workspace = end > start ? problem_.workspace[op] : 0;
   int64_t missing = 0, staying = problem_.output_bytes[op];
   for (const Planned& transfer : planned_) {
@@ -285,7 +293,7 @@ const Span& Timeline::commit(int32_t op, int32_t device) {
 
 void Timeline::place(int32_t op, int32_t device, int64_t ready) {
   const int64_t start = std::max(ready, device_free_[device]);
-  const int64_t end = start + problem_.duration(op, device);
+  const int64_t end = start + busy_ns(op, device);
   const int32_t pool = problem_.pool[device];
   Profile& profile = profiles_[pool];
   asked_op_ = -1;

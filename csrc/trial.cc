@@ -1,6 +1,7 @@
 #include "trial.h"
 
 #include <algorithm>
+#include <tuple>
 #include <utility>
 
 namespace baechi {
@@ -18,6 +19,7 @@ Trial::Trial(const Problem& problem, const std::vector<int32_t>& devices,
     : problem_(problem),
       position_(problem.ops),
       end_(problem.ops, 0),
+      busy_(problem.ops, 0),
       copies_(static_cast<size_t>(problem.tensors) * problem.pools),
       state_(static_cast<size_t>(problem.devices) * 4),
       events_(problem.pools) {
@@ -138,7 +140,7 @@ bool Trial::evaluate(int64_t limit) {
       sent_before_[version] = static_cast<int32_t>(sending_.size());
     }
     const int32_t op = order_[i];
-    old_ends_.push_back(end_[op]);
+    old_ends_.emplace_back(end_[op], busy_[op]);
     reached_ = i + 1;
     if (!commit(op)) {
       count();
@@ -191,6 +193,7 @@ bool Trial::commit(int32_t op) {
       return a.produced != b.produced ? a.produced < b.produced : a.tensor < b.tensor;
     });
   }
+  int64_t busy = problem_.duration(op, device);
   for (const Planned& transfer : planned_) {
     const int32_t src = device_[problem_.producer[transfer.tensor]];
     int64_t begin = transfer.produced;
@@ -205,10 +208,12 @@ bool Trial::commit(int32_t op) {
     copies_[at] = {begin, arrival, 0, op, device, epoch_, 0};
     sending_.push_back(at);
     ready = std::max(ready, arrival);
+    busy += problem_.overhead_ns(src, device);
   }
-  const int64_t duration = problem_.duration(op, device), end = ready + duration;
+  const int64_t end = ready + busy;
   end_[op] = free[device] = end;
-  done[device] += duration;
+  busy_[op] = busy;
+  done[device] += problem_.duration(op, device);
   return end + std::max(tail_[op], work_[device] - done[device]) <= limit_;
 }
 
@@ -240,7 +245,9 @@ void Trial::keep() {
 }
 
 void Trial::undo() {
-  for (int32_t i = base_; i < reached_; ++i) end_[order_[i]] = old_ends_[i - base_];
+  for (int32_t i = base_; i < reached_; ++i) {
+    std::tie(end_[order_[i]], busy_[order_[i]]) = old_ends_[i - base_];
+  }
   for (size_t i = old_copies_.size(); i-- > 0;) {
     copies_[old_copies_[i].first] = old_copies_[i].second;
   }

@@ -32,8 +32,8 @@ class Trial {
   int32_t device(int32_t op) const { return device_[op]; }
   int32_t position(int32_t op) const { return position_[op]; }
   int64_t end(int32_t op) const { return end_[op]; }
-  int64_t start(int32_t op) const { return end_[op] - problem_.duration(op, device_[op]); }
-  // The time of all ops of a device.
+  int64_t start(int32_t op) const { return end_[op] - busy_[op]; }
+  // The time of all ops of a device, without what it receives.
   int64_t work(int32_t device) const { return work_[device]; }
   // How many groups are on a device.
   int32_t groups_on(int32_t device) const { return groups_on_[device]; }
@@ -96,7 +96,8 @@ class Trial {
 
   const Problem& problem_;
   std::vector<int32_t> device_, order_, position_;
-  std::vector<int64_t> end_, work_;
+  std::vector<int64_t> end_, busy_;  // per op; `busy_`: its time with what it receives
+  std::vector<int64_t> work_;        // per device
   std::vector<int32_t> groups_on_;
   std::vector<int64_t> held_bytes_;  // per pool, of persistent bytes
   std::vector<int64_t> tail_;  // per op, the shortest time from its end to the end of the step
@@ -118,7 +119,7 @@ class Trial {
   };
   std::vector<Moved> moved_;
   std::vector<int32_t> old_order_;
-  std::vector<int64_t> old_ends_;
+  std::vector<std::pair<int64_t, int64_t>> old_ends_;  // and what the ops took
   std::vector<std::pair<int64_t, Copy>> old_copies_;
   int64_t old_makespan_ = 0;
   double old_finishes_ = 0;

@@ -10,7 +10,8 @@ namespace {
 // A link as a number that another link shares by bad luck only.
 uint64_t mixed(const Problem& problem, int32_t src, int32_t dst, uint64_t salt) {
   uint64_t x = salt + 0x9e3779b97f4a7c15u;
-  for (const int64_t part : {problem.latency_ns(src, dst), problem.bytes_per_s(src, dst)}) {
+  for (const int64_t part : {problem.latency_ns(src, dst), problem.bytes_per_s(src, dst),
+                             problem.overhead_ns(src, dst)}) {
     x = (x ^ static_cast<uint64_t>(part)) * 0xbf58476d1ce4e5b9u;
     x ^= x >> 29;
   }
@@ -55,7 +56,8 @@ class Twins {
 
   bool same(int32_t a, int32_t b, int32_t c, int32_t d) const {
     return problem_.latency_ns(a, b) == problem_.latency_ns(c, d) &&
-           problem_.bytes_per_s(a, b) == problem_.bytes_per_s(c, d);
+           problem_.bytes_per_s(a, b) == problem_.bytes_per_s(c, d) &&
+           problem_.overhead_ns(a, b) == problem_.overhead_ns(c, d);
   }
 
   bool equal_links(int32_t a, int32_t b) const {

@@ -112,7 +112,8 @@ class _Costs:
     Attributes:
         times: The longest time of every op on any device.
         idle: Whether an op has no time and no persistent bytes.
-        link: The smallest latency and the smallest ns per byte; `None` where nothing is sent.
+        link: The smallest latency with its overhead, and the smallest ns per byte; `None` where
+            nothing is sent.
         limit: The most bytes of a group that fusing makes.
     """
 
@@ -137,7 +138,10 @@ def _costs(graph: OpGraph, cluster: Cluster) -> _Costs:
         if link is not None and problem.device_pool[src] != problem.device_pool[dst]
     ]
     cheapest = (
-        (min(link.latency_ns for link in links), 1e9 / max(link.bytes_per_s for link in links))
+        (
+            min(link.latency_ns + link.overhead_ns for link in links),
+            1e9 / max(link.bytes_per_s for link in links),
+        )
         if links
         else None
     )

@@ -94,7 +94,11 @@ def _devices(draw, n):
 
 
 def _link(draw):
-    return Link(draw.choice([0, draw.randrange(10), 10**6]), draw.choice([10**9, 10**6, 10**11]))
+    return Link(
+        draw.choice([0, draw.randrange(10), 10**6]),
+        draw.choice([10**9, 10**6, 10**11]),
+        draw.choice([0, 0, draw.randrange(10), 10**5]),
+    )
 
 
 def _reaches(graph, cluster, row):

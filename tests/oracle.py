@@ -146,12 +146,18 @@ class Oracle:
         plan = self.plan(op, device)
         return None if plan is None else plan[0]
 
+    def earliest_end(self, op, device):
+        """With what the device is busy to receive."""
+        start, planned = self.plan(op, device)
+        overhead = sum(self.cluster.links[src][device].overhead_ns for _, src, *_ in planned)
+        return start + self.duration(op, device) + overhead
+
     def reserve(self, op, device):
         self.group_device.setdefault(self.group(op), device)
 
     def commit(self, op, device):
         start, planned = self.plan(op, device)
-        end = start + self.duration(op, device)
+        end = self.earliest_end(op, device)
         self.reserve(op, device)
         for t, src, dst, sent, arrived in planned:
             self.transfers.append((t, src, dst, sent, arrived))

@@ -105,10 +105,11 @@ def steps(draw, max_ops=6, *, again=False):
 
 @st.composite
 def clusters(draw, max_devices=4, *, whole=False, memory=None, uniform=False):
-    """Clusters; `whole` has every link, `uniform` equal devices, and links, too."""
+    """Clusters, some with overheads; `whole` has every link, `uniform` equal devices and links."""
     n = draw(st.integers(1, max_devices))
     rates = st.sampled_from([10**9, 3 * 10**8, 10**10])
-    link = st.builds(Link, st.integers(0, 9), rates)
+    overheads = st.integers(0, 9) if draw(st.booleans()) else st.just(0)
+    link = st.builds(Link, st.integers(0, 9), rates, overheads)
     one = draw(link)
     sizes = st.integers(0, 300) if memory is None else memory
     size = draw(sizes)
@@ -195,7 +196,8 @@ def tight(seed):
     memory = [int(total / devices * draw.uniform(0.3, 1.3)) + largest for _ in range(devices)]
     if draw.random() < 0.5:
         memory = [memory[0]] * devices
-    links = [Link(draw.randrange(10), 10**9)] * 8 + [None, Link(3, 10**10)]
+    overhead = draw.choice([0, 0, draw.randrange(10)])
+    links = [Link(draw.randrange(10), 10**9, overhead)] * 8 + [None, Link(3, 10**10)]
     return graph, _cluster(draw, memory, [1.0, 1.0, 0.5, 1.3], links)
 
 
@@ -209,7 +211,8 @@ def dense(seed):
         consumers = tuple(draw.randrange(producer + 1, n) for _ in range(draw.randrange(1, 4)))
         tensors.append(Tensor(producer, consumers, draw.randrange(30)))
     graph = OpGraph(tuple(Op(f"op{i}", draw.randrange(20)) for i in range(n)), tuple(tensors))
-    links = [Link(draw.randrange(3), 10**9)] * 2 + [Link(3, 10**10), Link(1, 10**8)]
+    overhead = draw.choice([0, 0, draw.randrange(10)])
+    links = [Link(draw.randrange(3), 10**9, overhead)] * 2 + [Link(3, 10**10), Link(1, 10**8)]
     return graph, _cluster(draw, [10**6] * draw.randrange(2, 4), [1.0], links)
 
 

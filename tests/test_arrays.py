@@ -69,12 +69,14 @@ def test_sums_are_exact(values):
 @settings(max_examples=100, deadline=None)
 @given(graphs(), clusters(whole=True), st.data())
 def test_links_are_those_of_the_cluster(graph, cluster, data):
-    latency, rate = Problem(graph, cluster).links
+    problem = Problem(graph, cluster)
+    latency, rate = problem.links
     n = len(cluster.devices)
     src, dst = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, n - 1))
     if src != dst:
         at = src * n + dst if latency.size > 1 else 0
-        assert Link(int(latency[at]), int(rate[at])) == cluster.links[src][dst]
+        overhead = int(problem.overheads[at]) if problem.overheads.size else 0
+        assert Link(int(latency[at]), int(rate[at]), overhead) == cluster.links[src][dst]
 
 
 def test_rows_are_the_tuple_of_them():

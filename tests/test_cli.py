@@ -175,11 +175,11 @@ def test_the_way_without_the_device(files):
     assert profile.traced_digest == baechi.load("t.trace.json", Traced).digest
     graph = baechi.load("t.graph.json", OpGraph)
     assert any(op.name.startswith("backward:") for op in graph.ops)
-    run("solve", "t.graph.json", "2xH100-SXM-80GB", "--latency-us", 5, "-o", "p.json",
-        "--save-cluster", "c.json")  # fmt: skip
+    run("solve", "t.graph.json", "2xH100-SXM-80GB", "--latency-us", 5, "--overhead-us", 2,
+        "-o", "p.json", "--save-cluster", "c.json")  # fmt: skip
     cluster = baechi.load("c.json", Cluster)
     assert [device.kind for device in cluster.devices] == ["H100-SXM-80GB"] * 2
-    assert cluster.uniform_link == Link(5000, 12 * 10**9)
+    assert cluster.uniform_link == Link(5000, 12 * 10**9, overhead_ns=2000)
     run("estimate", "model.py:short", "--kind", "T4", "--inference", "--graph", "i.graph.json")
     graph = baechi.load("i.graph.json", OpGraph)
     assert not any(op.name.startswith("backward:") for op in graph.ops)

@@ -29,6 +29,8 @@ A, B = Device("a", 5), Device("b", 5)
         (lambda: Device("a", 5, pool=3), "pool of device 'a' is 3"),
         (lambda: Link(-1, 1), "latency_ns of a link is -1"),
         (lambda: Link(0.5, 1), "latency_ns of a link is 0.5"),
+        (lambda: Link(0, 1, -1), "overhead_ns of a link is -1"),
+        (lambda: Link(0, 1, None), "overhead_ns of a link is None"),
         (lambda: Link(0, 0), "bytes_per_s of a link is 0; it must be a finite rate"),
         (lambda: Link(0, float("inf")), "bytes_per_s of a link is inf"),
         (lambda: Link(0, None), "give None instead of a Link"),
@@ -62,7 +64,7 @@ def test_memory_is_read_and_speed_is_a_float():
 
 @given(st.integers(0, 2**40), st.integers(0, 2**62), st.integers(1, 2**50))
 def test_a_transfer_takes_the_latency_and_the_bytes_rounded_up(latency_ns, nbytes, rate):
-    took = Link(latency_ns, rate).transfer_ns(nbytes) - latency_ns
+    took = Link(latency_ns, rate, overhead_ns=5).transfer_ns(nbytes) - latency_ns
     assert (took - 1) * rate < nbytes * 10**9 <= took * rate
 
 
@@ -79,7 +81,7 @@ def test_a_uniform_cluster_joins_every_pair():
 
 
 def test_where_all_links_are_equal_there_is_one():
-    other = Link(11, 10**9)
+    other = Link(10, 10**9, overhead_ns=1)
     assert Cluster.uniform(3, 5, LINK).uniform_link == LINK
     assert Cluster.uniform(1, 5, LINK).uniform_link is None
     equal = Cluster((A, B), ((other, LINK), (Link(10, 10**9), None)))

@@ -46,6 +46,12 @@ def test_rho_takes_the_slowest_link_between_memories_and_the_fastest_device():
     assert rho_of([10, 10], [(0, (1,), 20)], Cluster(devices, links)) == 40.0
 
 
+def test_what_the_receiver_is_busy_with_counts():
+    # 10 ns of latency, 6 of overhead and 30 bytes at 1 byte per ns.
+    cluster = Cluster.uniform(2, 99, Link(10, 10**9, overhead_ns=6))
+    assert rho_of([8, 10], [(0, (1,), 30)], cluster) == 46 / 8
+
+
 def test_without_links_nothing_is_sent():
     alone = Cluster((Device("a", 99),), ((None,),))
     assert rho_of([1, 1], [(0, (1,), 5)], alone) == 0.0

@@ -74,7 +74,7 @@ def test_peft_makes_the_published_table_and_schedule():
 
 
 def mean_transfers(problem):
-    """Per tensor, the mean over the links between pools, rounded as the core does."""
+    """Per tensor, the mean over the links between pools, overhead included, as the core rounds."""
     cluster = problem.cluster
     links = [
         link
@@ -84,7 +84,7 @@ def mean_transfers(problem):
     ]
     if not links:
         return [0 for _ in problem.graph.tensors]
-    latency = sum(link.latency_ns for link in links) // len(links)
+    latency = sum(link.latency_ns + link.overhead_ns for link in links) // len(links)
     per_bytes = sum((10**9 << 32) // link.bytes_per_s for link in links) // len(links)
     return [latency + (tensor.nbytes * per_bytes >> 32) for tensor in problem.graph.tensors]
 
@@ -152,9 +152,7 @@ def plain_schedule(oracle, problem, ranks, future):
     while len(oracle.spans) < len(ranks):
         op = min((op for op in ops if oracle.ready(op)), key=lambda op: (-ranks[op], op))
         options = [
-            (oracle.earliest_start(op, d) + oracle.duration(op, d) + future[d][op], d)
-            for d in devices
-            if oracle.fits(op, d)
+            (oracle.earliest_end(op, d) + future[d][op], d) for d in devices if oracle.fits(op, d)
         ]
         if not options:
             return False
@@ -214,10 +212,11 @@ def plain_insertion(problem, ranks, loads):
                 continue
             if group not in homes and loads[group] > room[pool]:
                 continue
-            ready = arrival(problem, placed, op, device)
-            if ready is None:
+            found = arrival(problem, placed, op, device)
+            if found is None:
                 continue
-            duration = oracle.duration(op, device)
+            ready, overhead = found
+            duration = oracle.duration(op, device) + overhead
             start = first_gap(busy[device], ready, duration)
             options.append((start + duration, device, start))
         if not options:
@@ -233,7 +232,8 @@ def plain_insertion(problem, ranks, loads):
 
 
 def arrival(problem, placed, op, device):
-    ready = 0
+    """When the last input is there, and the overhead of all that are sent."""
+    ready = overhead = 0
     for t in problem.graph.op_inputs[op]:
         tensor = problem.graph.tensors[t]
         src, _, end = placed[tensor.producer]
@@ -246,7 +246,8 @@ def arrival(problem, placed, op, device):
             ready = max(ready, end + link.latency_ns)
         else:
             ready = max(ready, end + link.transfer_ns(tensor.nbytes))
-    return ready
+            overhead += link.overhead_ns
+    return ready, overhead
 
 
 def first_gap(busy, ready, duration):

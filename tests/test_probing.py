@@ -10,7 +10,8 @@ from baechi import Link, probing
 from baechi.copying import SIZES, copy_times_ns, first_broken_size
 from baechi.link_fits import FREE_BYTES_PER_S, fit_link
 from baechi.profiling import torch_device
-from baechi.runtime.handover import handover_ns
+from baechi.runtime import handover as measured
+from baechi.runtime.handover import Handover, handover
 from baechi.torch_devices import blas_bytes
 
 CPU = torch.device("cpu")
@@ -22,7 +23,8 @@ def test_logical_cpu_devices_share_the_free_memory_and_are_linked() -> None:
     assert cluster.devices[0].memory_bytes == cluster.devices[1].memory_bytes > 2**20
     link = cluster.links[0][1]
     assert link is not None
-    assert 0 < link.latency_ns < 10_000_000
+    assert 0 <= link.latency_ns < 10_000_000
+    assert 0 < link.overhead_ns < 10_000_000
     assert link.bytes_per_s == FREE_BYTES_PER_S  # nothing is copied
 
 
@@ -66,26 +68,55 @@ def test_bad_devices_are_refused(devices: object, text: str) -> None:
 
 def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(probing, "handover_ns", lambda: calls.append(1) or 33)
+    monkeypatch.setattr(probing, "handover", lambda: calls.append(1) or Handover(33, 7))
     survey = probing.survey([f"cpu:{index}" for index in range(4)])
     assert len(calls) == 1
-    assert survey.cluster.uniform_link == Link(33, FREE_BYTES_PER_S)
+    assert survey.cluster.uniform_link == Link(33, FREE_BYTES_PER_S, overhead_ns=7)
     assert survey.fits == {}
     assert survey.remarks == ()
     assert probing.survey(survey.cluster).cluster is survey.cluster
 
 
 def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "handover_ns", lambda: pytest.fail("nothing is handed over"))
+    monkeypatch.setattr(probing, "handover", lambda: pytest.fail("nothing is handed over"))
     assert baechi.probe("cpu:0").links == ((None,),)
 
 
 def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing() -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     with torch.no_grad():  # the caller's mode is not the measurement's
-        assert handover_ns() > 0
+        assert handover().busy_ns > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "found"),
+    [
+        # 45 more values and gradients are handed over.
+        ((1000, 900), (1000 + 45 * 50, 900 + 45 * 35), Handover(15, 35)),
+        # Workers that were busy side by side wait for nothing; a disturbed clock is no time won.
+        ((1000, 900), (1000 + 45 * 30, 900 + 45 * 35), Handover(0, 35)),
+        ((1000, 900), (900, 800), Handover(0, 0)),
+    ],
+)
+def test_a_hand_over_is_what_more_cuts_take_longer(
+    monkeypatch: pytest.MonkeyPatch, few: tuple[int, int], many: tuple[int, int], found: Handover
+) -> None:
+    monkeypatch.setattr(measured, "_steps", lambda _modules: [few, many])
+    assert handover() == found
+
+
+def test_the_clock_tells_the_chain_that_the_hand_over_was_measured_on() -> None:
+    link = Link(15, FREE_BYTES_PER_S, overhead_ns=35)
+    cluster = baechi.Cluster.uniform(2, "1GiB", link)
+    traced = measured._traced_chain()
+    rows = [measured._placement(traced, pieces) for pieces in (2, len(traced.ops))]
+    few, many = (baechi.simulate(graph, cluster, placement) for graph, placement in rows)
+    more = len(many.transfers) - len(few.transfers)
+    assert more == measured._crossings(*rows[1]) - measured._crossings(*rows[0]) == 45
+    # A byte takes next to nothing, but each transfer is rounded up to whole nanoseconds.
+    assert many.makespan_ns - few.makespan_ns == more * (15 + 35 + 1)
 
 
 def test_a_copy_is_timed_at_every_size() -> None:

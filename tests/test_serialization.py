@@ -31,7 +31,7 @@ OPS = st.builds(Op, NAMES, COUNTS, COUNTS, COUNTS, st.none() | NAMES)
 TENSORS = st.builds(
     Tensor, st.integers(0, 5), st.lists(st.integers(6, 9)).map(tuple), COUNTS, st.booleans()
 )
-LINKS = st.builds(Link, COUNTS, st.integers(1, INT64_MAX))
+LINKS = st.builds(Link, COUNTS, st.integers(1, INT64_MAX), st.just(0) | COUNTS)
 DEVICES = st.builds(Device, NAMES, COUNTS, SPEEDS, st.text(max_size=5))
 SPANS = st.builds(Span, COUNTS, COUNTS, COUNTS, COUNTS)
 TRANSFERS = st.builds(Transfer, COUNTS, COUNTS, COUNTS, COUNTS, COUNTS)
@@ -195,6 +195,13 @@ def test_a_traced_model_loses_its_module_only():
     assert again == traced
     assert again.module is None
     assert again.digest == traced.digest
+
+
+def test_a_link_without_overhead_is_written_as_before():
+    written = [dumps(Cluster.uniform(2, 9, link)) for link in (Link(5, 7), Link(5, 7, 3))]
+    assert '{"latency_ns": 5, "bytes_per_s": 7}' in " ".join(written[0].split())
+    assert "overhead_ns" not in written[0]
+    assert loads(written[1]).uniform_link == Link(5, 7, overhead_ns=3)
 
 
 def test_a_file_written_by_hand_needs_no_digest_and_no_defaults():

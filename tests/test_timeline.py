@@ -1,14 +1,27 @@
 """The clock: small tables by hand, and a slow clock that must agree about everything."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Span, Tensor, Timeline
+from baechi import (
+    Cluster,
+    Device,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Span,
+    Tensor,
+    Timeline,
+    simulate,
+)
 from baechi.problem import Problem
 from oracle import Oracle
-from strategies import clusters, graphs
+from strategies import clusters, graphs, placements
 
 # One byte takes one nanosecond, after ten.
 LINK = Link(latency_ns=10, bytes_per_s=10**9)
@@ -105,6 +118,62 @@ def test_worked_examples(graph, ports, devices, spans, transfers):
     assert [(sent.start_ns, sent.end_ns) for sent in schedule.transfers] == transfers
 
 
+@pytest.mark.parametrize(
+    ("graph", "devices", "spans"),
+    [
+        # The first reader of a tensor is longer by the overhead, and who waits for it ends later.
+        (SHARED, (0, 1, 1), [(0, 5), (35, 47), (47, 52)]),
+        # Two tensors that arrive for one op cost it two of them; what starts, starts as before.
+        (JOIN, (0, 0, 1), [(0, 5), (5, 14), (75, 94)]),
+        # Sending costs the sender nothing, and what stays costs nobody.
+        (CROSS, (0, 1, 1, 0), [(0, 5), (0, 5), (35, 47), (35, 47)]),
+        (JOIN, (0, 0, 0), [(0, 5), (5, 14), (14, 19)]),
+    ],
+)
+def test_overhead_keeps_the_receiver_busy(graph, devices, spans):
+    link = Link(10, 10**9, overhead_ns=7)
+    cluster = Cluster.connected([Device("a", 1000), Device("b", 1000)], link)
+    schedule = run(graph, cluster, devices)
+    assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_overhead_counts_on_the_paths_that_are_taken_alone(data):
+    graph, cluster = data.draw(graphs(max_ops=7)), data.draw(clusters(whole=True))
+    chosen = data.draw(placements(graph, cluster))
+    schedule = simulate(graph, cluster, chosen)
+    taken = {(row.src, row.dst) for row in schedule.transfers}
+    links = tuple(
+        tuple(
+            link if link is None or (src, dst) in taken else replace(link, overhead_ns=10**6)
+            for dst, link in enumerate(row)
+        )
+        for src, row in enumerate(cluster.links)
+    )
+    assert simulate(graph, replace(cluster, links=links), chosen) == schedule
+
+
+def test_overhead_cannot_hide_behind_other_work():
+    # b has work until the tensor is there: the latency is hidden, the overhead is not.
+    graph = OpGraph((Op("a", 5), Op("own", 100), Op("b", 5)), (Tensor(0, (2,), 20),))
+    devices = [Device("a", 1000), Device("b", 1000)]
+    ends = [
+        run(graph, Cluster.connected(devices, link), (0, 1, 1)).makespan_ns
+        for link in (Link(0, 10**9), Link(40, 10**9), Link(0, 10**9, 40))
+    ]
+    assert ends == [105, 105, 145]
+
+
+def test_while_a_device_is_busy_to_receive_an_op_holds_its_memory():
+    # b takes no time of its own, but it is there while its input is taken.
+    graph = OpGraph((Op("a", 5), Op("b", 0, 0, 30)), (Tensor(0, (1,), 10), Tensor(1, (), 4)))
+    devices = [Device("a", 1000), Device("b", 1000)]
+    assert run(graph, Cluster.connected(devices, LINK), (0, 1)).peak_bytes == (10, 10)
+    busy = Cluster.connected(devices, Link(10, 10**9, overhead_ns=1))
+    assert run(graph, busy, (0, 1)).peak_bytes == (10, 44)
+
+
 def test_devices_of_one_pool_hand_tensors_over_for_the_latency():
     devices = [Device("a", 100, pool="p"), Device("b", 100, pool="p"), Device("c", 100)]
     cluster = Cluster.connected(devices, LINK)
@@ -113,6 +182,9 @@ def test_devices_of_one_pool_hand_tensors_over_for_the_latency():
     assert [(s.start_ns, s.end_ns) for s in schedule.spans] == [(0, 5), (15, 20)]
     assert schedule.transfers == ()
     assert schedule.peak_bytes == (30, 30, 0)
+    # A hand-over is no transfer and has no overhead.
+    busy = Cluster.connected(devices, Link(10, 10**9, overhead_ns=7))
+    assert run(chain, busy, (0, 1)) == schedule
     # A copy that one of them received serves the other, too, a latency later.
     schedule = run(SHARED, cluster, (2, 0, 1))
     assert [(s.start_ns, s.end_ns) for s in schedule.spans] == [(0, 5), (35, 40), (45, 50)]
@@ -231,6 +303,11 @@ def test_no_path_is_no_start():
     [
         (OpGraph((Op("a", 2**61), Op("b", 2**61))), two(), r"more than 2\*\*62 \(146 years\)"),
         (OpGraph((Op("a", 1),), (Tensor(0, (), 2**61),)), two(), "may take"),
+        (
+            OpGraph((Op("a", 1),), (Tensor(0, (), 1),)),
+            Cluster.uniform(2, 9, Link(0, 1, overhead_ns=2**61)),
+            "an overhead or a tensor is too large",
+        ),
         (OpGraph((Op("a", 0, 2**62),)), two(), r"bytes \(4194304.0 TiB\), more than 2\*\*62"),
         (
             OpGraph((Op("a", 10**6),)),

@@ -12,7 +12,8 @@ it, so what CP-SAT proves about it holds for all placements. It has
   and what is kept to the end (`_memory`).
 
 It is larger than the clock in one point: ops and transfers may wait and ports may serve in any
-order, where the clock starts everything at once in launch order. So an answer is only called proven
+order, where the clock starts everything at once in launch order; and it leaves out what a transfer
+keeps its receiver busy. So an answer is only called proven
 where `baechi.simulate` reaches the bound with the placement that was read off the solution.
 """
 

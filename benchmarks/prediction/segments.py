@@ -1,11 +1,12 @@
 """What one more segment costs in CPU time, which other processes do not disturb as they do a clock.
 
 `python3 -m benchmarks.prediction.segments`: a model on two logical devices of one thread each, with
-few cuts and with as many as there are groups; the least CPU time of a few steps, and the difference
-per segment that runs. It has nothing of what workers wait for each other.
+few cuts and with as many as there are groups; the least CPU time of a few steps, which take turns,
+and the difference per segment that runs. It has nothing of what workers wait for each other.
 """
 
 import time
+from collections.abc import Sequence
 from typing import Annotated
 
 import torch
@@ -18,24 +19,34 @@ from rich.table import Table
 import baechi
 
 _WARM_UP = 2
-_STEPS = 7
+_STEPS = 11
 
 
-def cpu_ns(placed: baechi.PlacedModule, args: tuple[object, ...], kwargs: dict[str, object]) -> int:
-    """The least CPU time of a step; its loss is the model's own, or the sum of its tensors."""
-    readings = []
+def least_cpu_ns(
+    modules: Sequence[baechi.PlacedModule], args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[int]:
+    """The least CPU time of a step of each; what disturbs one of them disturbs all."""
+    readings: list[list[int]] = [[] for _ in modules]
     for _ in range(_WARM_UP + _STEPS):
-        placed.zero_grad(set_to_none=True)
-        start = time.process_time_ns()
-        output = placed(*args, **kwargs)
-        if placed.training:
-            leaves = torch.utils._pytree.tree_leaves(output)
-            tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-            roots = [tensor for tensor in tensors if tensor.requires_grad]
-            roots = next(([root] for root in roots if root.dim() == 0), roots)
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        readings.append(time.process_time_ns() - start)
-    return min(readings[_WARM_UP:])
+        for module, row in zip(modules, readings, strict=True):
+            row.append(_step_cpu_ns(module, args, kwargs))
+    return [min(row[_WARM_UP:]) for row in readings]
+
+
+def _step_cpu_ns(
+    placed: baechi.PlacedModule, args: tuple[object, ...], kwargs: dict[str, object]
+) -> int:
+    """The CPU time of a step; its loss is the model's own, or the sum of its tensors."""
+    placed.zero_grad(set_to_none=True)
+    start = time.process_time_ns()
+    output = placed(*args, **kwargs)
+    if placed.training:
+        leaves = torch.utils._pytree.tree_leaves(output)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        roots = [tensor for tensor in tensors if tensor.requires_grad]
+        roots = next(([root] for root in roots if root.dim() == 0), roots)
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+    return time.process_time_ns() - start
 
 
 def main(
@@ -57,18 +68,18 @@ def main(
             traced = baechi.trace(model, args, kwargs)
             costs = tuple(baechi.OpCost(100_000, 200_000) for _ in traced.ops)
             graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
-            found = {}
-            for title, placement in placements(graph, cluster):
-                if title == "auto":
-                    continue
-                placed = baechi.apply(
-                    traced, placement, graph=graph, cluster=cluster, threads_per_device=1
-                )
-                phases = placed._current.executable.program.phases
-                segments = sum(len(phase.segments) for phase in phases)
-                found[title] = (segments, cpu_ns(placed, args, kwargs))
-                placed.unplace()
-            (few, few_ns), (many, many_ns) = found["few"], found["many"]
+            modules = [
+                baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+                for title, placement in placements(graph, cluster)
+                if title != "auto"
+            ]
+            few, many = (
+                sum(len(phase.segments) for phase in module._current.executable.program.phases)
+                for module in modules
+            )
+            few_ns, many_ns = least_cpu_ns(modules, args, kwargs)
+            for module in modules:
+                module.unplace()
             each = (many_ns - few_ns) / max(many - few, 1) / 1e3
             cells = [str(few), f"{few_ns / 1e6:.1f} ms", str(many), f"{many_ns / 1e6:.1f} ms"]
             table.add_row(name, mode, *cells, f"{each:.0f} us")

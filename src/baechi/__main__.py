@@ -21,6 +21,7 @@ from baechi.console import (
     MaxDevicesOption,
     ModelArgument,
     OutOption,
+    OverheadOption,
     PinOption,
     PlacementArgument,
     PlacerOption,
@@ -129,6 +130,7 @@ def solve(
     ] = None,
     memory: Annotated[str, typer.Option(help="Their memory.")] = "16GiB",
     latency_us: LatencyOption = 10.0,
+    overhead_us: OverheadOption = 0.0,
     gbytes_per_s: RateOption = 12.0,
     save_cluster: Annotated[
         Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=writable)
@@ -154,7 +156,9 @@ def solve(
 
     if (cluster is None) == (devices is None):
         raise InputError("give a cluster file or --devices, and not both.")
-    link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
+    link = Link(
+        round(latency_us * 1e3), round(gbytes_per_s * 1e9), overhead_ns=round(overhead_us * 1e3)
+    )
     if cluster is not None:
         target = cluster_of(cluster, link)
     else:

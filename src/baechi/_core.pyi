@@ -26,6 +26,7 @@ class Problem:
         memory: NDArray[int64],
         latency: NDArray[int64],
         rate: NDArray[int64],
+        overhead: NDArray[int64],
         ports: int,
         allowed: NDArray[uint8],
         max_devices: int,

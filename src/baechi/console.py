@@ -105,6 +105,10 @@ ConstraintsOption = Annotated[
 ]
 # Their maxima leave out what is endless and what an integer of ns or bytes cannot hold.
 LatencyOption = Annotated[float, typer.Option(min=0, max=1e9, help="Their links' latency.")]
+OverheadOption = Annotated[
+    float,
+    typer.Option(min=0, max=1e9, help="How long each transfer keeps the receiving device busy."),
+]
 RateOption = Annotated[float, typer.Option(min=1e-9, max=1e9, help="Their links' rate.")]
 MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
 CheckpointOption = Annotated[

@@ -63,17 +63,22 @@ class Link:
     Attributes:
         latency_ns: Time of an empty transfer.
         bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
+        overhead_ns: Time that the receiving device itself is busy with each transfer, whatever its
+            size: the op that needs it first takes so much longer. What a latency is not: other work
+            cannot hide it.
 
     Raises:
-        InputError: The latency is negative, or the rate is not finite and at least 1 byte/s.
+        InputError: The latency or the overhead is negative, or the rate is not finite and at least
+            1 byte/s.
     """
 
     latency_ns: int
     bytes_per_s: int
+    overhead_ns: int = 0
 
     def __post_init__(self) -> None:
-        latency_ns = check_count(self.latency_ns, "latency_ns of a link")
-        object.__setattr__(self, "latency_ns", latency_ns)
+        for name in ("latency_ns", "overhead_ns"):
+            object.__setattr__(self, name, check_count(getattr(self, name), f"{name} of a link"))
         rate = self.bytes_per_s
         numeric = isinstance(rate, float) or hasattr(rate, "__index__")
         if not numeric or isinstance(rate, bool) or not math.isfinite(rate) or rate < 1:

@@ -10,7 +10,7 @@ from baechi.problem import Problem
 
 
 def rho(problem: Problem) -> float:
-    """The longest transfer of a tensor over the shortest op that takes any time.
+    """The longest transfer of a tensor, overhead included, over the shortest op of any time.
 
     Over all links between two memories, and all devices. 0.0 where nothing is ever sent; infinity
     where something is, but no op takes time. Tensors that no other group consumes are not sent.
@@ -34,7 +34,9 @@ def rho(problem: Problem) -> float:
     if not nbytes.size or not links:
         return 0.0
     largest = float(nbytes.max())
-    longest_ns = max(link.latency_ns + largest * 1e9 / link.bytes_per_s for link in links)
+    longest_ns = max(
+        link.latency_ns + link.overhead_ns + largest * 1e9 / link.bytes_per_s for link in links
+    )
     times = problem.durations
     shortest_ns = float(times.min(where=times > 0, initial=np.iinfo(np.int64).max))
     if not (times > 0).any():

@@ -13,7 +13,7 @@ from baechi.devices import Cluster, Device, Link
 from baechi.errors import InputError
 from baechi.link_fits import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
 from baechi.profiling import device_kind, torch_device
-from baechi.runtime.handover import handover_ns
+from baechi.runtime.handover import handover
 from baechi.torch_devices import blas_bytes
 from baechi.units import format_bytes, parse_bytes
 from baechi.values import check_row
@@ -75,7 +75,8 @@ def survey(devices: Devices = None) -> Survey:
 
     Every ordered pair of torch devices is measured once, whatever the number of logical devices.
     Between logical CPU devices a link is what a hand-over between the runtime's workers adds to a
-    step. Between streams of one GPU it is the wait for the other stream.
+    step: its latency the wait, its overhead the work. Between streams of one GPU it is the wait for
+    the other stream.
     """
     if isinstance(devices, Cluster):
         return Survey(devices, {})
@@ -120,9 +121,11 @@ def _links(
                 row.append(None)
                 continue
             if pair not in measured:
-                if src == dst:
-                    wait_ns = handover_ns() if src.type == "cpu" else lane_ns(src)
-                    measured[pair] = Link(wait_ns, FREE_BYTES_PER_S)
+                if src == dst and src.type == "cpu":
+                    found = handover()
+                    measured[pair] = Link(found.wait_ns, FREE_BYTES_PER_S, found.busy_ns)
+                elif src == dst:
+                    measured[pair] = Link(lane_ns(src), FREE_BYTES_PER_S)
                 else:
                     by_pair[pair] = _fit(names[i], names[j], src, dst)
                     measured[pair] = by_pair[pair].link

@@ -65,18 +65,19 @@ class Problem:
         latency, rate = self.links
         paths = rate > 0
         latency_ns = int(np.where(paths, latency, 0).max())
+        overhead_ns = int(self.overheads.max(initial=0))
         slowest = int(np.where(paths, rate, LIMIT).min())
         tensors = len(self.graph.tensors)
         sent_ns = self.graph.arrays.total_tensor_bytes * 10**9 // slowest
-        sent_ns += tensors * (1 + latency_ns)
+        sent_ns += tensors * (1 + latency_ns + overhead_ns)
         # Per op also the hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
         total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
-                f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency "
-                "or a tensor is too large, or a speed or a rate too small. Are they in ns, "
-                "bytes and bytes per second?"
+                f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency, "
+                "an overhead or a tensor is too large, or a speed or a rate too small. Are they in "
+                "ns, bytes and bytes per second?"
             )
 
     def _check_bytes(self) -> None:
@@ -213,6 +214,14 @@ class Problem:
         )
 
     @cached_property
+    def overheads(self) -> NDArray[np.int64]:
+        """What a transfer keeps its receiver busy, likewise; empty where no link has any."""
+        link = self.cluster.uniform_link
+        links = [link for row in self.cluster.links for link in row] if link is None else [link]
+        rows = [0 if link is None else link.overhead_ns for link in links]
+        return np.array(rows if any(rows) else [], np.int64)
+
+    @cached_property
     def device_pool(self) -> tuple[int, ...]:
         """The memory pool of every device; one without a pool is alone in its own."""
         pools: dict[str, int] = {}
@@ -295,6 +304,7 @@ class Problem:
             memory=np.array(self.pool_memory, np.int64),
             latency=latency,
             rate=rate,
+            overhead=self.overheads,
             ports=PORTS.index(self.cluster.ports),
             allowed=np.empty(0, np.uint8) if free else self.allowed.reshape(-1).view(np.uint8),
             max_devices=self.max_devices or len(self.cluster.devices),

@@ -8,7 +8,9 @@ placer predicted and what the simulator says are the same number. The rules:
 - An input that is not in the device's memory is sent from its producer's device once the producer
   has ended and the send port there and the receive port here are free, and holds both until it
   arrives. An op's missing inputs are sent in the order (producer's end, tensor index), when the op
-  is committed. Devices of one pool hand tensors over for the link's latency, without a transfer.
+  is committed. Each of these transfers keeps the receiving device busy for the link's overhead, so
+  that the op takes that much longer. Devices of one pool hand tensors over for the link's latency,
+  without a transfer and its overhead.
 - Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced
   there (from their producer's start to the end of their last consumer there and of their last
   transfer out), copies received (from their transfer's start to the end of their last consumer

@@ -44,7 +44,8 @@ class FavoriteProgram:
         times: k of every op, in ns: the mean over the devices.
         src: Of every edge.
         dst: Of every edge.
-        cost: c of every edge, in ns: the mean over the links, 0 inside a group.
+        cost: c of every edge, in ns: the mean over the links, with what a transfer keeps its
+            receiver busy; 0 inside a group.
     """
 
     times: NDArray[np.float64]
@@ -124,11 +125,11 @@ def favorite_program(problem: Problem) -> FavoriteProgram:
         for dst, link in enumerate(row)
         if link is not None and pools[src] != pools[dst]
     ]
-    latency_ns = sum(link.latency_ns for link in links) / max(1, len(links))
+    empty_ns = sum(link.latency_ns + link.overhead_ns for link in links) / max(1, len(links))
     ns_per_byte = sum(1e9 / link.bytes_per_s for link in links) / max(1, len(links))
     fan_out = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
     producers = np.array([tensor.producer for tensor in tensors], np.int64)
-    sent_ns = latency_ns + ns_per_byte * np.array([t.nbytes for t in tensors], np.float64)
+    sent_ns = empty_ns + ns_per_byte * np.array([t.nbytes for t in tensors], np.float64)
     consumers = chain.from_iterable(tensor.consumers for tensor in tensors)
     dst = np.fromiter(consumers, np.int64, int(fan_out.sum()))
     pairs, pair_of = np.unique(np.repeat(producers, fan_out) * n + dst, return_inverse=True)

@@ -1,18 +1,20 @@
 """What one more cut between two logical CPU devices really adds to a step.
 
     few cuts    [o o o o o o]─►[o o o o o o]
-    many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: an operator of next to no time
+    many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of tiny operators runs on two workers of the runtime itself, forward and backward. What the
-second placement takes longer, per hand-over that it has more, is the price of one: the gate that
-opens, the thread that wakes, and the Python that enters and leaves a segment. No bytes are copied.
+A chain of small operators runs on two workers of the runtime itself, forward and backward. What the
+second placement takes longer, per hand-over that it has more, is the price of one. What of it is
+time of a processor is the work of handing over, which no other work hides: the Python that leaves
+and enters a segment, and autograd that begins and ends there. The rest is the wait for a thread
+that wakes. No bytes are copied.
 """
 
 import time
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from statistics import quantiles
-from typing import Final
+from typing import Final, final
 
 import torch
 from torch import fx, nn
@@ -20,6 +22,7 @@ from torch import fx, nn
 from baechi.calls import canonical_call, flat_model
 from baechi.costs import OpCost, Profile
 from baechi.devices import Cluster, Device, Link
+from baechi.graph import OpGraph
 from baechi.lowering import lower
 from baechi.placement import Placement
 from baechi.propagation import propagate, quiet
@@ -28,40 +31,68 @@ from baechi.traced import Attempt, Traced
 from baechi.training import backward_ops
 
 _OPS: Final = 24
+# Real operators have parameters, whose gradients each segment hands on, and leave nothing of Python
+# in the first cache: 64 KiB of weights. Without them a hand-over takes two thirds of the time. With
+# more, operators take so long that their own unrest hides what is looked for.
+_ROWS: Final = 8
+_WIDTH: Final = 128
 _WARM_UP: Final = 3
 _ROUNDS: Final = 16
 
 
+@final
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """What one hand-over adds to a step, forward and backward taken together.
+
+    Attributes:
+        wait_ns: Until the other worker begins.
+        busy_ns: Time of a processor.
+    """
+
+    wait_ns: int
+    busy_ns: int
+
+
 class _Chain(nn.Module):
-    """Operators one after the other, each of next to no time."""
+    """Small linear operators one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        eye = torch.eye(_WIDTH)  # drawn weights would change the caller's random state
+        self.weights = nn.ParameterList(nn.Parameter(eye.clone()) for _ in range(_OPS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(_OPS):
-            x = x.neg()
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight)
         return x
 
 
-def handover_ns() -> int:
-    """The time that one hand-over adds to a step, forward and backward taken together.
+def handover() -> Handover:
+    """One hand-over between two logical CPU devices, measured.
 
     A few tenths of a second; leaves torch's threads and random state as they were.
     """
     traced = _traced_chain()
-    few, many = (_pieces(len(traced.ops), pieces) for pieces in (2, len(traced.ops)))
-    placed = [_placed(traced, devices) for devices in (few, many)]
+    few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
+    placed = [_placed(traced, *row) for row in (few, many)]
     try:
-        few_ns, many_ns = _steps_ns(placed)
+        few_step, many_step = _steps(placed)
     finally:
         for module in placed:
             module.unplace()
-    # A cut is crossed twice: by a value in the forward, and by its gradient in the backward.
-    return max((many_ns - few_ns) // (2 * (_cuts(many) - _cuts(few))), 0)
+    more = _crossings(*many) - _crossings(*few)
+    whole_ns, busy_ns = (
+        max((longer - shorter) // more, 0)
+        for longer, shorter in zip(many_step, few_step, strict=True)
+    )
+    return Handover(max(whole_ns - busy_ns, 0), busy_ns)
 
 
 def _traced_chain() -> Traced:
     """The chain, traced by fx: its graph is the same on every rung, and this one needs no time."""
     model = _Chain()
-    call = canonical_call(model, (torch.zeros(1, requires_grad=True),), {})
+    call = canonical_call(model, (_input(),), {})
     with quiet():
         flat, returned = flat_model(model, call)
         module = fx.GraphModule(flat, fx.Tracer().trace(flat))
@@ -71,37 +102,56 @@ def _traced_chain() -> Traced:
     return Traced("Chain", ops, tensors, attempts, model.training, lowered)
 
 
-def _pieces(ops: int, pieces: int) -> list[int]:
-    """The device of every op of a chain in so many pieces of equal size; the devices take turns."""
-    return [op * pieces // ops % 2 for op in range(ops)]
+def _input() -> torch.Tensor:
+    return torch.zeros(_ROWS, _WIDTH, requires_grad=True)
 
 
-def _cuts(devices: Sequence[int]) -> int:
-    return sum(one != other for one, other in pairwise(devices))
-
-
-def _placed(traced: Traced, devices: Sequence[int]) -> PlacedModule:
+def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
+    """The chain without times, for training, in equal pieces; two devices take turns."""
+    devices = [op * pieces // len(traced.ops) % 2 for op in range(len(traced.ops))]
     profile = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
     graph = traced.graph(profile, training=True)
     reached = backward_ops(traced.ops, traced.tensors)
     everywhere = (*devices, devices[-1], *(devices[op] for op in reached))
-    placement = Placement(graph.digest, everywhere, tuple(range(len(graph.ops))))
+    return graph, Placement(graph.digest, everywhere, tuple(range(len(graph.ops))))
+
+
+def _crossings(graph: OpGraph, placement: Placement) -> int:
+    """How many values and gradients are handed over."""
+    device = placement.devices
+    return sum(
+        len({device[op] for op in tensor.consumers} - {device[tensor.producer]})
+        for tensor in graph.tensors
+    )
+
+
+def _placed(traced: Traced, graph: OpGraph, placement: Placement) -> PlacedModule:
     rows = [Device(f"cpu:{index}", 2**62) for index in range(2)]
     cluster = Cluster.connected(rows, Link(0, 1))
     return apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
 
 
-def _steps_ns(modules: Sequence[PlacedModule]) -> list[int]:
-    """The lower quartile of each one's step times, which other processes disturb least.
+def _steps(modules: Sequence[PlacedModule]) -> list[tuple[int, int]]:
+    """Of each one's steps the time, and the time of processors: ns, the lower quartiles.
 
-    They take turns, so that what disturbs one disturbs all.
+    Other processes disturb these least. The modules take turns, so that what disturbs one disturbs
+    all.
     """
-    x = torch.zeros(1, requires_grad=True)
-    readings: list[list[int]] = [[] for _ in modules]
+    x = _input()
+    seed = torch.zeros_like(x)
+    readings: list[list[tuple[int, int]]] = [[] for _ in modules]
     for _ in range(_WARM_UP + _ROUNDS):
         for module, row in zip(modules, readings, strict=True):
-            start = time.perf_counter_ns()
+            inputs = [x, *module.parameters()]
+            start, busy = time.perf_counter_ns(), time.process_time_ns()
             with torch.enable_grad():
-                torch.autograd.grad(module(x), x)
-            row.append(time.perf_counter_ns() - start)
-    return [int(quantiles(row[_WARM_UP:], n=4)[0]) for row in readings]
+                torch.autograd.grad(module(x), inputs, seed)
+            row.append((time.perf_counter_ns() - start, time.process_time_ns() - busy))
+    return [
+        (_lower_quartile(step for step, _ in row), _lower_quartile(busy for _, busy in row))
+        for row in (row[_WARM_UP:] for row in readings)
+    ]
+
+
+def _lower_quartile(values: Iterable[int]) -> int:
+    return int(quantiles(values, n=4)[0])
