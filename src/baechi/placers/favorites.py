@@ -52,7 +52,7 @@ from baechi.problem import Problem
 
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
 # Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all.
-_AFFORDABLE: Final = 250e6
+_AFFORDABLE: Final = 600e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
 _INTERIOR_TOLERANCE: Final = 1e-7
 # Three times what any program has been seen to take.
