@@ -37,10 +37,9 @@ constexpr double kBold = 0.9;
 constexpr double kLate = 1;
 // Cheaper edges, in mean costs, get no share: nothing can be gained there.
 constexpr double kWorthless = 1e-9;
-// What is proved is often closer than the sum of the products; so many times the tolerance is worth
-// a look.
+// What is proved is often less than the sum of the products: proofs start at so many tolerances.
 constexpr double kNear = 10;
-// Depth of a choice beside its op; less than half, so that both ends of an arc keep apart.
+// How far a choice is from its op; below half, so that both ends of an arc keep apart.
 constexpr double kBeside = 0.3;
 
 // Unknowns that are at least 0, and their prices.
@@ -100,11 +99,10 @@ class Interior {
 
   TransferGraph graph_;
   int32_t ops_;
-  std::vector<Arc> arcs_;                   // sorted by dst, edges first
-  std::vector<std::vector<int32_t>> into_;  // arcs into every op, and to the end
-  std::vector<int32_t> free_;               // arcs that may have a share
-  std::vector<int32_t> as_parent_;          // choice of every op, or -1
-  Vector time_, step_;                      // s and w
+  std::vector<Arc> arcs_;                  // sorted by dst, edges first
+  std::vector<int32_t> free_;              // arcs that may have a share
+  std::vector<int32_t> as_parent_;         // choice of every op, or -1
+  Vector time_, step_;                     // s and w
   Pairs slack_{0}, share_{0}, choice_{0};  // z and f; y and r; what is left of a choice, and p or q
   Vector time_error_, slack_error_, share_error_, choice_error_;  // what the equations lack
   Vector stiff_, soft_;  // of an arc: f / z; and r / y + c^2 f / z, or 0
@@ -139,8 +137,6 @@ Interior::Interior(const Transfers& transfers)
     arc.choices = {as_parent_[arc.src], as_child[arc.dst]};
   }
   time_.assign(graph_.ops + 1, 0.0), step_ = time_;
-  into_.resize(time_.size());
-  for (size_t e = 0; e < arcs_.size(); ++e) into_[arcs_[e].dst].push_back(static_cast<int32_t>(e));
   slack_ = Pairs(arcs_.size());
   share_ = Pairs(free_.size());
   choice_ = Pairs(static_cast<size_t>(choices));
@@ -163,20 +159,22 @@ void Interior::start() {
     for (int32_t c : arcs_[free_[k]].choices)
       if (c >= 0) choice_.x[c] -= share_.x[k];
   }
+  std::vector<std::vector<int32_t>> into(time_.size());
+  for (size_t e = 0; e < arcs_.size(); ++e) into[arcs_[e].dst].push_back(static_cast<int32_t>(e));
   for (size_t j = 0; j < time_.size(); ++j) {
-    for (int32_t e : into_[j]) {
+    for (int32_t e : into[j]) {
       const Arc& arc = arcs_[e];
       slack_.x[e] = arc.length - arc.cost * y[e] + (arc.src >= 0 ? time_[arc.src] : 0.0);
       time_[j] = std::max(time_[j], slack_.x[e] + kLate * mean);
     }
-    for (int32_t e : into_[j]) slack_.x[e] = time_[j] - slack_.x[e];
+    for (int32_t e : into[j]) slack_.x[e] = time_[j] - slack_.x[e];
   }
   Vector leaves(time_.size(), 0.0);
   leaves.back() = 1;
   for (size_t j = time_.size(); j-- > 0;) {
     double sum = 0;
-    for (int32_t e : into_[j]) sum += 1 / slack_.x[e];
-    for (int32_t e : into_[j]) {
+    for (int32_t e : into[j]) sum += 1 / slack_.x[e];
+    for (int32_t e : into[j]) {
       slack_.price[e] = leaves[j] / (slack_.x[e] * sum);
       if (arcs_[e].src >= 0) leaves[arcs_[e].src] += slack_.price[e];
     }
@@ -240,11 +238,8 @@ std::vector<Quasidefinite::Entry> places(const Arcs& arcs, int32_t first_choice)
 // Arcs on the longest way to every unknown; a choice is a bit off its op, towards the others.
 Vector Interior::depths() const {
   Vector depth(time_.size() + choice_.x.size(), 0.0);
-  for (const std::vector<int32_t>& row : into_)
-    for (int32_t e : row) {
-      const Arc& arc = arcs_[e];
-      if (arc.src >= 0) depth[arc.dst] = std::max(depth[arc.dst], depth[arc.src] + 1);
-    }
+  for (const Arc& arc : arcs_)
+    if (arc.src >= 0) depth[arc.dst] = std::max(depth[arc.dst], depth[arc.src] + 1);
   for (const Arc& arc : arcs_) {
     const auto [parent, child] = arc.choices;
     if (parent >= 0) depth[time_.size() + static_cast<size_t>(parent)] = depth[arc.src] + kBeside;
