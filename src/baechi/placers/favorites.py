@@ -51,8 +51,10 @@ from baechi.placers.favorite_program import (
 from baechi.problem import Problem
 
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
-# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all.
+# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and on
+# larger ones first-order.
 _AFFORDABLE: Final = 600e6
+_AFFORDABLE_LARGE: Final = 200e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
 _INTERIOR_TOLERANCE: Final = 1e-7
 # Three times what any program has been seen to take.
@@ -135,7 +137,8 @@ def _solved(
     """A solution of a program that has a free edge, and how it was found."""
     size = len(program.times) + len(program.src)
     if solver == "interior-point" or (solver == "auto" and size <= exact_size):
-        exact = interior_point(program, _AFFORDABLE if solver == "auto" else math.inf)
+        affordable = _AFFORDABLE if size <= _SIMPLEX_SIZE else _AFFORDABLE_LARGE
+        exact = interior_point(program, affordable if solver == "auto" else math.inf)
         if exact is not None:
             return "interior-point", exact
     near = first_order(program, tolerance)
