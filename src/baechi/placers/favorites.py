@@ -1,7 +1,7 @@
 """Favorite children: which op should follow which on the same device.
 
 The linear program is in `placers/favorite_program.py`. Solvers: `"interior-point"` finds its
-optimum with a proof, in time that goes with the length of the graph and the cube of its width
+optimum with a proof, in time that goes with the length of the graph and a power of its width
 (`csrc/interior.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find its optimum;
 `"first-order"` finds a choice and a lower bound that proves how far it is from the optimum, on
 graphs where those take too long (`csrc/favorites.cc`). `"auto"` is the interior point where that is
@@ -51,8 +51,8 @@ from baechi.placers.favorite_program import (
 from baechi.problem import Problem
 
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
-# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and on
-# larger ones first-order.
+# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and
+# first-order on larger ones.
 _AFFORDABLE: Final = 600e6
 _AFFORDABLE_LARGE: Final = 200e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
