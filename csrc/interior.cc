@@ -37,6 +37,10 @@ constexpr double kBold = 0.9;
 constexpr double kLate = 1;
 // Cheaper edges, in mean costs, get no share: nothing can be gained there.
 constexpr double kWorthless = 1e-9;
+// What is proved is often less than the sum of the products: proofs start at so many tolerances.
+constexpr double kNear = 10;
+// How far a choice is from its op; below half, so that both ends of an arc keep apart.
+constexpr double kBeside = 0.3;
 
 // Unknowns that are at least 0, and their prices.
 struct Pairs {
@@ -86,6 +90,7 @@ class Interior {
   };
 
   void start();
+  Vector depths() const;
   void measure();
   void build();
   void direct(const Quasidefinite& matrix);
@@ -230,6 +235,19 @@ std::vector<Quasidefinite::Entry> places(const Arcs& arcs, int32_t first_choice)
   return places;
 }
 
+// Arcs on the longest way to every unknown; a choice is a bit off its op, towards the others.
+Vector Interior::depths() const {
+  Vector depth(time_.size() + choice_.x.size(), 0.0);
+  for (const Arc& arc : arcs_)
+    if (arc.src >= 0) depth[arc.dst] = std::max(depth[arc.dst], depth[arc.src] + 1);
+  for (const Arc& arc : arcs_) {
+    const auto [parent, child] = arc.choices;
+    if (parent >= 0) depth[time_.size() + static_cast<size_t>(parent)] = depth[arc.src] + kBeside;
+    if (child >= 0) depth[time_.size() + static_cast<size_t>(child)] = depth[arc.dst] - kBeside;
+  }
+  return depth;
+}
+
 void Interior::build() {
   const size_t first_choice = time_.size();
   diagonal_.assign(first_choice + choice_.x.size(), 0.0), values_.clear();
@@ -331,7 +349,7 @@ Shares Interior::run(double tolerance, int32_t max_iterations, double most_work)
   result.y.assign(graph_.edges, 0.0);
   result.objective = graph_.longest(result.y);
   Quasidefinite matrix(static_cast<int32_t>(time_.size() + choice_.x.size()),
-                       places(arcs_, static_cast<int32_t>(time_.size())));
+                       places(arcs_, static_cast<int32_t>(time_.size())), depths());
   if (matrix.work() > most_work) return result;
   start();
   const double count = static_cast<double>(arcs_.size() + free_.size() + choice_.x.size());
@@ -353,7 +371,7 @@ Shares Interior::run(double tolerance, int32_t max_iterations, double most_work)
   while (result.iterations < max_iterations) {
     const double gap = product(0, 0);
     if (!std::isfinite(gap)) break;
-    if (gap <= tolerance * time_.back()) certify(result);
+    if (gap <= kNear * tolerance * time_.back()) certify(result);
     if (result.objective <= (1 + tolerance) * result.bound) break;
     ++result.iterations;
     measure();

@@ -4,6 +4,9 @@
 #include <cmath>
 #include <numeric>
 
+#include "dissection.h"
+#include "front.h"
+
 namespace baechi {
 
 namespace {
@@ -17,10 +20,8 @@ constexpr double kFirm = 1e-13;
 // Refinement goes on while more than this part of the right side is left, so many times at most.
 constexpr double kResidual = 1e-10;
 constexpr int kRefinements = 2;
-// Columns that are eliminated from a front at once.
-constexpr int32_t kPanel = 32;
-// Rows and columns that the update keeps in registers.
-constexpr int32_t kTile = 4;
+// Where a factorization takes less, another order is not worth the search for it.
+constexpr double kCheap = 3e7;
 
 // Unknowns by degree, the least first, then the one that came last.
 class Buckets {
@@ -47,30 +48,50 @@ class Buckets {
 
 }  // namespace
 
-Quasidefinite::Quasidefinite(int32_t size, std::vector<Entry> entries)
+Quasidefinite::Quasidefinite(int32_t size, std::vector<Entry> entries,
+                             const std::vector<double>& position)
     : size_(size), entries_(std::move(entries)) {
-  order();
+  const std::vector<std::vector<int32_t>> near = neighbors();
+  const std::vector<int32_t> at_once(near.size(), 0);
+  order(near, at_once);
+  if (const double before = work_; before > kCheap) {
+    order(near, dissect(near, position));
+    if (work_ > before) order(near, at_once);
+  }
   place_entries();
+}
+
+std::vector<std::vector<int32_t>> Quasidefinite::neighbors() const {
+  std::vector<std::vector<int32_t>> near(static_cast<size_t>(size_));
+  for (const auto& [i, j] : entries_) near[i].push_back(j), near[j].push_back(i);
+  for (auto& row : near) {
+    std::sort(row.begin(), row.end());
+    row.erase(std::unique(row.begin(), row.end()), row.end());
+  }
+  return near;
 }
 
 // Minimum degree on the quotient graph: an eliminated unknown is an element, the clique of the
 // unknowns that it leaves behind; elements inside of another one are dropped. An unknown's degree
-// is estimated from its own neighbors and the sizes of its elements beyond the newest one.
-void Quasidefinite::order() {
+// is estimated from its own neighbors and the sizes of its elements beyond the newest one. Degrees
+// count all unknowns, but only those of the lowest stage are to be had, until none is left of it.
+void Quasidefinite::order(std::vector<std::vector<int32_t>> near,
+                          const std::vector<int32_t>& stage) {
   const size_t n = static_cast<size_t>(size_);
-  std::vector<std::vector<int32_t>> near(n), elements(n);
+  std::vector<std::vector<int32_t>> elements(n);
   rows_.assign(n, {});
-  for (const auto& [i, j] : entries_) near[i].push_back(j), near[j].push_back(i);
   Buckets buckets(n);
-  std::vector<int32_t> degree(n), beyond(n, 0), seen(n, -1), in(n, -1), sequence;
-  for (int32_t i = 0; i < size_; ++i) {
-    std::sort(near[i].begin(), near[i].end());
-    near[i].erase(std::unique(near[i].begin(), near[i].end()), near[i].end());
-    degree[i] = static_cast<int32_t>(near[i].size());
-    buckets.insert(i, degree[i]);
-  }
+  std::vector<int32_t> degree(n), beyond(n, 0), seen(n, -1), in(n, -1), sequence, by_stage(n);
+  for (size_t i = 0; i < n; ++i) degree[i] = static_cast<int32_t>(near[i].size());
+  std::iota(by_stage.begin(), by_stage.end(), 0);
+  std::stable_sort(by_stage.begin(), by_stage.end(),
+                   [&](int32_t a, int32_t b) { return stage[a] < stage[b]; });
   std::vector<char> dead(n, 0), absorbed(n, 0);
+  int32_t now = 0, open = 0;
   for (int32_t step = 0; step < size_; ++step) {
+    if (step == open)
+      for (now = stage[by_stage[open]]; open < size_ && stage[by_stage[open]] == now; ++open)
+        buckets.insert(by_stage[open], degree[by_stage[open]]);
     const int32_t pivot = buckets.least();
     buckets.erase(pivot);
     dead[pivot] = 1, in[pivot] = step;
@@ -105,9 +126,9 @@ void Quasidefinite::order() {
       int32_t sum = others + static_cast<int32_t>(beside.size());
       for (int32_t e : own) sum += beyond[e];
       own.push_back(pivot);
-      buckets.erase(i);
+      if (stage[i] == now) buckets.erase(i);
       degree[i] = std::min({sum, degree[i] + others, size_ - step - 2});
-      buckets.insert(i, degree[i]);
+      if (stage[i] == now) buckets.insert(i, degree[i]);
     }
   }
   // The tree: a column's parent is the first unknown below it. Children right before parents, the
@@ -146,7 +167,7 @@ void Quasidefinite::order() {
 }
 
 void Quasidefinite::amalgamate(const std::vector<int32_t>& parent) {
-  front_of_.assign(parent.size(), 0);
+  front_of_.assign(parent.size(), 0), fronts_.clear(), work_ = 0;
   int64_t zeros = 0;
   for (int32_t j = 0; j < size_; ++j) {
     bool merge = false;
@@ -200,59 +221,6 @@ void Quasidefinite::place_entries() {
     front.entries.emplace_back(k, (column - front.first) * height + at);
   }
 }
-
-namespace {
-
-// Subtracts from the lower triangle behind column `end` what columns begin .. end - 1 say of it.
-void update(double* front, int64_t height, int64_t begin, int64_t end) {
-  const int64_t count = end - begin, rows = height - end;
-  const int64_t tiles = (rows + kTile - 1) / kTile;
-  // Tile by tile, column by column: L, and L times D.
-  std::vector<double> left(static_cast<size_t>(tiles * count * kTile), 0.0),
-      right(left.size(), 0.0);
-  for (int64_t c = 0; c < count; ++c) {
-    const double* column = front + (begin + c) * height + end;
-    const double pivot = front[(begin + c) * height + begin + c];
-    for (int64_t r = 0; r < rows; ++r) {
-      const auto at = static_cast<size_t>(((r / kTile) * count + c) * kTile + r % kTile);
-      left[at] = column[r], right[at] = column[r] * pivot;
-    }
-  }
-  for (int64_t b = 0; b < tiles; ++b)
-    for (int64_t a = b; a < tiles; ++a) {
-      const double* x = &left[static_cast<size_t>(a * count * kTile)];
-      const double* y = &right[static_cast<size_t>(b * count * kTile)];
-      double sum[kTile][kTile] = {};
-      for (int64_t c = 0; c < count; ++c, x += kTile, y += kTile)
-        for (int32_t j = 0; j < kTile; ++j)
-          for (int32_t i = 0; i < kTile; ++i) sum[j][i] += x[i] * y[j];
-      const int64_t row = end + a * kTile, column = end + b * kTile;
-      for (int64_t j = 0; j < std::min<int64_t>(kTile, height - column); ++j)
-        for (int64_t i = 0; i < std::min<int64_t>(kTile, height - row); ++i)
-          front[(column + j) * height + row + i] -= sum[j][i];
-    }
-}
-
-// Eliminates the first columns of a front.
-void eliminate(double* front, int64_t height, int64_t columns, const double* sign) {
-  for (int64_t begin = 0; begin < columns; begin += kPanel) {
-    const int64_t end = std::min<int64_t>(begin + kPanel, columns);
-    for (int64_t c = begin; c < end; ++c) {
-      double* column = front + c * height;
-      const double pivot = column[c] * sign[c] > 0 ? column[c] : sign[c] * 1e100;
-      column[c] = pivot;
-      for (int64_t r = c + 1; r < height; ++r) column[r] /= pivot;
-      for (int64_t j = c + 1; j < end; ++j) {
-        double* other = front + j * height;
-        const double factor = column[j] * pivot;
-        for (int64_t r = j; r < height; ++r) other[r] -= factor * column[r];
-      }
-    }
-    if (end < height) update(front, height, begin, end);
-  }
-}
-
-}  // namespace
 
 void Quasidefinite::factor(const std::vector<double>& diagonal, const std::vector<double>& values) {
   diagonal_ = diagonal, values_ = values;

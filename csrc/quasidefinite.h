@@ -11,13 +11,15 @@ namespace baechi {
 
 // L D L^T of a quasidefinite matrix: D has the signs that are told, in any order of elimination
 // (Vanderbei 1995). The order is found once, by approximate minimum degree (Amestoy, Davis and Duff
-// 1996); a factorization is multifrontal (Liu 1992): dense updates of small fronts, bottom up.
+// 1996), and where that leaves much to do also within the stages of a nested dissection; the better
+// one counts. A factorization is multifrontal (Liu 1992): dense updates of small fronts, bottom up.
 class Quasidefinite {
  public:
   using Entry = std::pair<int32_t, int32_t>;
 
   // `entries` are places off the diagonal, in any order, of either triangle; equal ones add up.
-  Quasidefinite(int32_t size, std::vector<Entry> entries);
+  // `position` tells where the middle is: unknowns of one entry should be close in it.
+  Quasidefinite(int32_t size, std::vector<Entry> entries, const std::vector<double>& position);
 
   // Multiplications that a factorization takes; each one comes with an addition.
   double work() const { return work_; }
@@ -39,7 +41,8 @@ class Quasidefinite {
     std::vector<double> factor;  // columns of L, D on the diagonal; (columns + below) rows each
   };
 
-  void order();
+  std::vector<std::vector<int32_t>> neighbors() const;
+  void order(std::vector<std::vector<int32_t>> near, const std::vector<int32_t>& stage);
   void amalgamate(const std::vector<int32_t>& parent);
   void place_entries();
   void substitute(std::vector<double>& x) const;

@@ -126,6 +126,23 @@ def test_the_interior_point_proves_the_optimum_of_large_graphs(width, cost):
     assert first_order(program, 0.0025).bound_ns <= program.spans(found.shares)[2]
 
 
+@pytest.mark.parametrize(("n", "width", "cost"), [(1500, 150, 2000.0), (1500, 200, 200.0)])
+def test_the_interior_point_finds_the_optimum_of_wide_graphs(n, width, cost):
+    # Wide enough for an order by nested dissection, and for fronts of several panels.
+    program = layered(n, width, 1, cost)
+    found = interior_point(program)
+    assert_feasible(program, found.shares)
+    assert program.spans(found.shares)[2] <= (1 + 1e-7) * found.bound_ns
+    near = first_order(program, 0.0025).shares
+    assert found.bound_ns == pytest.approx(relax(program, Highs(), near).bound_ns, rel=1e-6)
+    assert np.array_equal(interior_point(program).shares, found.shares)
+
+
+def test_an_order_by_dissection_makes_wide_graphs_affordable():
+    # 47 million multiplications; by minimum degree alone they are 138 million.
+    assert interior_point(layered(2000, 200, 1, 200.0), most_work=7e7) is not None
+
+
 def test_an_interior_point_that_takes_too_much_is_not_tried():
     # All ops of a layer read all of the one before.
     width, layers = 60, 3

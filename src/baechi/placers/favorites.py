@@ -1,7 +1,7 @@
 """Favorite children: which op should follow which on the same device.
 
 The linear program is in `placers/favorite_program.py`. Solvers: `"interior-point"` finds its
-optimum with a proof, in time that goes with the length of the graph and the cube of its width
+optimum with a proof, in time that goes with the length of the graph and a power of its width
 (`csrc/interior.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find its optimum;
 `"first-order"` finds a choice and a lower bound that proves how far it is from the optimum, on
 graphs where those take too long (`csrc/favorites.cc`). `"auto"` is the interior point where that is
@@ -51,8 +51,10 @@ from baechi.placers.favorite_program import (
 from baechi.problem import Problem
 
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
-# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all.
-_AFFORDABLE: Final = 250e6
+# Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and
+# first-order on larger ones.
+_AFFORDABLE: Final = 600e6
+_AFFORDABLE_LARGE: Final = 200e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
 _INTERIOR_TOLERANCE: Final = 1e-7
 # Three times what any program has been seen to take.
@@ -135,7 +137,8 @@ def _solved(
     """A solution of a program that has a free edge, and how it was found."""
     size = len(program.times) + len(program.src)
     if solver == "interior-point" or (solver == "auto" and size <= exact_size):
-        exact = interior_point(program, _AFFORDABLE if solver == "auto" else math.inf)
+        affordable = _AFFORDABLE if size <= _SIMPLEX_SIZE else _AFFORDABLE_LARGE
+        exact = interior_point(program, affordable if solver == "auto" else math.inf)
         if exact is not None:
             return "interior-point", exact
     near = first_order(program, tolerance)
