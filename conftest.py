@@ -17,6 +17,15 @@ _NEEDS = {
 collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
 _GPUS = {"gpu": 1, "multigpu": 2}
 
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # Nothing fails because the machine is busy.
+    settings.register_profile(
+        "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("unhurried")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what needs more GPUs than there are."""
