@@ -152,8 +152,10 @@ def solve(
     import baechi
     from baechi.reporting import text_report
 
-    if (cluster is None) == (devices is None):
-        raise InputError("give a cluster file or --devices, and not both.")
+    if cluster is None and devices is None:
+        raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
+    if cluster is not None and devices is not None:
+        raise InputError(f"give {cluster} or --devices, and not both.")
     link = Link(round(latency_us * 1e3), round(gbytes_per_s * 1e9))
     if cluster is not None:
         target = cluster_of(cluster, link)
@@ -182,7 +184,8 @@ def simulate(
     r"""Predict when everything happens: one step of a placement on a cluster.
 
     The schedule has the start and end of every operator and transfer, and the peak of every
-    device's memory. A constraint that the placement violates is an error.
+    device's memory; where that is more than there is, it says so. A constraint that the placement
+    violates is an error.
 
     For example:
 
@@ -190,6 +193,7 @@ def simulate(
           -o gpt2.schedule.json
     """
     import baechi
+    from baechi.simulation import overflows
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
     limits = limits_of(constraints, max_devices, pin)
@@ -199,6 +203,8 @@ def simulate(
     for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
         limit = format_bytes(device.memory_bytes)
         say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
+    for name, missing in overflows(schedule, target, limits):
+        say(f"this placement does not fit: {name} lacks {format_bytes(missing)}", error=True)
     write(schedule, out)
 
 

@@ -44,8 +44,10 @@ class DeviceFacts:
 
     @property
     def peak_share(self) -> float:
-        """The peak as a share of the limit."""
-        return self.peak_bytes / self.memory_bytes if self.memory_bytes else 0.0
+        """The peak as a share of the limit; infinite where there is a peak and no memory."""
+        if self.memory_bytes:
+            return self.peak_bytes / self.memory_bytes
+        return float("inf") if self.peak_bytes else 0.0
 
 
 @final
@@ -150,6 +152,11 @@ def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[
     )
 
 
+def percent(share: float) -> str:
+    """A share for people."""
+    return "over" if share == float("inf") else f"{share:.0%}"
+
+
 def summary(plan: Plan) -> tuple[str, ...]:
     """The plan in a few sentences: its time, its fullest device, what it moves."""
     schedule = plan.schedule
@@ -162,7 +169,7 @@ def summary(plan: Plan) -> tuple[str, ...]:
     fullest = max(plan.devices, key=lambda device: (device.peak_share, device.peak_bytes))
     memory = (
         f"The fullest device is {fullest.name}: {format_bytes(fullest.peak_bytes)} of "
-        f"{format_bytes(fullest.memory_bytes)} ({fullest.peak_share:.0%})"
+        f"{format_bytes(fullest.memory_bytes)} ({percent(fullest.peak_share)})"
     )
     if fullest.peak_bytes > fullest.memory_bytes:
         missing = format_bytes(fullest.peak_bytes - fullest.memory_bytes)
