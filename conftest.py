@@ -10,7 +10,6 @@ import pytest
 # Where an optional package is missing, as on a machine that is there for its GPU alone, the tests
 # of what needs it are left out.
 _NEEDS = {
-    "tests/test_prediction.py": "plotly",
     "tests/test_quality.py": "plotly",
     "tests/test_service.py": "fastapi",
 }

@@ -302,10 +302,10 @@ def test_a_value_of_the_wrong_type(make: Any) -> None:
 def test_a_name_that_no_file_can_hold(tmp_path: Path) -> None:
     graph, cluster = small_graph("\ud800"), two_devices()
     placement = baechi.solve(graph, cluster)
-    with pytest.raises(baechi.InputError, match="half a character"):
+    with pytest.raises(baechi.InputError, match="Unicode"):
         write_html(tmp_path / "x.html", graph, cluster, placement,
                    baechi.simulate(graph, cluster, placement))  # fmt: skip
-    with pytest.raises(baechi.InputError, match="half a character"):
+    with pytest.raises(baechi.InputError, match="Unicode"):
         baechi.dump(graph, tmp_path / "x.json")
     assert list(tmp_path.iterdir()) == []
 

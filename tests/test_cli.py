@@ -372,7 +372,7 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["profile", "model.py:short", "--optimizer", ""], "optimizer '' is unknown"),
         (["profile", "model.py:short", "--cache", "."], ". is a folder; name a file in it"),
         (["solve", "digits.json", "--devices", "2"], "an integer of thousands of digits"),
-        (["solve", "half.json", "--devices", "2"], "holds half a character"),
+        (["solve", "half.json", "--devices", "2"], "is no Unicode text"),
         (["cluster", "--trace", "jobs.csv", "-o", "x", "--nodes", "9" * 9], "give 1000000 at most"),
         (["cluster", "--trace", "jobs.csv", "-o", "x", "--slice", "0"], "has 0 thousandths"),
         (

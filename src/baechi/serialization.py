@@ -138,8 +138,8 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     except UnicodeEncodeError as error:
         half = text[max(error.start - 20, 0) : error.end]
         raise InputError(
-            f"cannot write {os.fspath(path)}: a name in it, {half!r}, ends in half a character "
-            "(a lone surrogate), which no file can hold; rename it."
+            f"cannot write {os.fspath(path)}: a name in it is no Unicode text, since {half!r} ends "
+            "in a lone surrogate; rename it."
         ) from error
 
 

@@ -10,6 +10,7 @@ from baechi.errors import InputError
 from baechi.graph import OpGraph
 from baechi.measurement import Measurement, error_of
 from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.placers.named import PLACERS
 from baechi.traced import Traced
 from baechi.training import BACKWARD
 from baechi.units import format_bytes, format_ns
@@ -185,7 +186,7 @@ def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
     A placer that chose among several says so in its stats: `"m-etf/coarse": makespan_ns`, or text.
     """
-    known = {name: value for name, value in plan.placement.stats.items() if "/" in name}
+    known = {name: text for name, text in plan.placement.stats.items() if _is_candidate(name)}
     chosen = plan.placement.stats.get("chosen")
     return tuple(
         (name, format_ns(value) if isinstance(value, int) else str(value),
@@ -194,10 +195,15 @@ def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     )  # fmt: skip
 
 
+def _is_candidate(name: str) -> bool:
+    """Whether an entry of `stats` is the step of a candidate: `m-etf/fine`, or a placer."""
+    return "/" in name or name in PLACERS
+
+
 def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
     """What else the placer said, as name and text."""
     items = plan.placement.stats.items()
-    return tuple((name, _stat(name, value)) for name, value in items if "/" not in name)
+    return tuple((name, _stat(name, value)) for name, value in items if not _is_candidate(name))
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:

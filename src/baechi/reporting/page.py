@@ -46,7 +46,7 @@ td:first-child, td:has(.bar) { white-space: nowrap; overflow-wrap: normal; }
        vertical-align: -.08rem; margin-right: .4rem; }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 pre { white-space: pre-wrap; margin: 0; font-size: .85rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } .wide td:nth-child(6) { min-width: 14rem; }
 </style>
 <script>$plotly</script></head><body>
 <h1>$title</h1>
