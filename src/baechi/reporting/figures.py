@@ -213,7 +213,7 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             marker={
                 "color": color(device),
                 "opacity": [0.6 if back else 1.0 for back in backward] or 1.0,
-                "line": {"width": outline, "color": "rgba(255,255,255,0.7)"},
+                "line": {"width": outline if spans else 0, "color": "rgba(255,255,255,0.7)"},
             },
             hovertext=[_op_text(plan, span.op) for span in spans] or [""],
             hoverinfo="text" if spans else "skip",

@@ -20,7 +20,7 @@ def cluster_figure(results: Sequence[Result]) -> Any:
     figure = make_subplots(
         rows=3,
         cols=1,
-        vertical_spacing=0.09,
+        vertical_spacing=0.12,
         subplot_titles=("busy GPUs", "waiting jobs", "jobs completed within a time"),
     )
     busy, waiting = ROW.index("busy_gpu"), ROW.index("pending_job")
@@ -50,7 +50,7 @@ def cluster_figure(results: Sequence[Result]) -> Any:
             col=1,
             **shared,
         )
-    figure.update_layout(template="plotly_white", height=900, legend={"x": 1.02, "y": 1})
+    figure.update_layout(template="plotly_white", height=960, legend={"x": 1.02, "y": 1})
     figure.update_xaxes(title_text="time, ticks of the trace (seconds)", row=2)
     figure.update_xaxes(title_text="completion time, of waiting and running", type="log", row=3)
     figure.update_yaxes(rangemode="tozero")
