@@ -425,6 +425,22 @@ def test_a_result_goes_into_a_pipe():
     assert '"type": "Schedule"' in result.stdout
 
 
+@pytest.mark.parametrize("words", ["probe cpu:0", "profile json:loads", "trace json:loads"])
+def test_without_torch_a_command_says_that_it_needs_it(words, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "baechi"]:
+        if name in ("baechi.probing", "baechi.tracing"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("baechi.trace", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model = (None, (), {})
+    monkeypatch.setattr("baechi.console.load_model", lambda _: model)
+    text = run(*words.split(), code=2)
+    assert text == (
+        f"error: `baechi {words.split()[0]}` needs torch 2.11 or later, which is not here: "
+        "pip install 'baechi[torch]'.\n"
+    )
+
+
 def test_an_endless_rate_is_refused():
     text = run("solve", "a.graph.json", "--devices", "2", "--gbytes-per-s", "inf", code=2)
     assert "--gbytes-per-s" in text

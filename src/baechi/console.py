@@ -38,6 +38,12 @@ class Group(TyperGroup):
         except BaechiError as error:
             say(f"error: {error}", error=True)
             raise typer.Exit(2) from error
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            text = f"`baechi {ctx.invoked_subcommand}` needs torch 2.11 or later, which is not here"
+            say(f"error: {text}: pip install 'baechi[torch]'.", error=True)
+            raise typer.Exit(2) from error
         except OSError as error:
             if error.errno == errno.EPIPE:
                 raise  # who read the output has seen enough; typer leaves without a word
