@@ -146,7 +146,7 @@ def solve(
     For example:
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
-        baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
+        baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
     import baechi
