@@ -128,7 +128,9 @@ class Timeline:
             (op, len(self._problem.graph.ops), "op"),
             (device, len(self._problem.cluster.devices), "device"),
         ):
-            if not 0 <= check_count(value, what) < size:
+            if not isinstance(value, int):
+                check_count(value, what)
+            if not 0 <= value < size:
                 raise InputError(f"{what} {value} does not exist; there are {size} {what}s.")
         if self._core.committed(op):
             raise InputError(f"op {self._name(op)} is already committed.")
