@@ -10,12 +10,20 @@ import pytest
 # Where an optional package is missing, as on a machine that is there for its GPU alone, the tests
 # of what needs it are left out.
 _NEEDS = {
-    "tests/test_prediction.py": "plotly",
     "tests/test_quality.py": "plotly",
     "tests/test_service.py": "fastapi",
 }
 collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
 _GPUS = {"gpu": 1, "multigpu": 2}
+
+if find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # Nothing fails because the machine is busy.
+    settings.register_profile(
+        "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    )
+    settings.load_profile("unhurried")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Bad input gets an error at the border that names the value and says what to do."""
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ from torch import Tensor, nn
 
 import baechi
 import zoo
+from baechi.reporting import write_html
+from baechi.scheduling.decision import decide
+from baechi.scheduling.ledger import Ledger
+from baechi.scheduling.snapshot import Snapshot
+from baechi.scheduling.whatif import whatif
 
 X = torch.zeros(2, 16)
 
@@ -27,6 +33,10 @@ def small_graph(name: str = "a") -> baechi.OpGraph:
 
 def two_devices() -> baechi.Cluster:
     return baechi.Cluster.uniform(2, memory="1GiB", link=baechi.Link(10, 10**9))
+
+
+def snapshot() -> Snapshot:
+    return Ledger(two_devices()).snapshot()
 
 
 @pytest.mark.parametrize("name", ["gpu:0", "cpu0", "cuda:x", "", "tpu", "cuda:-1"])
@@ -261,11 +271,43 @@ def test_a_model_that_takes_what_cannot_be_traced() -> None:
         lambda: place(["cpu"], max_shapes=0),
         lambda: baechi.place(towers(), ["cpu"], effort="hard"),
         lambda: baechi.place(towers(), ["cpu"], placer="nobody"),
+        lambda: place(["cpu"], training="yes"),
+        lambda: place(["cpu"], threads_per_device=2**40),
+        lambda: baechi.load("x.json", 3),  # type: ignore[call-overload]
+        lambda: baechi.calibrate(3),  # type: ignore[arg-type]
+        lambda: baechi.Schedule(3, (), ()),  # type: ignore[arg-type]
+        lambda: baechi.Schedule((), (3,), ()),  # type: ignore[arg-type]
+        lambda: baechi.Pinned(3),  # type: ignore[arg-type]
+        lambda: baechi.Auto(("m-etf",)),  # type: ignore[arg-type]
+        lambda: baechi.METF("x"),  # type: ignore[arg-type]
+        lambda: baechi.MSCT(tolerance=math.nan),
+        lambda: baechi.MTopo(1),  # type: ignore[arg-type]
+        lambda: baechi.SingleDevice("cpu"),  # type: ignore[arg-type]
+        lambda: baechi.Timeline(small_graph(), two_devices()).fits("a", 0),  # type: ignore[arg-type]
+        lambda: decide(3, snapshot()),  # type: ignore[arg-type]
+        lambda: decide(small_graph(), 3),  # type: ignore[arg-type]
+        lambda: decide(small_graph(), snapshot(), 3),  # type: ignore[arg-type]
+        lambda: whatif(small_graph(), snapshot(), after=3),  # type: ignore[arg-type]
+        lambda: Ledger(two_devices(), 3),  # type: ignore[arg-type]
+        lambda: Ledger(two_devices(), sharing=3),  # type: ignore[arg-type]
+        lambda: Ledger(two_devices()).reserve("job", 3),  # type: ignore[arg-type]
+        lambda: Ledger(two_devices()).residual(0.5),  # type: ignore[arg-type]
     ],
 )
 def test_a_value_of_the_wrong_type(make: Any) -> None:
     with pytest.raises(baechi.InputError, match=r"\b(is|are|has)\b"):
         make()
+
+
+def test_a_name_that_no_file_can_hold(tmp_path: Path) -> None:
+    graph, cluster = small_graph("\ud800"), two_devices()
+    placement = baechi.solve(graph, cluster)
+    with pytest.raises(baechi.InputError, match="Unicode"):
+        write_html(tmp_path / "x.html", graph, cluster, placement,
+                   baechi.simulate(graph, cluster, placement))  # fmt: skip
+    with pytest.raises(baechi.InputError, match="Unicode"):
+        baechi.dump(graph, tmp_path / "x.json")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_is_asked_of_a_placed_module() -> None:

@@ -3,6 +3,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -85,11 +86,17 @@ def files(tmp_path, monkeypatch):
     baechi.dump(GRAPH, "a.graph.json")
     baechi.dump(CLUSTER, "cluster.json")
     baechi.dump(baechi.solve(GRAPH, CLUSTER), "a.placement.json")
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "lacking.py").write_text("import none_such\n")
+    (tmp_path / "jobs.csv").write_text("job_id,num_gpu,submit_time,duration\n1,1,0,10\n")
+    graph = '{"format": "baechi", "type": "OpGraph", "version": 1, "value": {"ops": [%s]}}'
+    (tmp_path / "digits.json").write_text(graph % f'{{"name": "a", "time_ns": {"9" * 5000}}}')
+    (tmp_path / "half.json").write_text(graph % '{"name": "\\ud800", "time_ns": 1}')
     before = (list(sys.path), dict(sys.modules))
     yield tmp_path
     sys.path[:] = before[0]
     for name in set(sys.modules) - set(before[1]):
-        if name in ("model", "package", "package.inner"):
+        if name in ("model", "broken", "lacking", "package", "package.inner"):
             del sys.modules[name]
 
 
@@ -290,11 +297,10 @@ def test_solve_and_simulate_under_constraints():
 
 
 def test_report_without_files_prints_text(files):
+    before = os.listdir(files)
     text = run("report", "a.graph.json", "cluster.json", "a.placement.json")
     assert "The fullest device is" in text
-    assert sorted(os.listdir(files)) == [
-        "a.graph.json", "a.placement.json", "cluster.json", "model.py"
-    ]  # fmt: skip
+    assert os.listdir(files) == before
 
 
 @pytest.mark.usefixtures("files")
@@ -329,7 +335,7 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["solve", "none.json", "cluster.json"], "cannot read none.json: there is no such file"),
         (["solve", "model.py", "cluster.json"], "model.py: this is not JSON"),
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
-        (["solve", "a.graph.json"], "give a cluster file or --devices, and not both"),
+        (["solve", "a.graph.json"], "there is no cluster; give a file, a count and a kind, or"),
         (["solve", "a.graph.json", "cluster.json", "--devices", "2"], "and not both"),
         (["solve", "a.graph.json", "cluster.json", "--placer", "best"], "placer 'best' is unknown"),
         (
@@ -358,6 +364,29 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["profile", "model.py:short", "--optimizer", "best"], "optimizer 'best' is unknown"),
         (["cluster", "--trace", "no.csv", "-o", "x"], "cannot read trace no.csv: No such file or"),
         (["trace", "model.py:short", "-o", "no/such/folder/t.json"], "cannot write no/such"),
+        (["trace", "broken.py:f"], "broken.py raised SyntaxError: "),
+        (
+            ["trace", "lacking.py:f"],
+            "lacking.py raised ModuleNotFoundError: No module named",
+        ),
+        (["profile", "model.py:short", "--optimizer", ""], "optimizer '' is unknown"),
+        (["profile", "model.py:short", "--cache", "."], ". is a folder; name a file in it"),
+        (["solve", "digits.json", "--devices", "2"], "an integer of thousands of digits"),
+        (["solve", "half.json", "--devices", "2"], "is no Unicode text"),
+        (["cluster", "--trace", "jobs.csv", "-o", "x", "--nodes", "9" * 9], "give 1000000 at most"),
+        (["cluster", "--trace", "jobs.csv", "-o", "x", "--slice", "0"], "has 0 thousandths"),
+        (
+            ["cluster", "--trace", "jobs.csv", "-o", "x", "--graphs", "no"],
+            "there is no folder 'no'",
+        ),
+        (
+            ["cluster", "--trace", "jobs.csv", "-o", "x", "--graphs", "."],
+            "the trace names no models",
+        ),
+        (["cluster", "--trace", "jobs.csv", "-o", "jobs.csv/x"], "jobs.csv/x: Not a directory"),
+        (["serve"], "there is no cluster; give a cluster file"),
+        (["serve", "--ledger", "no.sqlite"], "there is no ledger no.sqlite yet, and no cluster"),
+        (["serve", "a.graph.json"], "holds type OpGraph, but Cluster or Topology is wanted"),
     ],
 )
 @pytest.mark.usefixtures("files")
@@ -367,6 +396,49 @@ def test_bad_input_is_one_message_and_code_2(words, said):
     assert said in text
     assert "Traceback" not in text
     assert text.count("\n") == 1
+
+
+@pytest.mark.usefixtures("files")
+def test_simulate_says_what_does_not_fit():
+    baechi.dump(Cluster.uniform(2, 0, Link(1, 10**9)), "none.cluster.json")
+    text = run("simulate", "a.graph.json", "none.cluster.json", "a.placement.json")
+    assert "this placement does not fit: device0 lacks " in text
+    text = run("report", "a.graph.json", "none.cluster.json", "a.placement.json")
+    assert "(over), which is " in text
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+@pytest.mark.usefixtures("files")
+def test_a_full_disk_is_one_line():
+    words = [sys.executable, "-m", "baechi", "solve", "a.graph.json", "cluster.json"]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr == "error: output: No space left on device.\n"
+
+
+@pytest.mark.usefixtures("files")
+def test_a_result_goes_into_a_pipe():
+    words = [sys.executable, "-m", "baechi", "simulate", "a.graph.json", "cluster.json"]
+    words += ["a.placement.json", "-o", "/dev/stdout"]
+    result = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert '"type": "Schedule"' in result.stdout
+
+
+@pytest.mark.parametrize("words", ["probe cpu:0", "profile json:loads", "trace json:loads"])
+def test_without_torch_a_command_says_that_it_needs_it(words, monkeypatch):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "baechi"]:
+        if name in ("baechi.probing", "baechi.tracing"):
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delattr("baechi.trace", raising=False)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    model = (None, (), {})
+    monkeypatch.setattr("baechi.console.load_model", lambda _: model)
+    text = run(*words.split(), code=2)
+    assert text == (
+        f"error: `baechi {words.split()[0]}` needs torch 2.11 or later, which is not here: "
+        "pip install 'baechi[torch]'.\n"
+    )
 
 
 def test_an_endless_rate_is_refused():
@@ -389,9 +461,11 @@ def test_a_changed_graph_is_refused():
 
 
 @pytest.mark.usefixtures("files")
-def test_an_error_inside_the_model_keeps_its_traceback():
-    result = CliRunner().invoke(app, ["trace", "model.py:fails"])
-    assert isinstance(result.exception, RuntimeError)
+def test_an_error_inside_the_model_names_its_line():
+    text = run("trace", "model.py:fails", code=2)
+    assert "model.py:fails raised RuntimeError: the model's own error at " in text
+    line = MODEL.splitlines().index('    raise RuntimeError("the model\'s own error")') + 1
+    assert f"model.py:{line}." in text
 
 
 @pytest.mark.usefixtures("files")
@@ -412,7 +486,7 @@ def test_models_are_found_in_packages_of_the_working_folder(files):
     assert (len(args), kwargs) == (1, {"scale": 2.0})
     (files / "package" / "inner.py").write_text("import no_such_dependency\n")
     del sys.modules["package.inner"]
-    with pytest.raises(ModuleNotFoundError, match="no_such_dependency"):
+    with pytest.raises(InputError, match=r"No module named 'no_such_dependency' at .*inner\.py:1"):
         load_model("package.inner:tiny")
     with pytest.raises(InputError, match=r"there is no module 'package\.other'"):
         load_model("package.other:tiny")

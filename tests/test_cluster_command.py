@@ -52,7 +52,7 @@ def table(path):
 
 def test_it_writes_jobs_cluster_summary_and_plot(run, tmp_path):
     result = run("--policy", "fifo", "--scheme", "count")
-    assert "4 jobs on 4 GPUs of 1 nodes" in result.output
+    assert "4 jobs on 4 GPUs of 1 node" in result.output
     assert "refused job 3: asks for 9 GPUs of 4" in result.output
     out = tmp_path / "out"
     jobs = table(out / "job.csv")

@@ -334,9 +334,9 @@ def test_the_pictures_hold_every_op_transfer_and_limit():
     assert "30 B" in hover
     figure = time_figure(plan)
     bars = {trace.name: trace for trace in figure.data if trace.type == "bar"}
-    assert list(bars["cpu:0"].base) == [0, 10 / 1e6]
-    assert list(bars["cpu:0"].x) == [10 / 1e6, 5 / 1e6]
-    assert list(bars["to cpu:1"].base) == [10 / 1e6]
+    assert list(bars["cpu:0"].base) == [0, 10]
+    assert list(bars["cpu:0"].x) == [10, 5]
+    assert list(bars["to cpu:1"].base) == [10]
     assert list(bars["to cpu:1"].marker.color) == [color(0)]
     lines = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
     assert list(lines["cpu:1"].y) == [n / MIB for n in (200, 230, 241, 200)]

@@ -475,7 +475,7 @@ def test_the_command_refuses_what_is_not_safe_or_not_there(tmp_path):
     assert "cannot read a token" in serve(top, "--token-file", tmp_path / "absent")
     assert "no ledger" in serve("--ledger", tmp_path / "absent.sqlite")
     baechi.dump(GRAPH, tmp_path / "graph.json")
-    assert "give a Cluster or a Topology" in serve(tmp_path / "graph.json")
+    assert "but Cluster or Topology is wanted" in serve(tmp_path / "graph.json")
     assert "cannot listen" in serve(top, "--host", "192.0.2.1", "--token-file", write(token))
 
 

@@ -1,4 +1,4 @@
-"""Predicted against measured, logarithmic both ways: `times.svg`, `peaks.svg`, `scatter.html`."""
+"""Predicted against measured, logarithmic both ways: `times.svg` and `peaks.svg`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,7 @@ from pathlib import Path
 from typing import Final, final
 from xml.sax.saxutils import escape
 
-import plotly.graph_objects as go
 from benchmarks.prediction.rows import Row
-from plotly.subplots import make_subplots
 
 _SIDE, _LEFT, _TOP, _RIGHT, _BOTTOM = 460, 70, 40, 130, 55
 # Okabe and Ito's colors, which people who confuse colors can tell apart.
@@ -52,34 +50,9 @@ def _title(row: Row) -> str:
 
 
 def write_plots(rows: Sequence[Row], folder: Path) -> None:
-    """Two pictures, and a page where every point can be read."""
-    pictures = (("times", "Step, ms", time_points(rows)), ("peaks", "Peak, MiB", peak_points(rows)))
-    figure = make_subplots(1, 2, subplot_titles=[title for _, title, _ in pictures])
-    for column, (name, title, points) in enumerate(pictures, start=1):
-        (folder / f"{name}.svg").write_text(svg(points, title))
-        for placement, color in _COLORS.items():
-            mine = [point for point in points if point.placement == placement]
-            figure.add_trace(
-                go.Scatter(
-                    x=[point.measured for point in mine],
-                    y=[point.predicted for point in mine],
-                    text=[point.title for point in mine],
-                    name=placement,
-                    mode="markers",
-                    marker_color=color,
-                    showlegend=column == 1,
-                ),
-                1,
-                column,
-            )
-        ends = [min((p.measured for p in points), default=1), max((p.measured for p in points),
-                default=1)]  # fmt: skip
-        line = go.Scatter(x=ends, y=ends, mode="lines", line_color="#999", showlegend=False)
-        figure.add_trace(line, 1, column)
-    figure.update_xaxes(type="log", title="measured")
-    figure.update_yaxes(type="log", title="predicted")
-    figure.update_layout(template="plotly_white", title="Predicted beside measured")
-    figure.write_html(folder / "scatter.html", include_plotlyjs="cdn")
+    """Two pictures; over a point a browser shows which one it is."""
+    (folder / "times.svg").write_text(svg(time_points(rows), "Step, ms"))
+    (folder / "peaks.svg").write_text(svg(peak_points(rows), "Peak, MiB"))
 
 
 def svg(points: Sequence[Point], title: str) -> str:
@@ -121,7 +94,8 @@ def svg(points: Sequence[Point], title: str) -> str:
         x, y = _LEFT + along(point.measured), bottom - along(point.predicted)
         color = _COLORS.get(point.placement, "#cc79a7")
         mark = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{color}" fill-opacity="0.7">'
-        parts.append(f"{mark}<title>{escape(point.title)}</title></circle>")
+        numbers = f"predicted {point.predicted:.4g}, measured {point.measured:.4g}"
+        parts.append(f"{mark}<title>{escape(point.title)}: {numbers}</title></circle>")
     for number, (placement, color) in enumerate(_COLORS.items()):
         y = _TOP + 12 + 20 * number
         parts.append(f'<circle cx="{right + 20}" cy="{y}" r="5" fill="{color}"/>')

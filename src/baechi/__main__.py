@@ -148,14 +148,16 @@ def solve(
     For example:
 
         baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
-        baechi solve gpt2.graph.json cluster.json --effort thorough --pin embed=cuda:0
+        baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
     import baechi
     from baechi.reporting import text_report
 
-    if (cluster is None) == (devices is None):
-        raise InputError("give a cluster file or --devices, and not both.")
+    if cluster is None and devices is None:
+        raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
+    if cluster is not None and devices is not None:
+        raise InputError(f"give {cluster} or --devices, and not both.")
     link = Link(
         round(latency_us * 1e3), round(gbytes_per_s * 1e9), overhead_ns=round(overhead_us * 1e3)
     )
@@ -186,7 +188,8 @@ def simulate(
     r"""Predict when everything happens: one step of a placement on a cluster.
 
     The schedule has the start and end of every operator and transfer, and the peak of every
-    device's memory. A constraint that the placement violates is an error.
+    device's memory; where that is more than there is, it says so. A constraint that the placement
+    violates is an error.
 
     For example:
 
@@ -194,6 +197,7 @@ def simulate(
           -o gpt2.schedule.json
     """
     import baechi
+    from baechi.simulation import overflows
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
     limits = limits_of(constraints, max_devices, pin)
@@ -203,6 +207,8 @@ def simulate(
     for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
         limit = format_bytes(device.memory_bytes)
         say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
+    for name, missing in overflows(schedule, target, limits):
+        say(f"this placement does not fit: {name} lacks {format_bytes(missing)}", error=True)
     write(schedule, out)
 
 

@@ -39,6 +39,7 @@ from baechi.errors import InputError
 from baechi.estimation import as_run, rounded_classes
 from baechi.linear_programs import Highs, LinearProgram
 from baechi.traced import Traced
+from baechi.values import check_row
 from baechi.workload import UNSEEN, workloads
 
 # (class of operator, element type, whether its FLOPs bind it)
@@ -82,11 +83,13 @@ def calibrate(
         InputError: No profile, one that is computed or of another model or device, a trace from a
             file, an unknown kind, or profiles that have no time in them.
     """
-    pairs = list(measured)
+    pairs = check_row(measured, "measured models")
     if not pairs:
         raise InputError("there is no profile to calibrate with; give one at least, and its model.")
-    for traced, profile in pairs:
-        _check(traced, profile, pairs[0][1])
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise InputError("calibrate takes pairs of a traced model and its measured profile.")
+        _check(*pair, pairs[0][1])
     row = find(kind if kind is not None else pairs[0][1].kind, kinds_file)
     rounded = rounded_classes(row, tf32)
     samples = [sample for traced, profile in pairs for sample in _samples(traced, profile, rounded)]

@@ -115,10 +115,11 @@ def cluster(
     pieces = tuple(_slice(text) for text in slices or [])
     fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces)
     known = read_trace(trace, format, malformed=malformed)
-    _tell(known, fleet)
     if out.exists() and not out.is_dir():
         raise InputError(f"cannot write to {out}: it is no folder.")
+    out.mkdir(parents=True, exist_ok=True)
     jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
+    _tell(known, fleet)
     results = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
         with _Progress(each.name, len(jobs)) as progress:
@@ -186,8 +187,10 @@ def _slice(text: str) -> "Slice":
     from baechi.units import parse_bytes
 
     share, colon, memory = text.partition(":")
-    if not share.isdecimal():
+    if not (share.isascii() and share.isdecimal() and len(share) < 9):
         raise InputError(f"slice {text!r} cannot be read; write 285:10GiB, or 285 without memory.")
+    if not 1 <= int(share) <= 1000:
+        raise InputError(f"slice {text!r} has {share} thousandths of a GPU; give 1 to 1000.")
     return Slice(int(share), parse_bytes(memory, what=f"slice {text!r}") if colon else None)
 
 
@@ -198,7 +201,11 @@ def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
     from baechi.graph import OpGraph
     from baechi.serialization import load
 
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {str(folder)!r} with graphs.")
     models = {job.model for job in jobs if job.model}
+    if not models:
+        raise InputError("the trace names no models, so no graph can be that of a job.")
     files = {model: folder / f"{model}.graph.json" for model in sorted(models)}
     known = {model: load(file, OpGraph) for model, file in files.items() if file.is_file()}
     if not known:
@@ -220,7 +227,9 @@ def _samples(path: Path) -> "Sequence[int]":
 
 def _tell(trace: "Trace", fleet: "Fleet") -> None:
     """What is going to be run, and what was left out."""
-    say(f"{len(trace.jobs)} jobs on {len(fleet.gpus)} GPUs of {fleet.nodes} nodes")
+    sizes = ((len(trace.jobs), "job"), (len(fleet.gpus), "GPU"), (fleet.nodes, "node"))
+    jobs, gpus, nodes = (f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in sizes)
+    say(f"{jobs} on {gpus} of {nodes}")
     if trace.without_gpus:
         say(f"left out {len(trace.without_gpus)} entries without GPUs")
     for row in trace.malformed[:10]:

@@ -76,6 +76,8 @@ def _scalar(kind: Any) -> Codec:
             raise Refusal(f"is {show(value)}; it does not fit 64 bits.")
         if kind is float and not math.isfinite(value):
             raise Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
+        if kind is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise Refusal(f"is {show(value)}, which is no Unicode text: it holds a lone surrogate.")
         return value
 
     return Codec(name, check, check)

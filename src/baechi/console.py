@@ -1,5 +1,7 @@
 """What the commands share: their arguments, what they print and write, and how they fail."""
 
+import errno
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +13,7 @@ from baechi import device_kinds
 from baechi.constraints import Constraints
 from baechi.costs import Profile
 from baechi.devices import Cluster, Link
-from baechi.errors import BaechiError, InfeasibleError, InputError
+from baechi.errors import BaechiError, InfeasibleError, InputError, reason_of
 from baechi.graph import OpGraph
 from baechi.named_models import load_model
 from baechi.optimizers import OPTIMIZERS, check_optimizer
@@ -27,12 +29,25 @@ class Group(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Run the command; exit 2 on an error, 3 where nothing fits, 130 on Ctrl-C."""
         try:
-            return super().invoke(ctx)
+            with warnings.catch_warnings():
+                warnings.showwarning = _warn
+                return super().invoke(ctx)
         except InfeasibleError as error:
             say(f"does not fit: {error}", error=True)
             raise typer.Exit(3) from error
         except BaechiError as error:
             say(f"error: {error}", error=True)
+            raise typer.Exit(2) from error
+        except ModuleNotFoundError as error:
+            if error.name != "torch":
+                raise
+            text = f"`baechi {ctx.invoked_subcommand}` needs torch 2.11 or later, which is not here"
+            say(f"error: {text}: pip install 'baechi[torch]'.", error=True)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # who read the output has seen enough; typer leaves without a word
+            say(f"error: {error.filename or 'output'}: {reason_of(error)}.", error=True)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
             say("interrupted", error=True)
@@ -56,6 +71,13 @@ def writable(path: Path | None) -> Path | None:
         raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
     if path is not None and path.is_dir():
         raise InputError(f"cannot write {path}: it is a folder; name a file in it.")
+    return path
+
+
+def no_folder(path: Path | None) -> Path | None:
+    """The path of a file that is made where there is none."""
+    if path is not None and path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it.")
     return path
 
 
@@ -205,6 +227,11 @@ def write(value: object, out: Path | None) -> None:
     if out is not None:
         dump(value, out)
         say(f"wrote {out}")
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    """A warning as a line, without the place in the code that gave it."""
+    say(f"warning: {message}", error=True)
 
 
 def say(text: str, *, error: bool = False) -> None:

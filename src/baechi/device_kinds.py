@@ -19,7 +19,7 @@ from baechi.devices import Cluster, Device, Link, check_size
 from baechi.efficiency import ANY, DTYPES, Calibration, Efficiency, Kernel, check_positive
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.values import FrozenDict, check_count, check_name
+from baechi.values import FrozenDict, check_count, check_name, check_path
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
 _NEEDED: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
@@ -147,6 +147,7 @@ def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
     kinds, efficiencies = _read(_TABLE)
     tables = [efficiencies]
     if file is not None:
+        check_path(file)
         more, own = _read(Path(file))
         names = {_plain(row["name"]) for row in more}
         kinds = [*more, *(row for row in kinds if _plain(row["name"]) not in names)]

@@ -4,6 +4,10 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import sysconfig
+import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,8 @@ def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         name: `path/to/file.py:function` or `package.module:function`.
 
     Raises:
-        InputError: There is no such file, module or function, or it returns something else.
+        InputError: There is no such file, module or function, it fails, or it returns something
+            else.
     """
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
@@ -41,7 +46,7 @@ def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
         inspect.signature(function).bind()
     except TypeError as error:
         raise InputError(f"{name} cannot be called without arguments: {error}; {shape}.") from None
-    returned = function()
+    returned = _run(name, function)
     if not isinstance(returned, tuple) or len(returned) not in (2, 3):
         raise InputError(f"{name} returned a value of type {type(returned).__name__}; {shape}.")
     model, args, kwargs = (*returned, {})[:3]
@@ -60,15 +65,37 @@ def _import_file(path: Path) -> Any:
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module  # where classes look for their module
     sys.path.insert(0, str(path.resolve().parent))  # as `python file.py` does
-    spec.loader.exec_module(module)
+    _run(str(path), partial(spec.loader.exec_module, module))
     return module
+
+
+def _run(name: str, function: Callable[[], Any]) -> Any:
+    """What the user's own code returns; where it fails, the error names its line."""
+    try:
+        return function()
+    except Exception as error:
+        stack = traceback.extract_tb(error.__traceback__)
+        lines = [f" at {row.filename}:{row.lineno}" for row in stack if _is_users(row.filename)]
+        where = lines[-1] if lines else ""
+        raise InputError(f"{name} raised {type(error).__name__}: {error}{where}.") from error
+
+
+def _is_users(file: str) -> bool:
+    """Whether a file is neither Baechi's, nor a library's, nor Python's own."""
+    others = (str(Path(__file__).parent), sysconfig.get_path("stdlib"), "<frozen")
+    return not file.startswith(others) and not {"site-packages", "dist-packages"} & {
+        *Path(file).parts
+    }
 
 
 def _import_name(name: str) -> Any:
     sys.path.insert(0, str(Path.cwd()))  # as `python -m` does
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (name + ".").startswith(error.name + "."):
+        return _run(name, partial(importlib.import_module, name))
+    except InputError as error:
+        missing = getattr(error.__cause__, "name", None)
+        if not isinstance(error.__cause__, ModuleNotFoundError) or missing is None:
+            raise
+        if not (name + ".").startswith(missing + "."):
             raise  # the module is there, and what it imports is not
-        raise InputError(f"there is no module {error.name!r}; is {name!r} a file.py?") from error
+        raise InputError(f"there is no module {missing!r}; is {name!r} a file.py?") from error

@@ -112,7 +112,7 @@ def check_optimizer(optimizer: str | None) -> tuple[str, frozenset[str]]:
     """
     if not isinstance(optimizer, str | None):
         raise InputError(f"optimizer is {optimizer!r}; give its name, such as 'adamw', or None.")
-    name, *options = (optimizer or "none").lower().split("+")
+    name, *options = ("none" if optimizer is None else optimizer).lower().split("+")
     if name not in _RULES:
         known = ", ".join(sorted(_RULES))
         raise InputError(f"optimizer {optimizer!r} is unknown; it must be one of {known}.")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, final
 from typing import overload as typing_overload
 
 from baechi.errors import InputError
-from baechi.values import FrozenDict, check_counts, check_is
+from baechi.values import FrozenDict, check_count, check_counts, check_is, check_row
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -145,6 +145,15 @@ class Schedule:
     _bound: Callable[[], int] | None = field(
         default=None, init=False, repr=False, compare=False, metadata={"json": False}
     )
+
+    def __post_init__(self) -> None:
+        for name, kind in (("spans", Span), ("transfers", Transfer)):
+            rows = getattr(self, name)
+            if not isinstance(rows, Rows):
+                object.__setattr__(self, name, check_row(rows, name, kind))
+        peaks = check_counts(self.peak_bytes, "peak of a schedule")
+        object.__setattr__(self, "peak_bytes", peaks)
+        check_count(self.lower_bound_ns, "lower_bound_ns of a schedule")
 
     @classmethod
     def with_late_bound(

@@ -38,7 +38,7 @@ from baechi.runtime.verifying import Unsplit, verify
 from baechi.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.tracing import trace
-from baechi.values import check_positive
+from baechi.values import check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
 
@@ -102,13 +102,15 @@ def place(
         ExecutionError: It was verified, and is not the unsplit model.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+        raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
         raise InputError("the model is placed already; call model.unplace() first.")
     if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
         raise InputError(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
         )
+    for option, what in ((training, "training"), (verify, "verify"), (progress, "progress")):
+        check_is(option, bool, what)
     check_optimizer(optimizer)
     placer_of(placer)
     if effort is not None:
@@ -117,7 +119,7 @@ def place(
         raise InputError(f"constraints is {constraints!r}; give a baechi.Constraints or None.")
     check_positive(max_shapes, "max_shapes")
     if threads_per_device is not None:
-        check_positive(threads_per_device, "threads_per_device")
+        check_threads(threads_per_device, "threads_per_device")
     checkpoint = checked(checkpoint)
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")

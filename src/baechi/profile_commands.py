@@ -15,6 +15,7 @@ from baechi.console import (
     TraceOption,
     check_checkpoint,
     describe,
+    no_folder,
     say,
     say_costs,
     show,
@@ -24,6 +25,7 @@ from baechi.console import (
 )
 from baechi.errors import InputError
 from baechi.profile_store import ProfileStore, default_path
+from baechi.values import MAX_THREADS
 
 if TYPE_CHECKING:
     from baechi.costs import Profile
@@ -34,7 +36,10 @@ def profile(
     *,
     device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
     threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads per operator; torch's own if absent.")
+        int | None,
+        typer.Option(
+            min=1, max=MAX_THREADS, help="CPU threads per operator; torch's own if absent."
+        ),
     ] = None,
     out: OutOption = None,
     graph: GraphOption = None,
@@ -44,7 +49,10 @@ def profile(
     checkpoint: CheckpointOption = None,
     cache: Annotated[
         Path | None,
-        typer.Option(help="Keep measured costs in this file, not in the user's cache directory."),
+        typer.Option(
+            help="Keep measured costs in this file, not in the user's cache directory.",
+            callback=no_folder,
+        ),
     ] = None,
     no_cache: Annotated[
         bool, typer.Option("--no-cache", help="Measure everything anew and keep nothing.")

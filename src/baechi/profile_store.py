@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, Final, Self, TypeVar, final
 
 from baechi.errors import FormatError
+from baechi.values import check_path
 
 # "Baec" in ASCII: where SQLite keeps whose file it is.
 _APPLICATION_ID: Final = 0x42616563
@@ -128,7 +129,7 @@ class ProfileStore:
     """
 
     def __init__(self, path: str | Path | None = None) -> None:
-        self.path = default_path() if path is None else Path(path)
+        self.path = default_path() if path is None else Path(check_path(path))
         self._is_own = path is None
         self._writable = True
         self._database: sqlite3.Connection | None = None

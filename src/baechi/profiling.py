@@ -29,7 +29,7 @@ from baechi.torch_devices import device_kind, torch_device
 from baechi.traced import Traced
 from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
-from baechi.values import check_is, check_positive
+from baechi.values import check_is, check_threads
 
 __all__ = ["device_kind", "profile", "torch_device"]
 
@@ -89,7 +89,7 @@ def profile(
 def _threads(threads: int | None) -> Iterator[int]:
     before = torch.get_num_threads()
     if threads is not None:
-        threads = check_positive(threads, "threads")
+        threads = check_threads(threads, "threads")
     try:
         if threads is not None:
             torch.set_num_threads(threads)

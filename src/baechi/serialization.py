@@ -34,7 +34,7 @@ from baechi.placement import Placement, Schedule, Span, Transfer
 from baechi.runtime.program import Program
 from baechi.topology import Topology
 from baechi.traced import Traced
-from baechi.values import FrozenDict
+from baechi.values import FrozenDict, check_path
 
 VERSION: Final = 1
 _KINDS = (
@@ -88,6 +88,8 @@ def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
         InputError: The file cannot be read.
     """
     check_path(path)
+    if expect is not None and expect not in TYPES.values():
+        raise InputError(f"expect is {expect!r}; give one of {', '.join(TYPES)}, or nothing.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -116,12 +118,13 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         InputError: The path cannot be written; what was there is still there.
     """
-    target = Path(check_path(path)).resolve()
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    given = Path(check_path(path))
     try:
-        if target.exists() and not target.is_file():  # a pipe or /dev/stdout must not be replaced
-            target.write_text(text, encoding="utf-8")
+        if given.exists() and not given.is_file():  # a pipe or /dev/stdout must not be replaced
+            given.write_text(text, encoding="utf-8")
             return
+        target = given.resolve()
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with temporary.open("x", encoding="utf-8", newline="\n") as file:
                 file.write(text)
@@ -132,17 +135,12 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {os.fspath(path)}: {error.strerror}.") from error
-
-
-def check_path(path: object) -> str | os.PathLike[str]:
-    """`path`, which names a file.
-
-    Raises:
-        InputError: It is neither a text nor a path.
-    """
-    if not isinstance(path, str | os.PathLike):
-        raise InputError(f"the path is {path!r}, a {type(path).__name__}; give a str or a Path.")
-    return path
+    except UnicodeEncodeError as error:
+        half = text[max(error.start - 20, 0) : error.end]
+        raise InputError(
+            f"cannot write {os.fspath(path)}: a name in it is no Unicode text, since {half!r} ends "
+            "in a lone surrogate; rename it."
+        ) from error
 
 
 def _parse(text: str, expect: type | None, source: str) -> Any:
@@ -180,8 +178,8 @@ def _load_json(text: str) -> Any:
         raise FormatError(f"this is not JSON: {error.msg} at {where}.") from error
     except FormatError:
         raise
-    except ValueError as error:  # a number with more digits than Python reads
-        raise FormatError(f"this is not JSON that can be read: {error}.") from error
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise FormatError("it holds an integer of thousands of digits; 64 bits is all.") from error
 
 
 def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:

@@ -70,9 +70,15 @@ def serve(
     from baechi.scheduling.ledger import Ledger
     from baechi.scheduling.messages import Limits
 
+    if cluster is None and (ledger is None or not ledger.exists()):
+        which = "no cluster" if ledger is None else f"no ledger {ledger} yet, and no cluster"
+        raise InputError(f"there is {which}; give a cluster file (`baechi probe` writes one).")
     base = None if cluster is None else load(cluster)
     if base is not None and not isinstance(base, Cluster | Topology):
-        raise InputError(f"{cluster} holds a {type(base).__name__}; give a Cluster or a Topology.")
+        raise InputError(
+            f"{cluster}: this file holds type {type(base).__name__}, but Cluster or Topology is "
+            "wanted."
+        )
     listener = _listener(host, port)
     try:
         book = Ledger(base, ledger, sharing=sharing if base is not None else None)

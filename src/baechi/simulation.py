@@ -38,7 +38,7 @@ from baechi.graph import OpGraph
 from baechi.placement import Placement, Rows, Schedule, Span, Transfer
 from baechi.problem import Problem
 from baechi.restrictions import check_devices, why_not
-from baechi.values import check_is
+from baechi.values import check_count, check_is
 
 
 @final
@@ -130,6 +130,8 @@ class Timeline:
             (op, len(self._problem.graph.ops), "op"),
             (device, len(self._problem.cluster.devices), "device"),
         ):
+            if not isinstance(value, int):
+                check_count(value, what)
             if not 0 <= value < size:
                 raise InputError(f"{what} {value} does not exist; there are {size} {what}s.")
         if self._core.committed(op):

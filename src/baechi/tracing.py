@@ -62,7 +62,7 @@ def trace(
         TraceError: No rung could trace it; says why each failed and at which line of the model.
     """
     if not isinstance(model, nn.Module):
-        raise InputError(f"the model is a {type(model).__name__}; give a torch.nn.Module.")
+        raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
     call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():

@@ -1,12 +1,14 @@
 """Small immutable values, and the checks that every constructor shares."""
 
 import operator
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar, final
 
 from baechi.errors import InputError
 
 INT64_MAX = 2**63 - 1
+MAX_THREADS = 1024  # of one device: with many more, systems refuse, and the process ends
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -78,6 +80,29 @@ def check_positive(value: object, what: str) -> int:
     if count is None or not 1 <= count <= INT64_MAX:
         raise InputError(f"{what} is {value!r}; it must be a positive integer.")
     return count
+
+
+def check_threads(value: object, what: str) -> int:
+    """`value` as a number of threads.
+
+    Raises:
+        InputError: It is no integer from 1 to `MAX_THREADS`.
+    """
+    count = _index(value)
+    if count is None or not 1 <= count <= MAX_THREADS:
+        raise InputError(f"{what} is {value!r}; it must be an integer from 1 to {MAX_THREADS}.")
+    return count
+
+
+def check_path(path: object) -> str | os.PathLike[str]:
+    """`path`, which names a file.
+
+    Raises:
+        InputError: It is neither a text nor a path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise InputError(f"the path is {path!r}, a {type(path).__name__}; give a str or a Path.")
+    return path
 
 
 def check_is(value: object, kind: type[_V], what: str) -> _V:

@@ -40,7 +40,7 @@ from baechi.placers.search import BALANCED, FAST, THOROUGH, Budget, improved, us
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, replay
-from baechi.values import FrozenDict
+from baechi.values import FrozenDict, check_is, check_row
 
 BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
     {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}
@@ -81,6 +81,9 @@ class Auto(Placer):
 
     def __post_init__(self) -> None:
         check_effort(self.effort)
+        for placer in check_row(self.placers, "placers"):
+            check_is(placer, Placer, "one of the placers")  # type: ignore[type-abstract]
+        object.__setattr__(self, "placers", tuple(self.placers))
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says; `stats` has the makespan of every candidate."""

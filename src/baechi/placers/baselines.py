@@ -14,7 +14,7 @@ from baechi.placement import Placement
 from baechi.placers.base import Placer, in_index_order
 from baechi.placers.choices import device_choices
 from baechi.problem import Problem
-from baechi.values import check_count
+from baechi.values import check_count, check_counts
 
 
 @final
@@ -29,6 +29,10 @@ class SingleDevice(Placer):
     name: ClassVar[str] = "single"
     fixed: ClassVar[bool] = True
     device: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.device is not None:
+            check_count(self.device, "device of SingleDevice")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the class says."""
@@ -85,6 +89,9 @@ class RandomPlacer(Placer):
     fixed: ClassVar[bool] = True
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_count(self.seed, "seed")
+
     def place(self, problem: Problem) -> Placement | None:
         """As the class says."""
         draw = random.Random(self.seed)
@@ -107,7 +114,7 @@ class Pinned(Placer):
     devices: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        devices = tuple(check_count(device, "device of a pinned op") for device in self.devices)
+        devices = check_counts(self.devices, "device of a pinned op")
         object.__setattr__(self, "devices", devices)
 
     def place(self, problem: Problem) -> Placement | None:

@@ -26,6 +26,7 @@ from baechi import _core
 from baechi.placement import Placement
 from baechi.placers.base import HEADROOMS, Placer, placement_of
 from baechi.problem import Problem
+from baechi.values import check_count
 
 
 @final
@@ -39,6 +40,9 @@ class METF(Placer):
 
     name: ClassVar[str] = "m-etf"
     retries: int = 16
+
+    def __post_init__(self) -> None:
+        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says."""

@@ -33,6 +33,7 @@ from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import past_dead_ends
 from baechi.problem import Problem
 from baechi.simulation import fits_memory
+from baechi.values import check_count
 
 
 @final
@@ -46,6 +47,9 @@ class HEFT(Placer):
 
     name: ClassVar[str] = "heft"
     retries: int = 16
+
+    def __post_init__(self) -> None:
+        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says."""

@@ -24,6 +24,7 @@ from baechi.placement import Placement
 from baechi.placers.base import Placer
 from baechi.placers.heft import by_rank
 from baechi.problem import Problem
+from baechi.values import check_count
 
 
 @final
@@ -37,6 +38,9 @@ class PEFT(Placer):
 
     name: ClassVar[str] = "peft"
     retries: int = 16
+
+    def __post_init__(self) -> None:
+        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says."""

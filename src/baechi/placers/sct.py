@@ -25,6 +25,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+from baechi.errors import InputError
 from baechi.granularity import rho
 from baechi.linear_programs import LinearSolver
 from baechi.placement import Placement
@@ -32,6 +33,7 @@ from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import schedule_list
 from baechi.placers.favorites import check_solver, favorite_children
 from baechi.problem import Problem
+from baechi.values import check_count
 
 
 @final
@@ -47,7 +49,7 @@ class MSCT(Placer):
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
-        InputError: The solver is unknown.
+        InputError: The solver is unknown, or a number is none or negative.
     """
 
     name: ClassVar[str] = "m-sct"
@@ -58,6 +60,10 @@ class MSCT(Placer):
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
+        check_count(self.retries, "retries")
+        check_count(self.exact_size, "exact_size")
+        if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
+            raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says.

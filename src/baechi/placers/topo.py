@@ -17,6 +17,7 @@ from baechi import _core
 from baechi.placement import Placement
 from baechi.placers.base import HEADROOMS, Placer, placement_of
 from baechi.problem import Problem
+from baechi.values import check_is
 
 
 @final
@@ -30,6 +31,9 @@ class MTopo(Placer):
 
     name: ClassVar[str] = "m-topo"
     capped: bool = True
+
+    def __post_init__(self) -> None:
+        check_is(self.capped, bool, "capped")
 
     def place(self, problem: Problem) -> Placement | None:
         """As the class says; a device that closed stays closed."""

@@ -10,6 +10,7 @@ from baechi.errors import InputError
 from baechi.graph import OpGraph
 from baechi.measurement import Measurement, error_of
 from baechi.placement import Placement, Schedule, Span, Transfer
+from baechi.placers.named import PLACERS
 from baechi.traced import Traced
 from baechi.training import BACKWARD
 from baechi.units import format_bytes, format_ns
@@ -44,8 +45,10 @@ class DeviceFacts:
 
     @property
     def peak_share(self) -> float:
-        """The peak as a share of the limit."""
-        return self.peak_bytes / self.memory_bytes if self.memory_bytes else 0.0
+        """The peak as a share of the limit; infinite where there is a peak and no memory."""
+        if self.memory_bytes:
+            return self.peak_bytes / self.memory_bytes
+        return float("inf") if self.peak_bytes else 0.0
 
 
 @final
@@ -150,6 +153,11 @@ def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[
     )
 
 
+def percent(share: float) -> str:
+    """A share for people."""
+    return "over" if share == float("inf") else f"{share:.0%}"
+
+
 def summary(plan: Plan) -> tuple[str, ...]:
     """The plan in a few sentences: its time, its fullest device, what it moves."""
     schedule = plan.schedule
@@ -162,7 +170,7 @@ def summary(plan: Plan) -> tuple[str, ...]:
     fullest = max(plan.devices, key=lambda device: (device.peak_share, device.peak_bytes))
     memory = (
         f"The fullest device is {fullest.name}: {format_bytes(fullest.peak_bytes)} of "
-        f"{format_bytes(fullest.memory_bytes)} ({fullest.peak_share:.0%})"
+        f"{format_bytes(fullest.memory_bytes)} ({percent(fullest.peak_share)})"
     )
     if fullest.peak_bytes > fullest.memory_bytes:
         missing = format_bytes(fullest.peak_bytes - fullest.memory_bytes)
@@ -178,7 +186,7 @@ def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
     A placer that chose among several says so in its stats: `"m-etf/coarse": makespan_ns`, or text.
     """
-    known = {name: value for name, value in plan.placement.stats.items() if "/" in name}
+    known = {name: text for name, text in plan.placement.stats.items() if _is_candidate(name)}
     chosen = plan.placement.stats.get("chosen")
     return tuple(
         (name, format_ns(value) if isinstance(value, int) else str(value),
@@ -187,10 +195,15 @@ def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
     )  # fmt: skip
 
 
+def _is_candidate(name: str) -> bool:
+    """Whether an entry of `stats` is the step of a candidate: `m-etf/fine`, or a placer."""
+    return "/" in name or name in PLACERS
+
+
 def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
     """What else the placer said, as name and text."""
     items = plan.placement.stats.items()
-    return tuple((name, _stat(name, value)) for name, value in items if "/" not in name)
+    return tuple((name, _stat(name, value)) for name, value in items if not _is_candidate(name))
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:

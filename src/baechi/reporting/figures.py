@@ -24,6 +24,7 @@ COLORS: Final = (
     "#8A8A8A",
 )
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
+_DASHES: Final = ("solid", "dot", "dashdot", "longdashdot")  # "dash" is a limit's
 _GRID: Final = "rgba(128,128,128,0.22)"
 _LINE: Final = "rgba(128,128,128,0.45)"
 
@@ -31,6 +32,11 @@ _LINE: Final = "rgba(128,128,128,0.45)"
 def color(device: int) -> str:
     """The color of a device in every picture and table."""
     return COLORS[device % len(COLORS)]
+
+
+def dash(number: int) -> str:
+    """How a line of that number is drawn, so that it differs from one of the same color."""
+    return _DASHES[number // len(COLORS) % len(_DASHES)]
 
 
 def require_plotly() -> Any:
@@ -122,9 +128,10 @@ def time_figure(plan: Plan) -> Any:
     _draw_memory(figure, plan)
     _style(figure, lanes_px + memory_px + 170)
     figure.update_layout(barmode="overlay", bargap=0.12)
-    end_ms = plan.schedule.makespan_ns / 1e6 or 1e-6
-    figure.update_xaxes(range=[-0.01 * end_ms, 1.01 * end_ms], gridcolor=_GRID, showgrid=True)
-    figure.update_xaxes(title_text="milliseconds from the start of the step", row=2)
+    unit, scale = _time_unit(plan)
+    end = plan.schedule.makespan_ns / scale or 1.0
+    figure.update_xaxes(range=[-0.01 * end, 1.01 * end], gridcolor=_GRID, showgrid=True)
+    figure.update_xaxes(title_text=f"{unit} from the start of the step", row=2)
     figure.update_yaxes(autorange="reversed", showgrid=False, row=1)
     return figure
 
@@ -191,6 +198,7 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
 def _draw_timeline(figure: Any, plan: Plan) -> None:
     schedule = plan.schedule
     outline = 0.6 if len(schedule.spans) <= 400 else 0  # an outline would hide thin bars
+    _, scale = _time_unit(plan)
     for device, target in enumerate(plan.cluster.devices):
         name = escape(target.name)
         spans = [span for span in schedule.spans if span.device == device]
@@ -199,16 +207,16 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
         figure.add_bar(
             orientation="h",
             name=name,
-            y=[name] * len(spans),
-            base=[span.start_ns / 1e6 for span in spans],
-            x=[(span.end_ns - span.start_ns) / 1e6 for span in spans],
+            y=[name] * max(1, len(spans)),  # a lane for each device, even an empty one
+            base=[span.start_ns / scale for span in spans] or [0],
+            x=[(span.end_ns - span.start_ns) / scale for span in spans] or [0],
             marker={
                 "color": color(device),
-                "opacity": [0.6 if back else 1.0 for back in backward],
-                "line": {"width": outline, "color": "rgba(255,255,255,0.7)"},
+                "opacity": [0.6 if back else 1.0 for back in backward] or 1.0,
+                "line": {"width": outline if spans else 0, "color": "rgba(255,255,255,0.7)"},
             },
-            hovertext=[_op_text(plan, span.op) for span in spans],
-            hoverinfo="text",
+            hovertext=[_op_text(plan, span.op) for span in spans] or [""],
+            hoverinfo="text" if spans else "skip",
             legendgroup=name,
             showlegend=False,
             row=1,
@@ -218,9 +226,9 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
         figure.add_bar(
             orientation="h",
             name=f"to {name}",
-            y=[f"to {name}"] * max(1, len(arriving)),  # a lane for each device, even an empty one
-            base=[transfer.start_ns / 1e6 for transfer in arriving] or [0],
-            x=[(transfer.end_ns - transfer.start_ns) / 1e6 for transfer in arriving] or [0],
+            y=[f"to {name}"] * max(1, len(arriving)),
+            base=[transfer.start_ns / scale for transfer in arriving] or [0],
+            x=[(transfer.end_ns - transfer.start_ns) / scale for transfer in arriving] or [0],
             width=0.45,
             marker={"color": [color(t.src) for t in arriving] or _LINE, "opacity": 0.85},
             hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
@@ -235,13 +243,14 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
 def _draw_memory(figure: Any, plan: Plan) -> None:
     profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
     unit, scale = _unit(max(device.memory_bytes for device in plan.cluster.devices))
+    _, time_scale = _time_unit(plan)
     for device, (target, steps) in enumerate(zip(plan.cluster.devices, profiles, strict=True)):
         name = escape(target.name)
         figure.add_scatter(
-            x=[time_ns / 1e6 for time_ns, _ in steps],
+            x=[time_ns / time_scale for time_ns, _ in steps],
             y=[nbytes / scale for _, nbytes in steps],
             mode="lines",
-            line={"shape": "hv", "color": color(device), "width": 1.8},
+            line={"shape": "hv", "color": color(device), "width": 1.8, "dash": dash(device)},
             name=name,
             legendgroup=name,
             hovertext=[f"{name}: {format_bytes(nbytes)}" for _, nbytes in steps],
@@ -261,7 +270,7 @@ def _draw_limits(figure: Any, plan: Plan, scale: int) -> None:
         name = escape(plan.cluster.devices[device].name)
         label = "limit of every device" if one else f"limit of {name}"
         figure.add_scatter(
-            x=[0, plan.schedule.makespan_ns / 1e6],
+            x=[0, plan.schedule.makespan_ns / _time_unit(plan)[1]],
             y=[limit / scale] * 2,
             mode="lines",
             line={"color": COLORS[-1] if one else color(device), "width": 1.4, "dash": "dash"},
@@ -271,6 +280,15 @@ def _draw_limits(figure: Any, plan: Plan, scale: int) -> None:
             row=2,
             col=1,
         )
+
+
+def _time_unit(plan: Plan) -> tuple[str, float]:
+    """The unit of the axis of time, and its ns."""
+    end_ns = plan.schedule.makespan_ns
+    for unit, scale in (("seconds", 1e9), ("milliseconds", 1e6), ("microseconds", 1e3)):
+        if end_ns >= 2 * scale:
+            return unit, scale
+    return "nanoseconds", 1.0
 
 
 def _unit(nbytes: int) -> tuple[str, int]:

@@ -10,7 +10,7 @@ from baechi.devices import Cluster
 from baechi.graph import OpGraph
 from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Plan, candidates, comparison, stats, summary
+from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.reporting.occupancy import peak_holdings
 from baechi.serialization import write_whole
@@ -46,7 +46,7 @@ td:first-child, td:has(.bar) { white-space: nowrap; overflow-wrap: normal; }
        vertical-align: -.08rem; margin-right: .4rem; }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
 pre { white-space: pre-wrap; margin: 0; font-size: .85rem; }
-.wide { overflow-x: auto; }
+.wide { overflow-x: auto; } .wide td:nth-child(6) { min-width: 14rem; }
 </style>
 <script>$plotly</script></head><body>
 <h1>$title</h1>
@@ -227,7 +227,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _bar(share: float, device: int) -> str:
     width = f"{min(share, 1.0):.1%}"
     style = f"width:{width};background:{color(device)}"
-    return f'<span class="bar"><i style="{style}"></i></span> {share:.0%}'
+    return f'<span class="bar"><i style="{style}"></i></span> {percent(share)}'
 
 
 def _fold(heading: str, content: str, *, is_open: bool = False) -> str:

@@ -12,7 +12,7 @@ from baechi.devices import Cluster
 from baechi.graph import OpGraph
 from baechi.measurement import Measurement
 from baechi.placement import Placement, Schedule
-from baechi.reporting.facts import Plan, candidates, comparison, stats, summary
+from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
 from baechi.traced import Traced
 from baechi.units import format_bytes
 
@@ -79,7 +79,7 @@ def _devices(plan: Plan) -> Table:
             f"{facts.busy_share:.0%}",
             format_bytes(facts.peak_bytes),
             format_bytes(facts.memory_bytes),
-            f"{facts.peak_share:.0%}",
+            percent(facts.peak_share),
             format_bytes(facts.received_bytes),
             format_bytes(facts.sent_bytes),
         ]

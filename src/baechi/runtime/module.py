@@ -29,7 +29,7 @@ from baechi.simulation import simulate
 from baechi.torch_devices import gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.training import recomputed
-from baechi.values import check_is, check_positive, check_row
+from baechi.values import check_is, check_row, check_threads
 
 # The model, the call, and what other calls got so far, the first one first.
 Specialize = Callable[[nn.Module, Call, Sequence[Specialization]], Specialization]
@@ -90,7 +90,7 @@ def apply(
             raise InputError("no torch devices: give devices=[...] or the cluster.")
         devices = [device.name for device in cluster.devices]
     if threads_per_device is not None:
-        check_positive(threads_per_device, "threads_per_device")
+        check_threads(threads_per_device, "threads_per_device")
     places = [torch_device(name) for name in check_row(devices, "devices")]
     check_places(max(placement.devices, default=0) + 1, places)
     call: Call = traced.module.call

@@ -5,7 +5,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from baechi.reporting.figures import color, require_plotly
+from baechi.reporting.figures import color, dash, require_plotly
 from baechi.scheduling.results import ROW, Result
 from baechi.serialization import write_whole
 
@@ -20,12 +20,12 @@ def cluster_figure(results: Sequence[Result]) -> Any:
     figure = make_subplots(
         rows=3,
         cols=1,
-        vertical_spacing=0.09,
+        vertical_spacing=0.12,
         subplot_titles=("busy GPUs", "waiting jobs", "jobs completed within a time"),
     )
     busy, waiting = ROW.index("busy_gpu"), ROW.index("pending_job")
     for number, result in enumerate(results):
-        style = {"color": color(number), "width": 1.6}
+        style = {"color": color(number), "width": 1.6, "dash": dash(number)}
         name = escape(result.policy)
         shared = {"name": name, "legendgroup": name, "mode": "lines"}
         rows = _thinned(result.rows)
@@ -50,10 +50,12 @@ def cluster_figure(results: Sequence[Result]) -> Any:
             col=1,
             **shared,
         )
-    figure.update_layout(template="plotly_white", height=900, legend={"orientation": "h"})
-    figure.update_xaxes(title_text="time", row=2)
-    figure.update_xaxes(title_text="completion time (of waiting and running)", type="log", row=3)
+    figure.update_layout(template="plotly_white", height=960, legend={"x": 1.02, "y": 1})
+    figure.update_xaxes(title_text="time, ticks of the trace (seconds)", row=2)
+    figure.update_xaxes(title_text="completion time, of waiting and running", type="log", row=3)
     figure.update_yaxes(rangemode="tozero")
+    for row, title in enumerate(("GPUs", "jobs", "share of jobs"), start=1):
+        figure.update_yaxes(title_text=title, row=row)
     return figure
 
 

@@ -35,6 +35,7 @@ from baechi.scheduling.wishes import Wish
 from baechi.simulation import replay
 from baechi.solving import find
 from baechi.units import format_bytes
+from baechi.values import check_is
 
 # Sets that are tried.
 _TRIED: Final = {"fast": 7, "balanced": 24, "thorough": 60}
@@ -145,6 +146,9 @@ def explore(
     Raises:
         InputError: The graph is empty, or the wish names what does not exist or contradicts itself.
     """
+    check_is(graph, OpGraph, "graph")
+    check_is(snapshot, Snapshot, "snapshot")
+    check_is(wish, Wish, "wish")
     if not graph.ops:
         raise InputError("the graph has no ops; there is nothing to place.")
     rooms = snapshot.rooms(wish.share_milli)

@@ -1,11 +1,13 @@
 """The machines of a simulated cluster: switches of nodes of GPUs, or of slices of GPUs."""
 
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 from baechi.errors import InputError
 from baechi.scheduling.jobs import WHOLE
 from baechi.values import check_count
+
+MAX_GPUS: Final = 1_000_000  # some gigabytes of them
 
 
 @final
@@ -99,7 +101,7 @@ class Fleet:
         """`switches` of `nodes` each of `gpus_per_node` GPUs, each GPU cut into `slices` if given.
 
         Raises:
-            InputError: A count below 1, or slices that are more than a GPU.
+            InputError: A count below 1, more than `MAX_GPUS`, or slices that are more than a GPU.
         """
         for what, count in (
             ("switches", switches),
@@ -108,9 +110,13 @@ class Fleet:
         ):
             if check_count(count, f"the number of {what}") < 1:
                 raise InputError(f"a cluster with {count} {what}; give at least 1.")
+        count = switches * nodes * gpus_per_node * max(1, len(slices))
+        if count > MAX_GPUS:
+            raise InputError(f"a cluster of {count} GPUs; give {MAX_GPUS} at most.")
         if sum(piece.share for piece in slices) > WHOLE:
             raise InputError(
-                f"slices of {[piece.share for piece in slices]} thousandths are more than a GPU."
+                f"slices of {', '.join(str(piece.share) for piece in slices)} thousandths are more "
+                f"than a GPU's {WHOLE}."
             )
         held = sum(piece.memory_bytes or 0 for piece in slices)
         if memory_bytes is not None and held > memory_bytes:

@@ -22,7 +22,7 @@ from baechi.scheduling.claims import UNUSED, Claim, Use
 from baechi.scheduling.snapshot import Reservation, Site, Snapshot
 from baechi.scheduling.store import Store, text
 from baechi.topology import Topology
-from baechi.values import FrozenDict, check_count, check_name
+from baechi.values import FrozenDict, check_count, check_name, check_row
 
 _CLAIMS: Final = codec(tuple[Claim, ...])
 # Characters of a job's name or a request id.
@@ -111,7 +111,7 @@ class Ledger:
             InputError: A claim names no device of the cluster.
         """
         _check_label(job, "job")
-        rows = tuple(claims)
+        rows = check_row(claims, "claims", Claim)
         if version is not None:
             check_count(version, "version of a snapshot")
 

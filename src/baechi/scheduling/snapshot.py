@@ -17,6 +17,7 @@ from baechi.scheduling.claims import (
     Claim,
     Room,
     Use,
+    check_share,
     rooms,
     split_name,
 )
@@ -69,6 +70,8 @@ class Site:
         names = [device.name for device in getattr(base, "devices", ())]
         if isinstance(sharing, str):
             return Site(base, (sharing,) * len(names))
+        if not isinstance(sharing, Mapping):
+            raise InputError(f"sharing is {sharing!r}; give one for all, or a dict by device name.")
         unknown = sorted(set(sharing) - set(names))
         if unknown:
             raise InputError(f"sharing names {unknown[0]!r}, which is no device of the cluster.")
@@ -294,6 +297,8 @@ class Snapshot:
         Raises:
             ReservationError: Nothing is left.
         """
+        if share_milli is not None:
+            check_share(share_milli, "an offer")
         return self.part(self.rooms(share_milli))
 
     def without(self, job: str) -> "Snapshot":

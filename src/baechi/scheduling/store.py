@@ -18,6 +18,7 @@ from baechi.errors import BaechiError, FormatError, InputError, ReservationError
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.snapshot import Reservation, Site
 from baechi.serialization import dumps, loads
+from baechi.values import check_path
 
 # "BAEC" in ASCII: SQLite keeps it in the file's head, so that another program's file is known.
 _APPLICATION: Final = 0x42414543
@@ -68,6 +69,8 @@ class Store:
         self, path: str | os.PathLike[str] | None, wanted: Site | None, *, shared: bool
     ) -> None:
         self._ready = False
+        if path is not None:
+            check_path(path)
         self.name = "in memory" if path is None else os.fspath(path)
         if wanted is None and (path is None or not Path(path).exists()):
             raise InputError(

@@ -9,7 +9,7 @@ from baechi.graph import OpGraph
 from baechi.scheduling.decision import Decision, choose, explain, explore
 from baechi.scheduling.snapshot import Snapshot
 from baechi.scheduling.wishes import Wish
-from baechi.values import check_count
+from baechi.values import check_count, check_row
 
 # The curve's sets of devices, at most: every size up to 64, and a few more.
 _CURVE: Final = 16
@@ -119,6 +119,7 @@ def whatif(
         InputError: The wish names what does not exist, or contradicts itself.
     """
     wish = Wish() if wish is None else wish
+    after = check_row(after, "jobs of after")
     found = explore(graph, snapshot, wish)
     shortage = None if found else _shortage(graph, snapshot, wish)
     if shortage is not None and shortage.extra_bytes == 0:
