@@ -12,6 +12,7 @@
 
 #include "backtracking.h"
 #include "bounds.h"
+#include "coarse.h"
 #include "core.h"
 #include "local_search.h"
 

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "coarse.h"
 #include "core.h"
 
 namespace baechi {

@@ -1,6 +1,7 @@
 // From a graph and its parts, or its groups' clusters, to the problem that stands for it.
 #include <algorithm>
 
+#include "coarse.h"
 #include "core.h"
 
 namespace baechi {

@@ -1,6 +1,7 @@
 // The rules of `baechi.coarsening`, and the matching that goes on to fewer parts.
 #include <algorithm>
 
+#include "coarse.h"
 #include "contraction.h"
 
 namespace baechi {

@@ -284,19 +284,8 @@ ALLOWED = {
     "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
-    "workspace": {"isolation", "metering", "saving"},
-    "bench": {
     "workspace": {"isolation", "metering", "runtime.edges", "saving"},
-    "profiling": {
-        "cuda_timing",
-        "in_place",
-        "isolation",
-        "lowering",
-        "operands",
-        "timing",
-        "torch_devices",
-        "workspace",
-    },
+    "bench": {"cuda_timing", "in_place", "isolation", "operands", "timing", "workspace"},
     "passes": {"timing"},
     "profiling": {"bench", "lowering", "passes", "torch_devices", "value_dependence"},
     "workload": {
