@@ -11,6 +11,9 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
 
 import baechi
+import zoo
+from baechi.torch_devices import torch_threads
+from placed import at_random
 from test_transparency import EXACT, apply, assert_same_values, made_up_profile
 
 
@@ -33,6 +36,10 @@ class Middle(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.c(self.middle(self.a(x)))
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.8 * x * (1.0 + 0.045 * x * x)))
 
 
 class Symmetric(nn.Module):
@@ -311,6 +318,41 @@ def test_a_scripted_model_is_refused() -> None:
         scripted = torch.jit.script(nn.Linear(4, 4))
     with pytest.raises(baechi.TraceError, match="no Python"):
         baechi.trace(scripted, (torch.randn(3, 4),))
+
+
+def test_a_scripted_submodule_is_refused_by_name() -> None:
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(baechi.TraceError, match="'middle' comes from torch"):
+        baechi.trace(Middle(scripted), (torch.randn(3, 4),))
+
+
+def test_a_scripted_function_that_ran_before_keeps_its_gradient() -> None:
+    with pytest.warns(DeprecationWarning, match="script"):
+        gelu = torch.jit.script(tanh_gelu)
+    model, x = seeded(lambda: Middle(gelu)), torch.randn(3, 4)
+    for _ in range(3):  # then torch differentiates it as a whole
+        model(x).sum().backward()
+    wanted = [parameter.grad / 3 for parameter in model.parameters()]
+    model.zero_grad()
+    placed = at_random(model, (x,))
+    assert placed.traced.rung == "torch.export (non-strict)"
+    placed(x).sum().backward()
+    got = [parameter.grad for parameter in model.parameters()]
+    torch.testing.assert_close(got, wanted)
+    torch.testing.assert_close(placed(x), model(x))
+
+
+def test_hooks_that_transformers_leaves_behind_are_traced() -> None:
+    model, args, kwargs = zoo.MODELS["llama"]()
+    hidden = model(*args, **kwargs, output_hidden_states=True).hidden_states
+    assert any(module._forward_hooks for module in model.modules())
+    with torch_threads(1):
+        placed = at_random(model, args, kwargs)
+        torch.testing.assert_close(placed(*args, **kwargs).logits, model(*args).logits, **EXACT)
+        asked = {**kwargs, "output_hidden_states": True}
+        more = at_random(model, args, asked)(*args, **asked).hidden_states
+        torch.testing.assert_close(more, hidden, **EXACT)
 
 
 def test_other_threads_go_on_training_while_a_model_is_traced() -> None:

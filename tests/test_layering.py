@@ -29,6 +29,11 @@ LAYERS = {
     "saving profiling bench passes copying torch_devices timing cuda_graphs cuda_timing operands "
     "value_dependence isolation in_place workspace kernels workload estimation calibration "
     "recurrent runtime.edges",
+    4: "tracing eager_branches known_values asked_values effectless autocast calls ctc_loss "
+    "faithfulness custom_functions scripted_functions model_state propagation partition naming "
+    "lowering extraction metering saving profiling copying torch_devices timing cuda_graphs "
+    "cuda_timing operands value_dependence isolation in_place workspace kernels workload "
+    "estimation calibration recurrent",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -268,10 +273,12 @@ ALLOWED = {
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"calls", "naming", "partition", "propagation"},
-    "faithfulness": {"custom_functions"},
+    "faithfulness": {"custom_functions", "scripted_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
+        "asked_values",
         "calls",
+        "ctc_loss",
         "eager_branches",
         "effectless",
         "faithfulness",

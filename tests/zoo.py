@@ -478,6 +478,23 @@ class Detached(nn.Module):
         return self.frozen(hidden) / (1 + scale) + hidden.detach()
 
 
+class Momentum(nn.Module):
+    """Parameters that forward itself moves after others, without gradients (MoCo)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        self.key = nn.Linear(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query(x)
+        with torch.no_grad():
+            for own, other in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                other.mul_(0.9).add_(own, alpha=0.1)
+            key = self.key(x)
+        return (query * key).sum(-1)
+
+
 class Signed(nn.Module):
     """Control flow that looks at values, so that it must stay whole."""
 
@@ -632,6 +649,11 @@ def detached() -> Example:
     return Detached(), (torch.randn(3, 4),), {}
 
 
+def momentum() -> Example:
+    torch.manual_seed(0)
+    return Momentum(), (torch.randn(3, 4),), {}
+
+
 def data_dependent() -> Example:
     torch.manual_seed(0)
     return DataDependent(), (torch.randn(5, 4),), {}
@@ -685,6 +707,7 @@ AWKWARD: Mapping[str, Callable[[], Example]] = {
     "recurrent": recurrent,
     "attention": attention,
     "detached": detached,
+    "momentum": momentum,
     "data_dependent": data_dependent,
     "masked_transformer": masked_transformer,
 }

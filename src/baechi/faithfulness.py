@@ -18,13 +18,18 @@ import torch
 from torch import nn
 from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.jit._script import RecursiveScriptModule
 
 from baechi.custom_functions import CustomFunctions
 from baechi.errors import TraceError
+from baechi.scripted_functions import run_scripted
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS: Final = (*_BACKWARD, *_FORWARD)
+# Hooks that work for the forward they run in: torch's own, and those by which transformers notes
+# hidden states for the model's output, which stay once they were asked for.
+_INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
 _INSTEAD: Final = "Remove it, or place the model without it"
 
@@ -33,14 +38,20 @@ def refuse_unfaithful(model: nn.Module) -> None:
     """Refuse what no trace keeps.
 
     Raises:
-        TraceError: The model is scripted, a parameter is lazy, or there is a backward hook or a
-            hook on all modules.
+        TraceError: The model or a part of it is scripted, a parameter is lazy, or there is a
+            backward hook or a hook on all modules.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
             f"the model is a {type(model).__name__} and has no Python to trace; give the module "
             "that was scripted."
         )
+    for name, module in model.named_modules():
+        if isinstance(module, RecursiveScriptModule):
+            raise TraceError(
+                f"module {name!r} comes from torch.jit.script or torch.jit.load and has no Python "
+                "to trace; put the module that was scripted in its place."
+            )
     for kind in HOOKS:
         if getattr(nn.modules.module, f"_global{kind}"):
             raise TraceError(
@@ -84,7 +95,7 @@ def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]
             for kind in _FORWARD:
                 hooks = getattr(module, kind)
                 for key, hook in list(hooks.items()):
-                    if not getattr(hook, "__module__", "").startswith("torch.nn."):
+                    if not getattr(hook, "__module__", "").startswith(_INSIDE):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = _noting(hook, title, lost)
                         stack.callback(hooks.__setitem__, key, hook)
@@ -98,6 +109,7 @@ def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]
         for name in ("register_hook", "retain_grad"):
             replace(torch.Tensor, name, _refused(f"Tensor.{name}"))
         replace(saved_tensors_hooks, "__enter__", _checked_enter)
+        replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
         # The one function that every way of asking for gradients calls.
         replace(torch.autograd, "_engine_run_backward", _engine)
         replace(inference_mode, "__enter__", lambda _: _enter_no_grad)

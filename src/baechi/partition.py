@@ -24,6 +24,8 @@ from torch import fx, nn
 
 from baechi.propagation import Facts
 
+_CHECK = "aten._assert_async."
+
 
 @final
 class UnionFind:
@@ -75,11 +77,12 @@ class Partition:
         self._number_ops()
 
     def _drop_dead(self) -> None:
-        """Forget nodes that nobody uses and that neither write nor draw: assertions, mostly."""
+        """Forget nodes that nobody uses and that neither write, draw nor check a tensor's value."""
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
-            if node in alive or facts.writes or facts.random or node.op == "placeholder":
+            acts = facts.writes or facts.random or str(node.target).startswith(_CHECK)
+            if node in alive or acts or node.op == "placeholder":
                 alive.add(node)
                 alive.update(node.all_input_nodes)
         self.program = [node for node in self.program if node in alive]

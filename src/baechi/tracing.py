@@ -5,6 +5,7 @@
     torch.export, strict         through the byte code; sees some Python that non-strict does not
     torch.fx.symbolic_trace      torch.nn modules as leaves
     module granularity           submodules that cannot be traced are opaque leaves
+    torch.export, values told    truth values of the example's tensors, each with a check
 
 Each rung traces the same flat function (`calls.flat_model`). The rung taken, and why those above
 failed, with the model's own line, are kept in `Traced.attempts`.
@@ -14,7 +15,7 @@ import inspect
 import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,9 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.asked_values import AskedValues
 from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
@@ -74,7 +77,7 @@ def _climb(model: nn.Module, call: Call) -> Traced:
     attempts: list[Attempt] = []
     for rung, capture in _ladder():
         try:
-            with quiet(), unchanged(model):
+            with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
                 return _finish(model, call, captured, (*attempts, Attempt(rung)))
         except (InputError, TraceError, torch.OutOfMemoryError):
@@ -85,8 +88,8 @@ def _climb(model: nn.Module, call: Call) -> Traced:
     raise TraceError(
         f"{type(model).__name__} cannot be traced:\n{reasons}\n"
         "Check that the example arguments run through the model. Control flow that looks at "
-        "tensor values must be inside a submodule, which then stays whole; the outermost forward "
-        "must be free of it."
+        "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
+        "forward may ask for truth values alone."
     )
 
 
@@ -115,10 +118,16 @@ _RECURRENT = tuple(
 _BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
 
-def _non_strict(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
+def _non_strict(
+    branches: EagerBranches,
+    model: nn.Module,
+    call: Call,
+    heard: list[tuple[torch.Size, bool]] | None = None,
+) -> _Capture:
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
-        with buffers_in_place(model), branches.taken():
+        told = nullcontext() if heard is None else AskedValues(heard)
+        with buffers_in_place(model), branches.taken(), told:
             yield
 
     flat, returned = flat_model(model, call, around)
@@ -127,6 +136,24 @@ def _non_strict(branches: EagerBranches, model: nn.Module, call: Call) -> _Captu
     module = program.module()
     functions.restore(module)
     return _Capture(_exported(module, call), returned[-1])
+
+
+def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
+    """Trace with the truth values that a real run of the example hears.
+
+    Raises:
+        RuntimeError: It hears none.
+    """
+    flat, _ = flat_model(model, call)
+    state = {**dict(flat.named_parameters()), **dict(flat.named_buffers())}
+    copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
+    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
+    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
+    with torch.random.fork_rng(gpus), AskedValues() as asked:
+        torch.func.functional_call(flat, copies, inputs)
+    if not asked.heard:
+        raise RuntimeError("forward asks no tensor for a truth value")
+    return _non_strict(branches, model, call, asked.heard)
 
 
 def _strict(model: nn.Module, call: Call) -> _Capture:
@@ -293,6 +320,7 @@ def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
     yield "torch.export (strict)", _strict
     yield "torch.fx.symbolic_trace", _symbolic
     yield "module granularity, opaque leaves", _opaque
+    yield "torch.export (non-strict), values told", partial(_told, EagerBranches())
 
 
 def _reason(error: Exception, model: nn.Module) -> str:

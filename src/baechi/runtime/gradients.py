@@ -285,9 +285,11 @@ class Gradients:
         order = [t for segment in self._layout.program.phases[-1].segments for t in segment.tapes]
         rank = {tape: i for i, tape in enumerate(order)}
         sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        for rows in self._shares.values():
-            (_, latest, total), *others = sorted(rows, reverse=True)
+        for shares in self._shares.values():
+            # Who only reads it for a mask, or writes it without gradients, has no backward.
+            rows = sorted((row for row in shares if row[1] in rank), reverse=True)
             if len({self._layout.device(tape) for _, tape, _ in rows}) == 1:
+                (_, latest, total), *others = rows
                 for _, tape, slot in others:
                     latest = max(latest, tape, key=rank.__getitem__)
                     sums[latest].append((total, slot))

@@ -1,0 +1,50 @@
+"""Places every architecture of the catalog: `python3 -m benchmarks.architectures --help`."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from benchmarks.architectures.catalog import names
+from benchmarks.architectures.report import write_table
+from rich.progress import track
+
+RESULTS = Path(__file__).parents[1] / "results" / "architectures"
+
+
+def main(
+    only: Annotated[str, typer.Option(help="Only these, with commas.")] = "",
+    timeout: Annotated[int, typer.Option(help="Seconds for each.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+) -> None:
+    """Writes a table and every row; each architecture has a process of its own."""
+    known = names()
+    chosen = only.split(",") if only else known
+    wrong = [name for name in chosen if name not in known]
+    if wrong:
+        typer.echo(f"No architecture is called {', '.join(wrong)}. There are {', '.join(known)}.")
+        raise typer.Exit(2)
+    rows: list[dict[str, Any]] = []
+    for name in track(chosen, description=""):
+        rows.append(_row(name, timeout))
+        write_table(rows, out)  # what is found is kept, whatever ends this
+
+
+def _row(name: str, timeout: int) -> dict[str, Any]:
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.architectures.check", name]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"name": name, "unbuilt": f"no answer in {timeout} s"}
+    if run.returncode:
+        return {"name": name, "unbuilt": run.stderr.strip().splitlines()[-1]}
+    return dict(json.loads(run.stdout.splitlines()[-1]))
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

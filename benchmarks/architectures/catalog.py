@@ -1,0 +1,41 @@
+"""Every architecture by its name."""
+
+import torch
+from benchmarks.architectures.plain import PLAIN
+from benchmarks.architectures.senses import AUDIO, MULTIMODAL, SERIES, VISION
+from benchmarks.architectures.small import Example, small
+from benchmarks.architectures.text import BOTH, DECODERS, ENCODERS
+
+FAMILIES = {
+    "encoder": ENCODERS,
+    "decoder": DECODERS,
+    "encoder-decoder": BOTH,
+    "vision": VISION,
+    "audio": AUDIO,
+    "multimodal": MULTIMODAL,
+    "time series": SERIES,
+}
+
+
+def example(name: str) -> Example:
+    """A model in training mode with arguments for it."""
+    torch.manual_seed(0)
+    if name in PLAIN:
+        model, args, kwargs = PLAIN[name]()
+        return model.train(), args, kwargs
+    for rows in FAMILIES.values():
+        if name in rows:
+            own, arguments, *parts = rows[name]
+            model = small(name, own, parts[0] if parts else {})
+            return model.train(), (), arguments()
+    raise KeyError(name)
+
+
+def family(name: str) -> str:
+    """Which table the name is in."""
+    return next((title for title, rows in FAMILIES.items() if name in rows), "plain torch")
+
+
+def names() -> list[str]:
+    """All of them, in the order of the tables."""
+    return [*PLAIN, *(name for rows in FAMILIES.values() for name in rows)]

@@ -1,0 +1,133 @@
+"""One architecture, placed at random and set beside the unsplit model: `... .check NAME`.
+
+Outputs, gradients of parameters and arguments, buffers and arguments are compared bit by bit, of a
+training step in training mode and of an inference in evaluation mode, at one thread everywhere.
+"""
+
+import copy
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import baechi
+from baechi.calls import tensors_in
+from baechi.torch_devices import torch_threads
+
+DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
+MIN_ACCOUNT = 100_000  # of less bytes, a few small tensors more are some percent
+
+
+def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What a forward and a backward leave: outputs, gradients, buffers."""
+    args, kwargs = copy.deepcopy((tuple(args), dict(kwargs)))
+    model.zero_grad()
+    torch.manual_seed(3)
+    outputs = tensors_in(model(*args, **kwargs))
+    roots = [_scalar(t) for t in outputs if t.requires_grad]
+    if roots:
+        torch.stack(roots).sum().backward()
+    left: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    left |= {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    left |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    for index, tensor in enumerate(tensors_in((args, kwargs))):
+        left[f"argument {index}"] = tensor.detach()
+        left[f"gradient of argument {index}"] = tensor.grad
+    return left
+
+
+def _scalar(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.float().square().mean()
+
+
+def differences(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """What is not equal in every bit."""
+    if one.keys() != two.keys():
+        return [f"other names: {sorted(one.keys() ^ two.keys())[:4]}"]
+    return [
+        _difference(name, one[name], two[name]) for name in one if not _same(one[name], two[name])
+    ]
+
+
+def _same(one: torch.Tensor | None, two: torch.Tensor | None) -> bool:
+    if one is None or two is None:
+        return one is two
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return False
+    return torch.equal(_numbers(one), _numbers(two))
+
+
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.nan_to_num(real) if real.is_floating_point() else real
+
+
+def _difference(name: str, one: Any, two: Any) -> str:
+    if one is None or two is None:
+        return f"{name}: {'none' if one is None else 'some'}, placed the other way"
+    if one.dtype != two.dtype or one.shape != two.shape:
+        return f"{name}: {one.dtype}{list(one.shape)}, placed {two.dtype}{list(two.shape)}"
+    a, b = _numbers(one).double(), _numbers(two).double()
+    worst = float((a - b).abs().max())
+    return f"{name}: {worst:.1e} of {float(a.abs().max()):.1e}"
+
+
+def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What happened: operators, rungs, differences and errors, predicted and measured peaks."""
+    row: dict[str, Any] = {"ops": 0, "rungs": [], "problems": [], "peaks": []}
+    for training, seed in ((True, 1), (False, 3)):
+        own = copy.deepcopy(model).train(training)
+        with torch_threads(1), torch.set_grad_enabled(training):
+            wanted = step(copy.deepcopy(own), args, kwargs)
+            unstable = differences(wanted, step(copy.deepcopy(own), args, kwargs))
+            if unstable:
+                row["problems"].append(f"the unsplit model differs from itself: {unstable[0]}")
+                continue
+            try:
+                _place(row, own, args, kwargs, wanted, training, seed)
+            except baechi.BaechiError as error:
+                row["problems"].append(f"{type(error).__name__}: {error}")
+    return row
+
+
+def _place(
+    row: dict[str, Any],
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    wanted: Mapping[str, Any],
+    training: bool,
+    seed: int,
+) -> None:
+    given, named = copy.deepcopy((args, kwargs))
+    placed = baechi.place(
+        model,
+        DEVICES,
+        example_args=given,
+        example_kwargs=named,
+        placer=baechi.RandomPlacer(seed),
+        training=training,
+        costs="estimate",
+        progress=False,
+        threads_per_device=1,
+    )
+    row["ops"] = max(row["ops"], len(placed.traced.ops))
+    row["rungs"].append(placed.traced.rung)
+    wrong = differences(wanted, step(placed, args, kwargs))
+    if wrong:
+        some = "; ".join(wrong[:3])
+        row["problems"].append(f"{len(wrong)} of {len(wanted)} differ: {some}")
+    pairs = zip(placed.schedule.peak_bytes, placed.measure(steps=1).peak_bytes, strict=True)
+    row["peaks"] += [list(pair) for pair in pairs]
+    placed.unplace()
+
+
+if __name__ == "__main__":
+    from benchmarks.architectures.catalog import example
+
+    print(json.dumps({"name": sys.argv[1], **check(*example(sys.argv[1]))}))

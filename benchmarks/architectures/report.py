@@ -1,0 +1,52 @@
+"""The table of what was placed, and its rows as they are."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.architectures.catalog import family
+from benchmarks.architectures.check import MIN_ACCOUNT
+from benchmarks.environment import environment
+
+
+def write_table(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """`table.md` and `rows.json` in the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.json").write_text(json.dumps(list(rows), indent=1) + "\n")
+    (folder / "table.md").write_text("\n".join(_lines(rows)) + "\n")
+
+
+def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    tried = [row for row in rows if "unbuilt" not in row]
+    equal = [row for row in tried if not row["problems"]]
+    refused = [row for row in tried if any("Error: " in p for p in row["problems"])]
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    return [
+        f"{len(equal)} of {len(tried)} architectures placed and equal in every bit; "
+        f"{len(refused)} refused with a reason; {len(tried) - len(equal) - len(refused)} differ. "
+        f"{len(rows) - len(tried)} more did not run here.",
+        "",
+        f"`python3 -m benchmarks.architectures`; {facts}",
+        "",
+        "| family | architecture | operators | how it was traced | result | lowest peak |",
+        "|---|---|---|---|---|---|",
+        *(_line(row) for row in rows),
+    ]
+
+
+def _line(row: dict[str, Any]) -> str:
+    cells = [family(row["name"]), row["name"]]
+    if "unbuilt" in row:
+        return "| " + " | ".join([*cells, "", "", f"not run: {_short(row['unbuilt'])}", ""]) + " |"
+    shares = [was / is_ - 1 for was, is_ in row["peaks"] if is_ > MIN_ACCOUNT]
+    lowest = f"{min(shares):+.1%}" if shares else ""
+    result = "; ".join(map(_short, row["problems"])) or "equal"
+    rungs = "; ".join(dict.fromkeys(row["rungs"]))
+    return "| " + " | ".join([*cells, str(row["ops"]), rungs, result, lowest]) + " |"
+
+
+def _short(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    reason = lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-2]}"
+    return reason[:200].replace("|", "/")

@@ -1,0 +1,82 @@
+"""Truth values that a model asks of its tensors: what an example call hears, and a check of each.
+
+    if torch.isnan(x).any(): ...        labels.max() >= vocab_size        assert mask.all()
+
+A tracer's tensors have no values. So the model runs once for real, and what it hears is told in the
+trace, each answer with an operator that checks it: where a later call would hear something else, it
+fails and says so. Numbers are not told: they are seldom the same twice.
+"""
+
+import linecache
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_QUESTIONS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
+
+
+@final
+class AskedValues(TorchFunctionMode):
+    """Notes the answers that a real run hears, or tells them to a trace.
+
+    Args:
+        heard: (shape, answer) of a real run, in order; None in that run itself.
+    """
+
+    def __init__(self, heard: list[tuple[torch.Size, bool]] | None = None) -> None:
+        super().__init__()
+        self._telling = heard is not None
+        self.heard: list[tuple[torch.Size, bool]] = [] if heard is None else heard
+        self._next = 0
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func in _QUESTIONS and (func is not torch.Tensor.item or args[0].dtype == torch.bool):
+            return self._told(args[0]) if self._telling else self._noted(func, args[0])
+        return func(*args, **(kwargs or {}))
+
+    def _noted(self, func: Callable[..., Any], tensor: torch.Tensor) -> bool:
+        answer = bool(func(tensor))
+        self.heard.append((tensor.shape, answer))
+        return answer
+
+    def _told(self, tensor: torch.Tensor) -> bool:
+        """The next answer, and a check of it in the trace.
+
+        Raises:
+            RuntimeError: The trace asks something else than the real run.
+        """
+        shape, answer = self.heard[self._next] if self._next < len(self.heard) else (None, False)
+        if shape != tensor.shape:
+            raise RuntimeError("forward asks for other values when it is traced than when it runs")
+        self._next += 1
+        truth = tensor.detach().reshape(()) != 0
+        torch._assert_async(truth if answer else ~truth, _words(answer))
+        return answer
+
+
+def _words(answer: bool) -> str:
+    return (
+        f"forward heard {answer} at {_asker()} when the model was traced, and would now hear "
+        f"{not answer}. Put the code that looks at values in a submodule, which then stays whole; "
+        "or place the model anew with such an example."
+    )
+
+
+def _asker() -> str:
+    """The innermost line that is neither torch's nor ours."""
+    for frame, line in traceback.walk_stack(None):
+        name = str(frame.f_globals.get("__name__", ""))
+        if name.partition(".")[0] not in ("torch", "baechi"):
+            file = frame.f_code.co_filename
+            return f"{Path(file).name}:{line} ({linecache.getline(file, line).strip()})"
+    return "a line of its own"
