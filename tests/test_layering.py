@@ -292,7 +292,15 @@ ALLOWED = {
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
     "workspace": {"isolation", "metering", "runtime.edges", "saving"},
-    "bench": {"cuda_timing", "in_place", "isolation", "operands", "timing", "workspace"},
+    "bench": {
+        "cuda_timing",
+        "in_place",
+        "isolation",
+        "lowering",
+        "operands",
+        "timing",
+        "workspace",
+    },
     "passes": {"timing"},
     "profiling": {"bench", "lowering", "passes", "torch_devices", "value_dependence"},
     "workload": {
