@@ -23,7 +23,7 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing eager_branches known_values effectless autocast calls faithfulness "
+    4: "tracing attributes eager_branches known_values effectless autocast calls faithfulness "
     "custom_functions model_state propagation partition naming lowering extraction metering "
     "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
     "value_dependence isolation in_place workspace kernels workload estimation calibration "
@@ -265,10 +265,11 @@ ALLOWED = {
     "kernels": {"calls"},
     "partition": {"propagation"},
     "naming": {"propagation"},
-    "lowering": {"calls", "naming", "partition", "propagation"},
+    "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
+        "attributes",
         "calls",
         "eager_branches",
         "effectless",
@@ -306,7 +307,7 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.steps": {"runtime.again"},
+    "runtime.steps": {"runtime.again", "runtime.edges"},
     "runtime.failures": {"runtime.compiled"},
     "runtime.tapes": {
         "runtime.again",

@@ -24,6 +24,7 @@ import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.attributes import Attributes
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
@@ -72,11 +73,12 @@ def trace(
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
+    before = Attributes(model)
     for rung, capture in _ladder():
         try:
             with quiet(), unchanged(model):
                 captured = capture(model, call)
-                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+                return _finish(model, call, captured, (*attempts, Attempt(rung)), before)
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
@@ -96,10 +98,15 @@ def _versioned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    model: nn.Module, call: Call, captured: _Capture, attempts: tuple[Attempt, ...]
+    model: nn.Module,
+    call: Call,
+    captured: _Capture,
+    attempts: tuple[Attempt, ...],
+    before: Attributes,
 ) -> Traced:
     facts = propagate(captured.module, call.tensors)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
+    module = replace(module, attributes=before.settled())  # but for what forward sets itself
     name = type(model).__name__
     return Traced(name, ops, tensors, attempts, model.training, module)
 
