@@ -258,7 +258,8 @@ def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
     """
     if torch._C._is_fwd_grad_enabled() and forward_ad._current_level >= 0:
         for tensor in tensors:
-            if forward_ad.unpack_dual(tensor).tangent is not None:
+            dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+            if dual.tangent is not None:
                 raise ExecutionError(
                     "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a "
                     "step with gradients passes none on. Call the model under torch.no_grad(), or "
