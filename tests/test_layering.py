@@ -29,6 +29,11 @@ LAYERS = {
     "lowering extraction metering saving profiling bench passes copying torch_devices timing "
     "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
     "workload estimation calibration recurrent runtime.edges",
+    4: "tracing attributes eager_branches known_values effectless autocast calls faithfulness "
+    "custom_functions model_state propagation partition naming lowering extraction metering "
+    "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
+    "value_dependence isolation in_place workspace kernels workload estimation calibration "
+    "recurrent",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -272,6 +277,11 @@ ALLOWED = {
     "eager_branches": {"known_values"},
     "tracing": {
         "asked_values",
+    "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
+    "faithfulness": {"custom_functions"},
+    "eager_branches": {"known_values"},
+    "tracing": {
+        "attributes",
         "calls",
         "ctc_loss",
         "eager_branches",
@@ -310,7 +320,7 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.steps": {"runtime.again"},
+    "runtime.steps": {"runtime.again", "runtime.edges"},
     "runtime.failures": {"runtime.compiled"},
     "runtime.tapes": {
         "runtime.again",

@@ -16,6 +16,7 @@ from typing import final
 import torch
 from torch import fx, nn
 
+from baechi.attributes import Attributes
 from baechi.calls import Call, Structure
 from baechi.naming import op_key, op_name, source_line, unique
 from baechi.optimizers import TrainedParameter
@@ -38,6 +39,7 @@ class TracedModule:
         nodes: The fx nodes of every op, in program order.
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
             others is where its readers are.
+        attributes: Of the model's modules, for whose values this holds.
     """
 
     model: nn.Module
@@ -47,6 +49,7 @@ class TracedModule:
     returned: Structure
     nodes: tuple[tuple[fx.Node, ...], ...]
     travelling: frozenset[fx.Node]
+    attributes: Attributes
 
 
 def lower(
@@ -57,7 +60,9 @@ def lower(
     rows = lowering.tensors()
     nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
     travelling = lowering.partition.travelling
-    traced = TracedModule(model, module, facts, call, returned, nodes, travelling)
+    traced = TracedModule(
+        model, module, facts, call, returned, nodes, travelling, Attributes(model)
+    )
     ops = lowering.ops(rows)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)

@@ -105,6 +105,12 @@ def place(
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
         raise InputError("the model is placed already; call model.unplace() first.")
+    for name, module in model.named_modules():
+        if isinstance(module, PlacedModule):
+            raise InputError(
+                f"the model holds a placed module, {name!r}, which no trace goes through; put "
+                "what its unplace() gives there, and place the whole."
+            )
     if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
         raise InputError(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'

@@ -26,6 +26,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.asked_values import AskedValues
+from baechi.attributes import Attributes
 from baechi.calls import Call, Structure, canonical_call, flat_model
 from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
@@ -75,11 +76,12 @@ def trace(
 def _climb(model: nn.Module, call: Call) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
+    before = Attributes(model)
     for rung, capture in _ladder():
         try:
             with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
-                return _finish(model, call, captured, (*attempts, Attempt(rung)))
+                return _finish(model, call, captured, (*attempts, Attempt(rung)), before)
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
@@ -99,10 +101,15 @@ def _versioned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _finish(
-    model: nn.Module, call: Call, captured: _Capture, attempts: tuple[Attempt, ...]
+    model: nn.Module,
+    call: Call,
+    captured: _Capture,
+    attempts: tuple[Attempt, ...],
+    before: Attributes,
 ) -> Traced:
     facts = propagate(captured.module, call.tensors)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
+    module = replace(module, attributes=before.settled())  # but for what forward sets itself
     name = type(model).__name__
     return Traced(name, ops, tensors, attempts, model.training, module)
 

@@ -243,7 +243,9 @@ class _Binder:
             written=frozenset(self._inputs[node] for node in written),
             given=tuple(given),
             entries=tuple(
-                replace(entry, value=self._value(node)) if entry.value >= 0 else entry
+                replace(entry, value=self._value(node), given=node in self._inputs)
+                if entry.value >= 0
+                else entry
                 for entry, node in entries
             ),
             outputs=tuple(outputs),

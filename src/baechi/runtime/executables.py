@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 from torch import fx
+from torch.autograd import forward_ad
 
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
@@ -47,6 +48,7 @@ class Executable:
         places: The torch device of every logical device.
         graphs: The CUDA graphs of the tapes, if these were asked for.
         homes: The logical device of every parameter, buffer and constant.
+        attributes: Of the model's modules, for whose values this runs.
         schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
@@ -104,7 +106,8 @@ class Executable:
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
-        leaves = opaque_leaves(self._module.graph_module, nodes).values()
+        leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
+        self.attributes = self._module.attributes.outside(leaves)
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
@@ -201,6 +204,7 @@ class Executable:
                 step = Step(False, meter, call.tensors, way.bound.sizes)
                 way.executor.run(step, 0)
             return self._finish(call, step.results)
+        _refuse_tangents(call.tensors)
         step = Step(True, meter, call.tensors, way.bound.sizes)
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
@@ -244,6 +248,23 @@ class Executable:
             else:
                 values.append(results[self._numbers[node]])
         return self._module.returned.fill(values)
+
+
+def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
+    """Forward-mode derivatives end at the step's one node, and would be lost.
+
+    Raises:
+        ExecutionError: A tensor has one.
+    """
+    if torch._C._is_fwd_grad_enabled() and forward_ad._current_level >= 0:
+        for tensor in tensors:
+            dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+            if dual.tangent is not None:
+                raise ExecutionError(
+                    "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a "
+                    "step with gradients passes none on. Call the model under torch.no_grad(), or "
+                    "the unsplit one."
+                )
 
 
 def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:

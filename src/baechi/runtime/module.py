@@ -24,7 +24,7 @@ from baechi.runtime.fitting import scheduled
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.program import Program
-from baechi.runtime.specialization import Specialization, call_key
+from baechi.runtime.specialization import Specialization, Specializations, call_key
 from baechi.simulation import simulate
 from baechi.torch_devices import gpus_of, torch_device
 from baechi.traced import Traced
@@ -138,7 +138,7 @@ class PlacedModule(nn.Module):
         self._modules = model._modules
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self.training = model.training
-        self._specializations: dict[Any, Specialization] = {}
+        self._specializations = Specializations()
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
@@ -163,6 +163,14 @@ class PlacedModule(nn.Module):
                 raise
             return getattr(self.__dict__["_model"], name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_model")
+        own = model is None or name in self.__dict__ or hasattr(type(self), name)
+        if own or name not in vars(model):
+            super().__setattr__(name, value)
+        else:  # what forward reads is the model's
+            setattr(model, name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns, computed on its devices.
 
@@ -183,13 +191,14 @@ class PlacedModule(nn.Module):
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         key = call_key(model, call)
-        special = self._specializations.get(key)
-        if special is self._latest and special is not None and special.executable.takes(call):
+        special = self._specializations.find(key, call)
+        if special is not None and special is self._latest:
             return special
         with self._planning:  # of calls from several threads one plans, and the others wait
-            special = self._specializations.get(key)
-            if special is None or not special.executable.takes(call):
-                special = self._specializations[key] = self._make(model, call)
+            special = self._specializations.find(key, call)
+            if special is None:
+                special = self._make(model, call, key)
+                self._specializations.add(key, special)
             if special is not self._latest:
                 special.executable.settle()
                 self._latest = special
@@ -197,29 +206,19 @@ class PlacedModule(nn.Module):
 
     def _adopt(self, call: Call, special: Specialization) -> None:
         """Make a specialization that `apply` made the one for its shape of call."""
-        self._specializations[call_key(self.__dict__["_model"], call)] = special
+        self._specializations.add(call_key(self.__dict__["_model"], call), special)
         self._latest = special
 
-    def _make(self, model: nn.Module, call: Call) -> Specialization:
-        mode = "training" if model.training else "evaluation"
+    def _make(self, model: nn.Module, call: Call, key: Any) -> Specialization:
         if self._specialize is None:
-            raise InputError(
-                f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-                f"called with {call.shapes} in {mode} mode, it differs in shapes, dtypes, "
-                "constants, mode, autocast, submodules, hooks, or in what needs a gradient. Trace "
-                "and apply that call, or use `baechi.place`, which traces each new shape."
-            )
+            raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
-            raise InputError(
-                f"this placed {type(model).__name__} has been traced for {self._limit} shapes of "
-                f"call, its limit; this call has {call.shapes} in {mode} mode. Pad inputs to few "
-                "shapes, or give `place(..., max_shapes=...)` a higher limit."
-            )
+            raise self._specializations.too_many(model, call)
         if len({tensor.device for tensor, _ in self._homes}) > 1:
             for tensor, device in self._homes:  # a model is traced where it came from, in one place
                 move(tensor, device)
         try:
-            return self._specialize(model, call, tuple(self._specializations.values()))
+            return self._specialize(model, call, tuple(self._specializations))
         except BaseException:
             if self._latest is not None:
                 self._latest.executable.settle()
@@ -354,7 +353,7 @@ class PlacedModule(nn.Module):
 
     def unplace(self) -> nn.Module:
         """The model itself, back on the devices it came from; this module runs no more."""
-        for special in self._specializations.values():
+        for special in self._specializations:
             special.executable.close()
         self._closed = True
         for tensor, device in self._homes:
@@ -389,9 +388,11 @@ class PlacedModule(nn.Module):
 
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(
-            "a placed module has workers and streams and cannot be pickled or copied. Save "
-            "placed.state_dict(), and place the model again where you load it."
+            "a placed module has workers and streams and cannot be pickled or copied, nor by "
+            "DataParallel. Save placed.state_dict(), and place the model again where you load it."
         )
+
+    _replicate_for_data_parallel = __reduce__
 
 
 def _forwarded(name: str) -> Callable[..., Any]:

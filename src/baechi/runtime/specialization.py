@@ -1,5 +1,6 @@
 """A placed model for one shape of call, and which calls these are."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -8,6 +9,7 @@ from torch import nn
 
 from baechi.calls import Call
 from baechi.devices import Cluster
+from baechi.errors import InputError
 from baechi.faithfulness import HOOKS
 from baechi.graph import OpGraph
 from baechi.metering import Meter
@@ -59,6 +61,59 @@ class Specialization:
                     for value in optimizer.state.get(tensor, {}).values():
                         if isinstance(value, torch.Tensor):
                             meter.hold(device, value)
+
+
+@final
+class Specializations:
+    """The specializations of a placed model, the first one first.
+
+    Calls of one shape may have several: for other values of the modules' attributes.
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[Any, list[Specialization]] = {}
+
+    def __iter__(self) -> Iterator[Specialization]:
+        return (special for row in self._rows.values() for special in row)
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+    def find(self, key: Any, call: Call) -> Specialization | None:
+        """The one that can run a call of this key, if there is one."""
+        for special in self._rows.get(key, ()):
+            if special.executable.attributes.hold() and special.executable.takes(call):
+                return special
+        return None
+
+    def add(self, key: Any, special: Specialization) -> None:
+        """Take one more, instead of one for the same but for what needs a gradient."""
+        others = [s for s in self._rows.get(key, ()) if not s.executable.attributes.hold()]
+        self._rows[key] = [*others, special]
+
+    def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
+        """Why a call is refused that none of these runs, where no other can be made."""
+        mode = "training" if model.training else "evaluation"
+        found = (s.executable.attributes.changed() for s in self._rows.get(key, ()))
+        changed = next((f": {text}" for text in found if text), "")
+        return InputError(
+            f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
+            f"called with {call.shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
+            "mode, autocast, submodules, hooks, in what needs a gradient, or in attributes of its "
+            f"modules{changed}. Trace and apply that call, or use `baechi.place`, which traces "
+            "each new one."
+        )
+
+    def too_many(self, model: nn.Module, call: Call) -> InputError:
+        """Why a call is refused that would be one more than the limit."""
+        mode = "training" if model.training else "evaluation"
+        found = (special.executable.attributes.changed() for special in self)
+        changed = next((f" Of its attributes, {text}." for text in found if text), "")
+        return InputError(
+            f"this placed {type(model).__name__} has been traced for {len(self)} shapes of call, "
+            f"its limit; this call has {call.shapes} in {mode} mode.{changed} Pad inputs to few "
+            "shapes, or give `place(..., max_shapes=...)` a higher limit."
+        )
 
 
 def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from torch.autograd.graph import GradientEdge
 
 from baechi.metering import Meter
 from baechi.runtime.again import Kept
+from baechi.runtime.edges import Origin
 
 Edges = list[GradientEdge | None]
 
@@ -30,6 +31,7 @@ class Step:
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
+        origins: For every tape where what entered it came from, if the caller may write there.
         kept: For every checkpointed tape what it needs to run again; None if it need not.
         crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
@@ -41,7 +43,8 @@ class Step:
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "kept", "crossing", "keep", "apart", "graphed", "own", "__weakref__"),
+        *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "own"),
+        *("__weakref__",),
     )
 
     def __init__(
@@ -59,6 +62,7 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
+        self.origins: list[list[Origin]] = [[] for _ in range(sizes.tapes)]
         self.kept: list[Kept | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}
         self.keep = False

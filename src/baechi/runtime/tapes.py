@@ -21,7 +21,15 @@ from torch.utils import _pytree as pytree
 
 from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
-from baechi.runtime.edges import Leave, compact, cut_off, detached, tensor_slots
+from baechi.runtime.edges import (
+    Leave,
+    Origin,
+    compact,
+    cut_off,
+    detached,
+    part,
+    tensor_slots,
+)
 from baechi.runtime.failures import located, watched
 from baechi.runtime.steps import Edges, Record, Step
 
@@ -36,12 +44,14 @@ class Entry:
         leaf: Which of the argument's tensors it is.
         value: Whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
+        given: Whether it is the caller's tensor.
     """
 
     argument: int
     leaf: int
     value: int
     grad: int
+    given: bool = False
 
 
 @final
@@ -139,7 +149,7 @@ class TapeCode:
         again = self.again if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
-        apart = self._part(arguments) if step.differentiate and step.apart else {}
+        apart = self._part(step, arguments) if step.differentiate and step.apart else {}
         try:
             with nullcontext() if again is None else dropped():
                 results = self.function(arguments)
@@ -171,11 +181,12 @@ class TapeCode:
         if not step.keep:
             step.kept[self.index] = None
         arguments = kept.taken(again, step.crossing)
+        step.origins[self.index] = []
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
             entered = self._enter(step, arguments) if self.entries else []
-            apart = self._part(arguments) if step.apart else {}
+            apart = self._part(step, arguments) if step.apart else {}
             try:
                 results = self.function(arguments)
             except Exception as error:
@@ -213,6 +224,7 @@ class TapeCode:
         """Cut off what enters from the graph that made it; the edges of its gradients."""
         tensors: list[torch.Tensor] = []
         taken: list[int] = []
+        outer: list[int] = []  # which of them the caller may write
         flat: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
         for number, entry in enumerate(self.entries):
             value = arguments[entry.argument]
@@ -222,13 +234,20 @@ class TapeCode:
             if flag is not True:
                 leaves, _ = flat.setdefault(entry.argument, pytree.tree_flatten(value))
                 value = leaves[tensor_slots(leaves)[entry.leaf]]
-            # A graph that is kept must not keep a parameter's own node, which is of one stream.
-            tensors.append(value.detach() if step.apart and entry.value < 0 else value)
+            # What the caller gives may hang on a graph that leads to this tape's parameters: to
+            # these the engine would go through it. A graph that is kept must not keep a parameter's
+            # own node, which is of one stream.
+            if entry.given or entry.value < 0:
+                outer.append(len(tensors))
+            bare = value.requires_grad and (entry.value >= 0 or step.apart)
+            tensors.append(value.detach() if bare else value)
             taken.append(number)
         edges: Edges = [None] * len(self.entries)
         if not tensors:
             return edges
-        for number, tensor in zip(taken, cut_off(tensors), strict=True):
+        found = cut_off(tensors)
+        step.origins[self.index] += [Origin.of(tensors[i], found[i]) for i in outer]
+        for number, tensor in zip(taken, found, strict=True):
             entry = self.entries[number]
             assert tensor.grad_fn is not None  # the node that cuts off
             edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
@@ -241,26 +260,11 @@ class TapeCode:
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
         return edges
 
-    def _part(self, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
-        """Cut parameters off from the caller's graph; the edges of their gradients.
-
-        A parameter's own node belongs to the stream on which it was first used, and a gradient that
-        comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
-        kept must not keep it either.
-        """
+    def _part(self, step: Step, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
+        """Cut parameters off from the caller's graph; the edges of their gradients."""
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
-        places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
-        for place, argument in enumerate(arguments):
-            if id(argument) in places:
-                places[id(argument)].append(place)
-        found = [parameter for parameter in wanted if places[id(parameter)]]
-        bare = cut_off([parameter.detach() for parameter in found]) if found else ()
-        edges: dict[torch.nn.Parameter, GradientEdge] = {}
-        for parameter, tensor in zip(found, bare, strict=True):
-            assert tensor.grad_fn is not None  # the node that cuts off
-            edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
-            for place in places[id(parameter)]:
-                arguments[place] = tensor
+        edges, origins = part(wanted, arguments)
+        step.origins[self.index] += origins
         return edges
 
     def _publish(
@@ -335,6 +339,10 @@ class TapeCode:
             return
         if not step.keep:
             step.records[self.index] = None
+        for origin in step.origins[self.index]:
+            origin.tell()
+        if not step.keep:
+            step.origins[self.index] = []
         outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
         targets: list[int] = []

@@ -1,0 +1,116 @@
+"""What a model's modules say in plain attributes: a rate, a flag, which adapter is on.
+
+A trace holds for their values as it does for the modes of modules: who writes `dropout.p = 0.1` or
+`adapter.disabled = True` after it means another program.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from operator import itemgetter
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype)
+_OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: others look at these
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """The plain attributes of one module: where they are, which, and their values."""
+
+    path: str
+    owner: dict[str, Any]
+    names: tuple[str, ...]
+    read: Callable[[dict[str, Any]], Any]
+    values: Any
+
+    @classmethod
+    def of(cls, path: str, owner: dict[str, Any], names: Iterable[str]) -> "_Row":
+        names = tuple(names)
+        read = itemgetter(*names)
+        return cls(path, owner, names, read, copy.deepcopy(read(owner)))
+
+    def holds(self) -> bool:
+        try:
+            return (self.read(self.owner),) == (self.values,)  # not-a-number is itself
+        except Exception:  # deleted, or compared with what has no one truth, such as a tensor
+            return False
+
+    def changed(self) -> frozenset[str]:
+        rows = ((name, _Row.of(self.path, {name: value}, [name])) for name, value in self._given())
+        return frozenset(
+            name
+            for name, row in rows
+            if name not in self.owner
+            or not _Row(self.path, self.owner, (name,), row.read, row.values).holds()
+        )
+
+    def _given(self) -> Iterable[tuple[str, Any]]:
+        values = self.values if len(self.names) > 1 else (self.values,)
+        return zip(self.names, values, strict=True)
+
+
+@final
+class Attributes:
+    """The plain attributes of a model's modules as they are now.
+
+    Plain are numbers, strings, flags, and lists, tuples, sets and dicts of these. Other objects are
+    not looked into, and attributes that come later are no part of it.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        owners = ((path, vars(module)) for path, module in model.named_modules())
+        self._rows = [
+            _Row.of(path, owner, names)
+            for path, owner in owners
+            if (names := [n for n, v in owner.items() if n not in _OF_TORCH and _is_plain(v)])
+        ]
+
+    def settled(self) -> "Attributes":
+        """These without the ones that have changed since, which forward sets itself."""
+        rows = [(row, row.changed() if not row.holds() else frozenset()) for row in self._rows]
+        return self._with(
+            _Row.of(row.path, row.owner, kept) if changed else row
+            for row, changed in rows
+            if (kept := [name for name in row.names if name not in changed])
+        )
+
+    def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
+        """These without those of submodules that stay whole: their Python reads what is there."""
+        whole = {id(vars(module)) for leaf in leaves for module in leaf.modules()}
+        return self._with(row for row in self._rows if id(row.owner) not in whole)
+
+    def hold(self) -> bool:
+        """Whether all are as they were; about 0.3 us a module."""
+        return all(row.holds() for row in self._rows)
+
+    def changed(self) -> str:
+        """One that is not as it was, for people; empty if there is none."""
+        for row in self._rows:
+            if not row.holds():
+                name = min(row.changed())
+                was = dict(row._given())[name]
+                now = row.owner.get(name, "gone")
+                return f"{f'{row.path}.{name}'.lstrip('.')} was {was!r} and is {now!r}"
+        return ""
+
+    def _with(self, rows: Iterable[_Row]) -> "Attributes":
+        found = object.__new__(Attributes)
+        found._rows = list(rows)
+        return found
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(_is_plain(key) and _is_plain(row) for key, row in value.items())
+    return isinstance(value, _PLAIN)
