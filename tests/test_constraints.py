@@ -121,6 +121,12 @@ def test_constraints_are_a_value_and_survive_json():
             Constraints({"a": "device0", "g": "device1", "d": "device2"}, max_devices=2),
             "pinned to 3 devices .*, but max_devices is 2; raise it, or pin to fewer",
         ),
+        (
+            Constraints(
+                {"a": "device0"}, {"g": ("device0", "device2")}, ("device2",), max_devices=1
+            ),
+            "ops that may go to 'device0', 'device1' alone, but max_devices is 1; raise it, or fo",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(rules, match):

@@ -50,8 +50,9 @@ EFFORTS: Final = tuple(BUDGETS)
 _BALANCED_OPS: Final = 20_000
 # Of more devices than this only those are looked at closely that m-ETF or HEFT uses.
 _MANY_DEVICES: Final = 32
-# The contiguous split takes some 20 ms up to here, and is part of a fast solve.
+# Up to here a contiguous split as it is is part of a fast solve; above, one of fewer blocks.
 _SMALL_OPS: Final = 700
+_HASTY: Final = Contiguous(work=2**16, headrooms=(0.0, 1 / 8), reordered=1)
 # Packings take a tenth of a second up to here, and are seldom the best.
 _PACKED_OPS: Final = 2_000
 
@@ -119,9 +120,10 @@ class Auto(Placer):
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())
         if self.effort == "fast":
-            small = len(problem.graph.ops) <= _SMALL_OPS
-            kinds = (METF, HEFT, Contiguous) if small else (METF, HEFT)
+            kinds = (METF, HEFT) if _is_large(problem) else (METF, HEFT, Contiguous)
             fast = tuple(p for p in placers if isinstance(p, kinds))
+            if len(problem.graph.ops) > _SMALL_OPS:
+                fast = tuple(_HASTY if isinstance(p, Contiguous) else p for p in fast)
             return portfolio(problem, fast, "fast", coarsely=_is_large(problem))
         if len(problem.graph.ops) > _PACKED_OPS:
             # `solve` packs where nothing else fits.
