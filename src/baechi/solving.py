@@ -235,9 +235,10 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     """The smallest extra memory of one device with which `solve` is known to succeed; that device.
 
     Found by bisection between what fails and what everything on that device needs: so `solve`
-    succeeds with it, and fails with one byte less, though it might succeed with still less. For
-    more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve with the least effort, and
-    less patience, fails with one unit less; what that finds, every effort finds.
+    succeeds with it, and fails with one byte less, there or on one of `_COMPARED` other devices,
+    though it might succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a
+    unit, and a solve with the least effort, and less patience, fails with one unit less there;
+    what that finds, every effort finds.
 
     Under constraints it may be that no single device can help. Then the device is -1, and every
     device must get so much; `None` where not even that helps.
@@ -274,7 +275,8 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
                 units, device = _bisected(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
     others = different[:_COMPARED] if exact and device != _EVERY else []
-    for succeeds in (solved_fast, solved) if exact else (solved_fast,):
+    solvers = (solved_fast, solved) if exact else (solved_fast,)
+    for succeeds in solvers[-1:] if effort == "fast" else solvers:
         for other in dict.fromkeys((device, *others)):
             if succeeds(units - 1, other):
                 units, device = _bisected(succeeds, units - 1, other), other
