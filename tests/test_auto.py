@@ -210,6 +210,16 @@ def test_every_process_finds_the_same_bytes():
     assert outputs[0].count(b"makespan_ns") == len(asked)
 
 
+def test_the_number_of_cores_changes_nothing(monkeypatch):
+    made = generators.planted(3, 60, 3)
+    answers = []
+    for cores in (1, 2, 9):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        answers.append(solve(made.graph, made.cluster))
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0].stats["chosen"] == "local-search"
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("time_ns", [0, 5])
 def test_a_device_that_is_used_up_is_left_alone(effort, time_ns):
