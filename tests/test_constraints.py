@@ -347,6 +347,18 @@ def test_pins_that_no_link_joins():
     assert (caught.value.extra_bytes, caught.value.extra_device) == (0, "")
 
 
+def test_links_that_leave_more_devices_than_may_be_used():
+    graph = OpGraph((Op("a", 1, 5), Op("b", 1, 5)), (Tensor(0, (1,), 1),))
+    names = ("w", "x", "y", "z")
+    links = [[None] * 4 for _ in names]
+    links[0][2] = LINK
+    rules = Constraints({}, {"a": ("y", "z"), "b": ("w", "x")}, max_devices=1)
+    for memory in (0, 99):
+        cluster = Cluster(tuple(Device(name, memory) for name in names), tuple(map(tuple, links)))
+        with pytest.raises(InfeasibleError, match="takes more devices than may be used"):
+            solve(graph, cluster, constraints=rules)
+
+
 def test_the_error_lists_the_devices_that_may_be_used():
     graph = OpGraph((Op("a", 1, 50),))
     devices = [Device("x", 10), Device("y", 20), Device("z", 99)]
