@@ -32,7 +32,6 @@ from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
 from baechi.placers.topo import MTopo
 from baechi.problem import Problem
-from baechi.restrictions import needed
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
@@ -194,17 +193,14 @@ def is_hopeless(problem: Problem) -> bool:
     """Whether there is no placement, by what is seen quickly.
 
     That is where a group is too large for every pool; or, of persistent bytes, all groups for all
-    pools together; or more devices are some group's only one than may be used; or too many groups
-    are so large that only so many have room in each; or, where memory is nearly full, a search
-    proves that they cannot be packed.
+    pools together; or too many groups are so large that only so many have room in each; or, where
+    memory is nearly full, a search proves that they cannot be packed.
     """
     arrays = problem.graph.arrays
     if not arrays.groups:
         return False
     memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
     usable = problem.allowed.any(axis=1)
-    if problem.max_devices is not None and needed(problem.allowed).sum() > problem.max_devices:
-        return True
     pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
     # Fewer devices than pools: of the pools at most as many.
     room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
