@@ -27,6 +27,7 @@ from baechi import (
     simulate,
     solve,
 )
+from baechi.placers.contiguous import Contiguous
 from baechi.placers.packing import is_hopeless
 from baechi.problem import Problem
 from baechi.simulation import fits_memory, overflows
@@ -209,6 +210,16 @@ def test_every_process_finds_the_same_bytes():
     assert outputs[0].count(b"makespan_ns") == len(asked)
 
 
+def test_the_number_of_cores_changes_nothing(monkeypatch):
+    made = generators.planted(3, 60, 3)
+    answers = []
+    for cores in (1, 2, 9):
+        monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
+        answers.append(solve(made.graph, made.cluster))
+    assert answers[0] == answers[1] == answers[2]
+    assert answers[0].stats["chosen"] == "local-search"
+
+
 @pytest.mark.parametrize("effort", EFFORTS)
 @pytest.mark.parametrize("time_ns", [0, 5])
 def test_a_device_that_is_used_up_is_left_alone(effort, time_ns):
@@ -251,6 +262,22 @@ def test_one_op_goes_to_the_fastest_device_with_room(effort):
     cluster = Cluster.connected(devices, LINK)
     assert solve(OpGraph(()), cluster, effort=effort).devices == ()
     assert solve(OpGraph((Op("a", 100, 50),)), cluster, effort=effort).devices == (2,)
+
+
+def test_a_long_chain_with_dear_transfers_is_split_at_once():
+    draw = random.Random(1)
+    forward = [Op(f"f{i}", draw.randrange(1, 9), 10, group=f"g{i}") for i in range(500)]
+    backward = [Op(f"b{i}", 9, group=f"g{i}") for i in reversed(range(500))]
+    # What a forward makes its backward reads, too; every tenth is small.
+    tensors = tuple(
+        Tensor(op, {op + 1, max(op + 1, 999 - op)}, 10 if op % 10 == 9 else 1_000)
+        for op in range(999)
+    )
+    graph = OpGraph((*forward, *backward), tensors)
+    cluster = Cluster.uniform(4, 200_000, Link(10, 10**9))
+    fast = solve(graph, cluster, effort="fast").stats
+    assert fast["single/device0"] == "does not fit"
+    assert fast["makespan_ns"] <= Contiguous().place(Problem(graph, cluster)).stats["makespan_ns"]
 
 
 @pytest.mark.slow

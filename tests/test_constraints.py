@@ -121,6 +121,12 @@ def test_constraints_are_a_value_and_survive_json():
             Constraints({"a": "device0", "g": "device1", "d": "device2"}, max_devices=2),
             "pinned to 3 devices .*, but max_devices is 2; raise it, or pin to fewer",
         ),
+        (
+            Constraints(
+                {"a": "device0"}, {"g": ("device0", "device2")}, ("device2",), max_devices=1
+            ),
+            "ops that may go to 'device0', 'device1' alone, but max_devices is 1; raise it, or fo",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(rules, match):
@@ -339,6 +345,18 @@ def test_pins_that_no_link_joins():
     with pytest.raises(InfeasibleError, match="more memory would not help") as caught:
         solve(graph, lonely, constraints=Constraints({"a": "x", "b": "y"}))
     assert (caught.value.extra_bytes, caught.value.extra_device) == (0, "")
+
+
+def test_links_that_leave_more_devices_than_may_be_used():
+    graph = OpGraph((Op("a", 1, 5), Op("b", 1, 5)), (Tensor(0, (1,), 1),))
+    names = ("w", "x", "y", "z")
+    links = [[None] * 4 for _ in names]
+    links[0][2] = LINK
+    rules = Constraints({}, {"a": ("y", "z"), "b": ("w", "x")}, max_devices=1)
+    for memory in (0, 99):
+        cluster = Cluster(tuple(Device(name, memory) for name in names), tuple(map(tuple, links)))
+        with pytest.raises(InfeasibleError, match="takes more devices than may be used"):
+            solve(graph, cluster, constraints=rules)
 
 
 def test_the_error_lists_the_devices_that_may_be_used():

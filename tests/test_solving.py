@@ -1,7 +1,7 @@
 """`solve`: it fits, it is never worse than one device, and it does not give up too early."""
 
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +13,7 @@ from baechi import (
     MSCT,
     Auto,
     Cluster,
+    Constraints,
     Device,
     InfeasibleError,
     InputError,
@@ -127,6 +128,22 @@ def test_the_error_names_a_group_and_what_is_left_when_it_gets_stuck():
 def test_many_devices_are_not_all_listed():
     with pytest.raises(InfeasibleError, match=r"device7 10 B left, and 4 more devices\)"):
         solve(OpGraph((Op("a", 1, 11),)), Cluster.uniform(12, 10, LINK))
+
+
+@pytest.mark.parametrize("effort", ["fast", "balanced"])
+def test_the_device_that_lacks_least_is_found(effort):
+    ops = (Op("a", 0), Op("b", 688, 6), Op("c", 0, 12), Op("d", 899, 6, 25, late_bytes=3))
+    ops = tuple(replace(op, reused_bytes=r) for op, r in zip(ops, (0, 53, 3, 0), strict=True))
+    tensors = (Tensor(0, (), 22), Tensor(1, (), 36), Tensor(1, (3,), 49), Tensor(2, (3,), 42))
+    devices = (Device("x", 99, 0.5), Device("y", 72, 0.5))
+    links = ((None, Link(0, 10**7)), (Link(0, 10**11), None))
+    rules = Constraints({"b": "x"})
+    with pytest.raises(InfeasibleError) as caught:
+        solve(
+            OpGraph(ops, tensors), Cluster(devices, links, "none"), effort=effort, constraints=rules
+        )
+    # With 65 bytes more it fits on x, too.
+    assert (caught.value.extra_bytes, caught.value.extra_device) == (62, "y")
 
 
 def test_the_missing_memory_of_a_large_graph_is_found_to_a_unit():

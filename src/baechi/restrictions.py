@@ -77,7 +77,22 @@ def allowed_devices(
             f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
             f"{limit}; raise it, or pin to fewer."
         )
+    alone = [
+        row.name
+        for row, is_needed in zip(cluster.devices, needed(allowed), strict=True)
+        if is_needed
+    ]
+    if limit is not None and len(alone) > limit:
+        raise InputError(
+            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
+            "it, or forbid and exclude less."
+        )
     return allowed
+
+
+def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Whether a device is the only one of some group: a row of `allowed_devices` each."""
+    return np.asarray(allowed[:, allowed.sum(axis=0) == 1].any(axis=1))
 
 
 def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:

@@ -41,6 +41,8 @@ _LISTED: Final = 8
 # Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
 # hundredth, and a fast solve says what succeeds.
 _EXACT_OPS: Final = 12
+# There the extra memory of so many different devices is compared so closely.
+_COMPARED: Final = 4
 _STEPS: Final = 7
 
 
@@ -177,8 +179,8 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
     if extra is None:
         shortage = (
             f"no placement was found for {problem.group_name(op)}, and more memory would not help: "
-            "what the constraints leave is not linked as the graph needs it. Relax them, or add a "
-            "link."
+            "what the constraints leave is not linked as the graph needs it, or it takes more "
+            "devices than may be used. Relax them, or add a link."
         )
         nbytes, where = 0, ""
     elif extra[1] == _EVERY:
@@ -233,9 +235,10 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     """The smallest extra memory of one device with which `solve` is known to succeed; that device.
 
     Found by bisection between what fails and what everything on that device needs: so `solve`
-    succeeds with it, and fails with one byte less, though it might succeed with still less. For
-    more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve with the least effort, and
-    less patience, fails with one unit less; what that finds, every effort finds.
+    succeeds with it, and fails with one byte less, there or on one of `_COMPARED` other devices,
+    though it might succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a
+    unit, and a solve with the least effort, and less patience, fails with one unit less there;
+    what that finds, every effort finds.
 
     Under constraints it may be that no single device can help. Then the device is -1, and every
     device must get so much; `None` where not even that helps.
@@ -271,9 +274,12 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
             if arranged(units - 1, other):
                 units, device = _bisected(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
-    for succeeds in (solved_fast, solved) if exact else (solved_fast,):
-        if succeeds(units - 1, device):
-            units = _bisected(succeeds, units - 1, device)
+    others = different[:_COMPARED] if exact and device != _EVERY else []
+    solvers = (solved_fast, solved) if exact else (solved_fast,)
+    for succeeds in solvers[-1:] if effort == "fast" else solvers:
+        for other in dict.fromkeys((device, *others)):
+            if succeeds(units - 1, other):
+                units, device = _bisected(succeeds, units - 1, other), other
     return units * unit, device
 
 

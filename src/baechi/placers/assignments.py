@@ -24,7 +24,7 @@ _SHARES: Final = ((0, 1), (1, 4), (1, 1))
 _MOMENTS: Final = 32
 # Up to so many devices a partition is made for, and up to twice as many as it needs.
 _DEVICES: Final = 32
-# Of many assignments so many are also scheduled anew, which is dearer than to follow an order.
+# Of many assignments so many are also scheduled anew.
 _REORDERED: Final = 8
 
 
@@ -68,19 +68,14 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
         return np.zeros((1, groups), np.int64)
     position = np.empty(n, np.int64)
     position[list(order)] = np.arange(n)
-    graph = problem.graph
-    group = np.array(problem.op_group, np.int64)
-    nbytes = np.array([tensor.nbytes for tensor in graph.tensors], np.int64)
-    owner = np.array([tensor.producer for tensor in graph.tensors], np.int64)
+    arrays = problem.graph.arrays
+    group, nbytes, owner = arrays.op_group, arrays.nbytes, arrays.producer
     born = position[owner]
-    dies = np.array(
-        [
-            n - 1 if tensor.kept or not tensor.consumers else max(position[list(tensor.consumers)])
-            for tensor in graph.tensors
-        ],
-        np.int64,
-    )
-    workspace = np.array([graph.ops[op].net_workspace_bytes for op in order], np.int64)
+    readers = np.diff(arrays.consumer_begin)
+    last = born.copy()
+    np.maximum.at(last, np.repeat(np.arange(len(owner)), readers), position[arrays.consumers])
+    dies = np.where((arrays.kept > 0) | (readers == 0), n - 1, last)
+    workspace = arrays.workspace[list(order)]
     change = np.zeros(n + 1, np.int64)
     np.add.at(change, born, nbytes)
     np.add.at(change, dies + 1, -nbytes)
@@ -164,18 +159,23 @@ def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[in
 
 
 def shortest_assignment(
-    problem: Problem, candidates: Mapping[tuple[int, ...], Sequence[int]], placer: str
+    problem: Problem,
+    candidates: Mapping[tuple[int, ...], Sequence[int]],
+    placer: str,
+    reordered: int | None = None,
 ) -> Placement | None:
     """The shortest step of some assignments that fits, by the exact clock.
 
-    Each is tried in its order, and the `_REORDERED` best of them, whether they fit or not, also by
-    earliest start and by upward rank; the others only as long as nothing fits.
+    Each is tried in its order, and the best of them, whether they fit or not, also by earliest
+    start and by upward rank.
 
     Args:
         problem: Graph and cluster.
         candidates: Device of every group, and a topological order of the ops; those that use
             devices which they may not are left out.
         placer: Its name.
+        reordered: How many are scheduled anew at most, which is dearer than to follow an order;
+            `None` is the `_REORDERED` best, and all as long as nothing fits.
     """
     rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
     for assignment, order in candidates.items():
@@ -195,7 +195,7 @@ def shortest_assignment(
         lambda timeline: timeline.list_schedule(np.empty(0, np.int32)),
         lambda timeline: timeline.ranked_schedule(ranks, np.empty(0, np.int64)),
     )
-    for number, (_, _, devices, _) in enumerate(rated):
+    for number, (_, _, devices, _) in enumerate(rated[:reordered]):
         if number >= _REORDERED and best is not None:
             break
         for schedule in schedules:

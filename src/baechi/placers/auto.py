@@ -5,8 +5,8 @@ search makes of them (`search.py`). So the result is never worse than the best s
 fits, nor than any of the placers, nor than with less effort. Efforts, with their cost on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
-  split of a small one, and a short search; under 0.1 s for 2,000 ops on 8 devices. Where that finds
-  nothing, the search is as long as a balanced one.
+  split up to 4,000 ops, and a short search; about 0.1 s for 2,000 ops on 8 devices. Where that
+  finds nothing, the search is as long as a balanced one.
 - `"balanced"`: all placers, on the coarse graph, too (`coarsening.py`), and a search from eight
   starts; under 2 s.
 - `"thorough"`: the same, and a search from 32 starts; under a minute.
@@ -50,8 +50,11 @@ EFFORTS: Final = tuple(BUDGETS)
 _BALANCED_OPS: Final = 20_000
 # Of more devices than this only those are looked at closely that m-ETF or HEFT uses.
 _MANY_DEVICES: Final = 32
-# The contiguous split takes some 20 ms up to here, and is part of a fast solve.
+# A fast solve splits so few ops contiguously as others do, in some 20 ms; more of them hastily, in
+# as long for 2,000 ops; and very many not at all.
 _SMALL_OPS: Final = 700
+_HASTY_OPS: Final = 4_000
+_HASTY: Final = Contiguous(work=2**16, headrooms=(0.0, 1 / 8), reordered=1)
 # Packings take a tenth of a second up to here, and are seldom the best.
 _PACKED_OPS: Final = 2_000
 
@@ -122,9 +125,11 @@ class Auto(Placer):
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())
         if self.effort == "fast":
-            small = len(problem.graph.ops) <= _SMALL_OPS
-            kinds = (METF, HEFT, Contiguous) if small else (METF, HEFT)
+            n = len(problem.graph.ops)
+            kinds = (METF, HEFT, Contiguous) if n <= _HASTY_OPS else (METF, HEFT)
             fast = tuple(p for p in placers if isinstance(p, kinds))
+            if n > _SMALL_OPS:
+                fast = tuple(_HASTY if isinstance(p, Contiguous) else p for p in fast)
             return portfolio(problem, fast, "fast", coarsely=_is_large(problem))
         if len(problem.graph.ops) > _PACKED_OPS:
             # `solve` packs where nothing else fits.

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi.problem import Problem
+from baechi.restrictions import needed
 
 # All choices are listed up to this number of them.
 _CHOICES: Final = 256
@@ -84,7 +85,7 @@ def _grown(
     """The choice with what groups cannot do without, then with the best of the others."""
     limit = problem.max_devices or len(problem.cluster.devices)
     allowed = problem.allowed
-    only = np.flatnonzero(allowed[:, allowed.sum(axis=0) == 1].any(axis=1)).tolist()
+    only = np.flatnonzero(needed(allowed)).tolist()
     devices = list(dict.fromkeys((*only, *chosen)))
     keys = (-np.arange(len(allowed)), *reversed(scores))
     ranked = np.lexsort(keys)[::-1].tolist()

@@ -19,7 +19,7 @@ Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (N
 splits of a chain by dynamic programming; here with memory, with tensors that several segments read,
 and judged by the clock of one step instead of a pipeline's. Complexity: O(blocks * (tensors +
 blocks * (devices + moments))) per program, with blocks of neighboring groups so large that
-blocks**2 * devices <= `_WORK`, and some tens of simulations.
+blocks**2 * devices <= `work`, and some tens of simulations.
 """
 
 from collections.abc import Iterator
@@ -39,8 +39,6 @@ from baechi.placers.assignments import (
 from baechi.placers.base import HEADROOMS, Placer
 from baechi.problem import Problem
 
-# Steps of one dynamic program: some tens of milliseconds; 2,048 blocks for 8 devices.
-_WORK: Final = 2**25
 # Splits of one program that are judged: those over the fewest devices, the most, and some between.
 _SPLITS: Final = 8
 
@@ -48,19 +46,30 @@ _SPLITS: Final = 8
 @final
 @dataclass(frozen=True, slots=True)
 class Contiguous(Placer):
-    """The shortest step of all contiguous splits that are best by cut or by bottleneck."""
+    """The shortest step of all contiguous splits that are best by cut or by bottleneck.
+
+    Attributes:
+        work: Steps of one dynamic program: by default some tens of milliseconds, and 2,048 blocks
+            for 8 devices.
+        headrooms: Shares of every memory that are left free, the next where nothing fits.
+        reordered: So many of the splits are also scheduled anew, which is dearer than to follow the
+            order of the row; `None` is the best, and all where nothing fits.
+    """
 
     name: ClassVar[str] = "contiguous"
+    work: int = 2**25
+    headrooms: tuple[float, ...] = HEADROOMS
+    reordered: int | None = None
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says."""
-        orders = tuple(_orders(problem))
-        for headroom in HEADROOMS:
+        rows = [row for order in _orders(problem) for row in _rows(problem, order, self.work)]
+        for headroom in self.headrooms:
             candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
-            for order in orders:
-                for assignment in _splits(problem, order, headroom):
-                    candidates.setdefault(assignment, order)
-            placement = shortest_assignment(problem, candidates, self.name)
+            for row in rows:
+                for assignment in row.splits(problem, headroom):
+                    candidates.setdefault(assignment, row.order)
+            placement = shortest_assignment(problem, candidates, self.name, self.reordered)
             if placement is not None or not candidates:
                 return placement
         return None
@@ -94,30 +103,57 @@ def _depth_first(problem: Problem) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _splits(problem: Problem, order: tuple[int, ...], headroom: float) -> Iterator[tuple[int, ...]]:
-    """The device of every group in the best splits of the row of groups in that order."""
-    row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
-    costs = np.array(_core.mean_transfers(problem.core), np.int64)
-    allowed = problem.allowed.astype(np.uint8).reshape(-1)
-    loads = live_loads(problem, order)
-    need = int(loads.sum(axis=1).max(initial=0))
-    for devices, caps in _rows_of_devices(problem, need):
-        blocks, block = _blocks(problem, row, costs, len(devices))
+@final
+@dataclass(frozen=True, eq=False)
+class _Row:
+    """The groups in a row, as blocks, and devices for segments of it.
+
+    Attributes:
+        order: Of the ops; the row is that of the groups' first ops.
+        blocks: Their number.
+        block: Of every group.
+        loads: What every group holds, per moment.
+        costs: The mean transfer time of every tensor.
+        devices: In the order in which they take segments.
+        caps: What the groups on each may load.
+    """
+
+    order: tuple[int, ...]
+    blocks: int
+    block: NDArray[np.int32]
+    loads: NDArray[np.int64]
+    costs: NDArray[np.int64]
+    devices: tuple[int, ...]
+    caps: tuple[int, ...]
+
+    def splits(self, problem: Problem, headroom: float) -> Iterator[tuple[int, ...]]:
+        """The device of every group in the best splits that leave so much of the memory free."""
         for bottleneck in (False, True):
             splits = _core.contiguous_splits(
                 problem.core,
-                blocks=blocks,
-                block=block,
-                loads=loads.reshape(-1),
-                costs=costs,
-                devices=np.array(devices, np.int32),
-                caps=np.array([cap - int(cap * headroom) for cap in caps], np.int64),
-                allowed=allowed,
+                blocks=self.blocks,
+                block=self.block,
+                loads=self.loads.reshape(-1),
+                costs=self.costs,
+                devices=np.array(self.devices, np.int32),
+                caps=np.array([cap - int(cap * headroom) for cap in self.caps], np.int64),
+                allowed=problem.allowed.astype(np.uint8).reshape(-1),
                 bottleneck=bottleneck,
             )
             for index in sorted({round(i) for i in np.linspace(0, len(splits) - 1, _SPLITS)}):
                 if splits:
-                    yield tuple(np.array(splits[index], np.int32)[block].tolist())
+                    yield tuple(np.array(splits[index], np.int32)[self.block].tolist())
+
+
+def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]:
+    """The row of groups in that order, for every order of the devices."""
+    row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
+    costs = np.array(_core.mean_transfers(problem.core), np.int64)
+    loads = live_loads(problem, order)
+    need = int(loads.sum(axis=1).max(initial=0))
+    for devices, caps in _rows_of_devices(problem, need):
+        most = max(2, int((work / len(devices)) ** 0.5))
+        yield _Row(order, *_blocks(problem, row, costs, most), loads, costs, devices, caps)
 
 
 def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -145,24 +181,27 @@ def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...],
 
 
 def _blocks(
-    problem: Problem, row: tuple[int, ...], costs: NDArray[np.int64], devices: int
+    problem: Problem, row: tuple[int, ...], costs: NDArray[np.int64], most: int
 ) -> tuple[int, NDArray[np.int32]]:
-    """The number of blocks, and the block of every group.
+    """The number of blocks, at most about `most`, and the block of every group.
 
-    Where the groups are more than the blocks may be, they are cut at the cheapest place in every
-    stretch of equal length.
+    Where the groups are more, they are cut at the cheapest place in every stretch of equal length.
     """
     position = np.empty(len(row), np.int64)
     position[list(row)] = np.arange(len(row))
-    most = max(2, int((_WORK / devices) ** 0.5))
     if len(row) <= most:
         return len(row), position.astype(np.int32)
+    arrays = problem.graph.arrays
+    first = position[arrays.op_group[arrays.producer]]
+    last = first.copy()
+    tensor = np.repeat(np.arange(len(first)), np.diff(arrays.consumer_begin))
+    readers = position[arrays.op_group[arrays.consumers]]
+    np.minimum.at(first, tensor, readers)
+    np.maximum.at(last, tensor, readers)
     crossing = np.zeros(len(row) + 1, np.int64)
-    for tensor, cost in zip(problem.graph.tensors, costs.tolist(), strict=True):
-        ends = [position[problem.op_group[op]] for op in (tensor.producer, *tensor.consumers)]
-        # Crosses the cuts before positions first + 1 .. last.
-        crossing[min(ends) + 1] += cost
-        crossing[max(ends) + 1] -= cost
+    # A tensor crosses the cuts before positions first + 1 .. last.
+    np.add.at(crossing, first + 1, costs)
+    np.subtract.at(crossing, last + 1, costs)
     cuts = np.cumsum(crossing)[: len(row)]
     stretch = -(-len(row) // most)
     starts = np.zeros(len(row), np.int64)

@@ -40,6 +40,7 @@ from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.problem import Problem
+from baechi.restrictions import needed
 from baechi.simulation import fits_memory
 
 # Of more devices than this only those are searched that some start uses.
@@ -378,11 +379,10 @@ class _Space:
 
 def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
     """The devices of the best placements, and those that a group cannot do without, ascending."""
-    only = problem.allowed[:, problem.allowed.sum(axis=0) == 1].any(axis=1)
     used: set[int] = set()
     for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
         more = used | set(placement.devices)
         if used and len(more) > _DEVICES:
             break
         used = more
-    return sorted(used | set(np.flatnonzero(only).tolist())) if used else []
+    return sorted(used | set(np.flatnonzero(needed(problem.allowed)).tolist())) if used else []
