@@ -24,16 +24,11 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing eager_branches known_values asked_values effectless autocast calls ctc_loss "
-    "faithfulness custom_functions scripted_functions model_state propagation partition naming "
-    "lowering extraction metering saving profiling bench passes copying torch_devices timing "
-    "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
+    4: "tracing eager_branches known_values asked_values attributes effectless autocast calls "
+    "ctc_loss faithfulness custom_functions scripted_functions model_state propagation partition "
+    "naming lowering extraction metering saving profiling bench passes copying torch_devices "
+    "timing cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
     "workload estimation calibration recurrent runtime.edges",
-    4: "tracing attributes eager_branches known_values effectless autocast calls faithfulness "
-    "custom_functions model_state propagation partition naming lowering extraction metering "
-    "saving profiling copying torch_devices timing cuda_graphs cuda_timing operands "
-    "value_dependence isolation in_place workspace kernels workload estimation calibration "
-    "recurrent",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -272,15 +267,11 @@ ALLOWED = {
     "kernels": {"calls"},
     "partition": {"propagation"},
     "naming": {"propagation"},
-    "lowering": {"calls", "naming", "partition", "propagation"},
+    "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions", "scripted_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
         "asked_values",
-    "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
-    "faithfulness": {"custom_functions"},
-    "eager_branches": {"known_values"},
-    "tracing": {
         "attributes",
         "calls",
         "ctc_loss",
@@ -304,6 +295,7 @@ ALLOWED = {
         "lowering",
         "operands",
         "timing",
+        "torch_devices",
         "workspace",
     },
     "passes": {"timing"},
@@ -320,7 +312,7 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.steps": {"runtime.again", "runtime.edges"},
+    "runtime.steps": {"runtime.again"},
     "runtime.failures": {"runtime.compiled"},
     "runtime.tapes": {
         "runtime.again",

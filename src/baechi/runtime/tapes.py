@@ -21,15 +21,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.runtime.again import Again, dropped
 from baechi.runtime.compiled import CompiledTape, keeping
-from baechi.runtime.edges import (
-    Leave,
-    Origin,
-    compact,
-    cut_off,
-    detached,
-    part,
-    tensor_slots,
-)
+from baechi.runtime.edges import Leave, Origin, compact, cut_off, detached, part, tensor_slots
 from baechi.runtime.failures import located, watched
 from baechi.runtime.steps import Edges, Record, Step
 
