@@ -39,7 +39,8 @@ def _row(name: str, timeout: int) -> dict[str, Any]:
     except subprocess.TimeoutExpired:
         return {"name": name, "unbuilt": f"no answer in {timeout} s"}
     if run.returncode:
-        return {"name": name, "unbuilt": run.stderr.strip().splitlines()[-1]}
+        said = run.stderr.strip().splitlines() or [f"ended with {run.returncode}"]
+        return {"name": name, "unbuilt": said[-1]}
     return dict(json.loads(run.stdout.splitlines()[-1]))
 
 

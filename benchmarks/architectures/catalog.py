@@ -1,10 +1,13 @@
 """Every architecture by its name."""
 
 import torch
+from benchmarks.architectures.audio import AUDIO
+from benchmarks.architectures.multimodal import MULTIMODAL
 from benchmarks.architectures.plain import PLAIN
-from benchmarks.architectures.senses import AUDIO, MULTIMODAL, SERIES, VISION
+from benchmarks.architectures.series import SERIES
 from benchmarks.architectures.small import Example, small
 from benchmarks.architectures.text import BOTH, DECODERS, ENCODERS
+from benchmarks.architectures.vision import VISION
 
 FAMILIES = {
     "encoder": ENCODERS,

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from benchmarks.architectures.catalog import example
 from torch import nn
 
 import baechi
@@ -18,7 +19,6 @@ from baechi.calls import tensors_in
 from baechi.torch_devices import torch_threads
 
 DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
-MIN_ACCOUNT = 100_000  # of less bytes, a few small tensors more are some percent
 
 
 def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +128,4 @@ def _place(
 
 
 if __name__ == "__main__":
-    from benchmarks.architectures.catalog import example
-
     print(json.dumps({"name": sys.argv[1], **check(*example(sys.argv[1]))}))

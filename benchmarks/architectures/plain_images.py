@@ -1,12 +1,9 @@
 """Models of images and fields in plain torch: skips, grids, spectra, frozen parts."""
 
-from typing import Any
-
 import torch
+from benchmarks.architectures.small import Example
 from torch import Tensor, nn
 from torch.nn import functional
-
-Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 def conv(a: int, b: int) -> nn.Sequential:

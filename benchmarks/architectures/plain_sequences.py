@@ -1,12 +1,9 @@
 """Models of sequences, graphs and tables in plain torch: loops, routing, scatters."""
 
-from typing import Any
-
 import torch
+from benchmarks.architectures.small import Example
 from torch import Tensor, nn
 from torch.nn import functional
-
-Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 class Seq2Seq(nn.Module):

@@ -12,22 +12,15 @@ import torch
 from torch import nn
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+Row = tuple[Any, ...]  # `own` of `small`, a function that makes arguments, and `parts` if any
 
 VOCABULARY = 97
 LENGTH = 16
 
 _WIDTH = ("hidden_size", "d_model", "n_embd", "dim", "embedding_size", "d_embed", "emb_dim")
 _FEED_FORWARD = (
-    *(
-        "intermediate_size",
-        "ffn_dim",
-        "d_inner",
-        "hidden_dim",
-        "d_ff",
-        "n_inner",
-        "ffn_hidden_size",
-    ),
-    *("encoder_ffn_dim", "decoder_ffn_dim"),
+    *("intermediate_size", "ffn_dim", "d_inner", "hidden_dim", "d_ff", "n_inner"),
+    *("ffn_hidden_size", "encoder_ffn_dim", "decoder_ffn_dim"),
 )
 _LAYERS = (
     *("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers", "decoder_layers"),
@@ -133,7 +126,7 @@ def classified() -> dict[str, Any]:
 
 def images(size: int = 32) -> dict[str, Any]:
     """Images with a class each."""
-    return {"pixel_values": torch.randn(2, 3, size, size), "labels": torch.tensor([1, 3])}
+    return {**plain_images(size), "labels": torch.tensor([1, 3])}
 
 
 def plain_images(size: int = 32) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from benchmarks.architectures.small import (
     VOCABULARY,
+    Row,
     classified,
     masked_lm,
     padding,
@@ -13,18 +14,15 @@ from benchmarks.architectures.small import (
     unmasked_lm,
 )
 
-Row = tuple[dict[str, Any], Any]
+_DEBERTA = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
 
 ENCODERS: dict[str, Row] = {
     "DistilBertForMaskedLM": ({}, masked_lm),
     "RobertaForMaskedLM": ({"max_position_embeddings": 66}, masked_lm),
     "AlbertForMaskedLM": ({}, masked_lm),
     "ElectraForMaskedLM": ({}, masked_lm),
-    "DebertaForMaskedLM": ({"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}, masked_lm),
-    "DebertaV2ForMaskedLM": (
-        {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
-        masked_lm,
-    ),
+    "DebertaForMaskedLM": (_DEBERTA, masked_lm),
+    "DebertaV2ForMaskedLM": (_DEBERTA, masked_lm),
     "MPNetForMaskedLM": ({"max_position_embeddings": 66}, masked_lm),
     "LongformerForMaskedLM": ({"attention_window": 4, "max_position_embeddings": 66}, masked_lm),
     "BigBirdForMaskedLM": ({"block_size": 4, "num_random_blocks": 1}, masked_lm),
