@@ -93,6 +93,7 @@ def test_who_takes_another_branch_is_told_which() -> None:
     x, mask = torch.randn(3, 4), torch.ones(4, dtype=torch.bool)
     placed = at_random(seeded(Careful), (x, mask))
     wanted = placed(x, mask)
+    assert [row.split()[2] for row in placed.remarks] == ["False", "False", "True"]
     corner = torch.zeros(3, 4)
     corner[0, 0] = float("inf")  # and so is a row of activations
     for other in ((x * float("nan"), mask), (x + corner, mask), (x, ~mask)):

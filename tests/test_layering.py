@@ -265,7 +265,7 @@ ALLOWED = {
     "calls": {"autocast"},
     "propagation": {"calls"},
     "kernels": {"calls"},
-    "partition": {"propagation"},
+    "partition": {"asked_values", "propagation"},
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
     "faithfulness": {"custom_functions", "scripted_functions"},

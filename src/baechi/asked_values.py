@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, Final, final
 
 import torch
+from torch import fx
 from torch.overrides import TorchFunctionMode
 
+CHECK: Final = "aten._assert_async."  # how the operators that check begin
 _QUESTIONS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
 
 
@@ -62,6 +64,13 @@ class AskedValues(TorchFunctionMode):
         truth = tensor.detach().reshape(()) != 0
         torch._assert_async(truth if answer else ~truth, _words(answer))
         return answer
+
+
+def told(graph: fx.Graph) -> tuple[str, ...]:
+    """What calls of a traced graph must answer as its example did, a sentence each."""
+    words = [str(node.args[1]) for node in graph.nodes if str(node.target).startswith(CHECK)]
+    heard = (word.partition(" when ")[0] for word in words if word.startswith("forward heard"))
+    return tuple(f"{row} in the trace; a call that hears otherwise is refused." for row in heard)
 
 
 def _words(answer: bool) -> str:

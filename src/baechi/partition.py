@@ -22,9 +22,8 @@ from typing import Any, final
 import networkx
 from torch import fx, nn
 
+from baechi.asked_values import CHECK
 from baechi.propagation import Facts
-
-_CHECK = "aten._assert_async."
 
 
 @final
@@ -81,7 +80,7 @@ class Partition:
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
-            acts = facts.writes or facts.random or str(node.target).startswith(_CHECK)
+            acts = facts.writes or facts.random or str(node.target).startswith(CHECK)
             if node in alive or acts or node.op == "placeholder":
                 alive.add(node)
                 alive.update(node.all_input_nodes)

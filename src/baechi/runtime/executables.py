@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.autograd import forward_ad
 
+from baechi.asked_values import told
 from baechi.calls import Call
 from baechi.costs import OpCost, Profile
 from baechi.errors import ExecutionError
@@ -175,10 +176,11 @@ class Executable:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why."""
+        """What does not run as asked for, and why; what every call must answer like the example."""
         functions = (tape.function for tape in self._way.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
+        rows += told(self._module.graph_module.graph)
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:

@@ -249,7 +249,7 @@ class PlacedModule(nn.Module):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why: uncompiled, or without CUDA graphs."""
+        """What does not run as asked for, and why, and which answers of the example must hold."""
         return self._current.executable.remarks
 
     @property
