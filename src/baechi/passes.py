@@ -32,7 +32,7 @@ _PASSES: Final = 2
 # What may be spent on the unsettled: a share of what the passes took. A few small operators may
 # take longer, since a disturbance may be longer than all of their passes.
 _MORE_SHARE: Final = 0.5
-_MORE_NS: Final = 1_000_000_000
+_MORE_NS: Final = 300_000_000
 
 K = TypeVar("K", bound=Hashable)
 
