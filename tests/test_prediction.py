@@ -11,7 +11,7 @@ from benchmarks.prediction.checks import checks, errors, families, peak_errors, 
 from benchmarks.prediction.models import MODELS, Model
 from benchmarks.prediction.plot import peak_points, svg, time_points
 from benchmarks.prediction.report import family_rows, row_lines, segment_line, write_files
-from benchmarks.prediction.rows import Row, device_names, joined, measure
+from benchmarks.prediction.rows import Row, device_names, measure
 from torch import nn
 
 import baechi
@@ -111,7 +111,6 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
 
     monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
     monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
-    monkeypatch.setattr(rows_module, "_TURNS", 2)
     said = []
     found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
     assert [(r.mode, r.devices, r.placement) for r in found] == [
@@ -123,18 +122,7 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
         assert line.predicted_ns > 0
         assert line.measured.step_ns > 0
         assert len(line.predicted_bytes) == len(line.measured.peak_bytes) == line.devices
-        assert len(line.measured.samples_ns) == 4  # two steps in each of two turns
     assert said
-
-
-def test_a_turn_that_was_disturbed_decides_no_step_and_the_highest_peak_counts():
-    quiet = Measurement(100, (5, 9), (99, 100, 101), 7, (1, 0))
-    disturbed = Measurement(300, (6, 8), (280, 300, 320), 7, (1, 0))
-    for turns in itertools.permutations([quiet, quiet, disturbed]):
-        one = joined(turns)
-        assert one.step_ns == 101
-        assert one.samples_ns == tuple(ns for turn in turns for ns in turn.samples_ns)
-        assert (one.peak_bytes, one.moved_bytes, one.absent_bytes) == ((6, 9), 7, (1, 0))
 
 
 def test_pieces_are_few_and_keep_groups_together():

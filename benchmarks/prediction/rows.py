@@ -1,14 +1,11 @@
 """Predicts and measures one model, on every number of devices, by every placement.
 
 The model is profiled as `place` does, at the threads that a logical device will have, right before
-it is measured. A profile is made in passes, seconds apart; so all placements of a model are
-measured in turns, several times, and the median of all steps counts. What disturbs the machine for
-a second or two is then in one pass or turn of several, and decides neither number.
+it is measured.
 """
 
 import gc
 import random
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -22,7 +19,6 @@ MODES: Final = ("forward", "training")
 _FEW_CUTS: Final = 2  # per device: a model in so many pieces, in a row
 _BUDGET_NS: Final = 1_000_000_000  # of the timed steps of one placement
 _STEPS: Final = (3, 20)
-_TURNS: Final = 3  # the fewest of which one can be an outlier
 
 
 @final
@@ -81,7 +77,6 @@ def measure(
         say(f"{name} {batch} {mode}: tracing")
         traced = baechi.trace(model, args, kwargs)
         profiles: dict[int | None, baechi.Profile] = {}
-        cases = []
         for devices in counts:
             names = device_names(kind, devices)
             threads = max(total // devices, 1) if kind == "cpu" else None
@@ -93,15 +88,9 @@ def measure(
             graph = traced.graph(profiles[threads], training=training)
             cluster = baechi.probe(names)
             for title, placement in placements(graph, cluster):
-                cases.append(_Case(traced, graph, cluster, title, placement, threads))
-        turns = []
-        for turn in range(_TURNS):
-            for case in cases:
-                where = f"{case.title} on {len(case.cluster.devices)}"
-                say(f"{name} {batch} {mode}: {where}, turn {turn + 1}")
-                turns.append(_measured(case))
-        for index, case in enumerate(cases):
-            yield _row((name, batch, mode), case, turns[index :: len(cases)])
+                say(f"{name} {batch} {mode}: {title} on {devices}")
+                case = (name, batch, mode, devices, title)
+                yield _row(case, traced, graph, cluster, placement, threads)
         del model, traced, args, kwargs
         gc.collect()
 
@@ -128,66 +117,35 @@ def _in_pieces(graph: baechi.OpGraph, cluster: baechi.Cluster) -> tuple[int, ...
     return tuple(piece[group] % n for group in group_of)
 
 
-@final
-@dataclass(frozen=True)
-class _Case:
-    """One placement of a traced model, before it is measured."""
-
-    traced: baechi.Traced
-    graph: baechi.OpGraph
-    cluster: baechi.Cluster
-    title: str
-    placement: baechi.Placement
-    threads: int | None
-
-    def schedule(self) -> baechi.Schedule:
-        """What is predicted."""
-        return baechi.simulate(self.graph, self.cluster, self.placement)
-
-
-def _measured(case: _Case) -> tuple[baechi.Measurement, int]:
-    """One turn of a placement, and how many segments run in a step."""
+def _row(
+    case: tuple[str, int, str, int, str],
+    traced: baechi.Traced,
+    graph: baechi.OpGraph,
+    cluster: baechi.Cluster,
+    placement: baechi.Placement,
+    threads: int | None,
+) -> Row:
+    schedule = baechi.simulate(graph, cluster, placement)
     placed = baechi.apply(
-        case.traced,
-        case.placement,
-        graph=case.graph,
-        cluster=case.cluster,
+        traced,
+        placement,
+        graph=graph,
+        cluster=cluster,
         # A single device without workers computes in the caller's thread, with all of its threads.
-        threads_per_device=case.threads if len(case.cluster.devices) > 1 else None,
+        threads_per_device=threads if len(cluster.devices) > 1 else None,
     )
     fewest, most = _STEPS
-    steps = min(max(_BUDGET_NS // max(case.schedule().makespan_ns, 1), fewest), most)
-    measured = placed.measure(-(-steps // _TURNS))
+    steps = min(max(_BUDGET_NS // max(schedule.makespan_ns, 1), fewest), most)
+    measured = placed.measure(steps)
     phases = placed._current.executable.program.phases
+    segments = sum(len(phase.segments) for phase in phases)
     placed.unplace()
-    return measured, sum(len(phase.segments) for phase in phases)
-
-
-def joined(turns: Sequence[baechi.Measurement]) -> baechi.Measurement:
-    """The turns of one placement as one: the median of all steps, the highest of each peak."""
-    samples = tuple(sample for turn in turns for sample in turn.samples_ns)
-    peaks = tuple(map(max, zip(*(turn.peak_bytes for turn in turns), strict=True)))
-    return baechi.Measurement(
-        int(statistics.median(samples)),
-        peaks,
-        samples,
-        turns[0].moved_bytes,
-        turns[0].absent_bytes,
-    )
-
-
-def _row(
-    model: tuple[str, int, str], case: _Case, turns: Sequence[tuple[baechi.Measurement, int]]
-) -> Row:
-    schedule = case.schedule()
     return Row(
-        *model,
-        devices=len(case.cluster.devices),
-        placement=case.title,
-        ops=len(case.graph.ops),
-        segments=turns[0][1],
+        *case,
+        ops=len(graph.ops),
+        segments=segments,
         transfers=len(schedule.transfers),
         predicted_ns=schedule.makespan_ns,
         predicted_bytes=schedule.peak_bytes,
-        measured=joined([measured for measured, _ in turns]),
+        measured=measured,
     )
