@@ -91,12 +91,21 @@ def drawn_in_place(_: Tensor) -> bool:
 
 @pytest.mark.parametrize(
     "ask",
-    [
-        *(of_the_input, written_with_the_input, written_through_a_view, written_past_the_version),
-        *(written_out, drawn, drawn_in_place),
-    ],
+    [of_the_input, written_with_the_input, written_through_a_view, written_out, drawn],
 )
-def test_what_depends_on_more_is_never_taken_for_known(ask: Callable[[Tensor], bool]) -> None:
+def test_what_depends_on_more_is_told_and_checked(ask: Callable[[Tensor], bool]) -> None:
+    x = torch.zeros(2, 5)
+    traced = baechi.trace(Branching(ask), (x,))
+    assert traced.rung == "torch.export (non-strict), values told"
+    assert "data-dependent" in traced.attempts[0].reason
+    assert torch.equal(traced.module.graph_module(x)[0], x + 2)
+    if ask is not drawn:
+        with pytest.raises(RuntimeError, match="would now hear True"):
+            traced.module.graph_module(x + 1000)
+
+
+@pytest.mark.parametrize("ask", [written_past_the_version, drawn_in_place])
+def test_what_no_tracer_can_write_down_is_refused(ask: Callable[[Tensor], bool]) -> None:
     with pytest.raises(baechi.TraceError, match="data-dependent"):
         baechi.trace(Branching(ask), (torch.zeros(2, 5),))
 
