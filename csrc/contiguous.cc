@@ -58,7 +58,8 @@ struct Traffic {
   int64_t change(int32_t a, int32_t b) const {
     int64_t change = 0;
     for (const Read& read : reads[a]) {
-      const bool read_already = read.next<b, made_inside = read.producer> a && read.producer < b;
+      const bool read_already = read.next < b;
+      const bool made_inside = a < read.producer && read.producer < b;
       if (!read_already && !made_inside) change += read.cost;
     }
     for (const Made& tensor : made[a]) {
