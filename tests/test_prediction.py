@@ -10,8 +10,15 @@ from benchmarks.prediction import rows as rows_module
 from benchmarks.prediction.checks import checks, errors, families, peak_errors, segment_ns
 from benchmarks.prediction.models import MODELS, Model
 from benchmarks.prediction.plot import peak_points, svg, time_points
-from benchmarks.prediction.report import family_rows, row_lines, segment_line, write_files
+from benchmarks.prediction.report import (
+    disturbed_line,
+    family_rows,
+    row_lines,
+    segment_line,
+    write_files,
+)
 from benchmarks.prediction.rows import Row, device_names, measure
+from benchmarks.quiet import Quiet, reference_ns
 from torch import nn
 
 import baechi
@@ -23,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def row(placement="single", devices=1, segments=1, predicted=100, measured=100, peaks=(), **other):
     predicted_bytes = tuple(one for one, _ in peaks) or (50,) * devices
     real = tuple(two for _, two in peaks) or (50,) * devices
-    fields = {"model": "m", "batch": 1, "mode": "training", "ops": 9, "transfers": 0, **other}
+    fields = {"model": "m", "batch": 1, "mode": "training", "ops": 9, "transfers": 0}
+    fields |= {"passes_ns": (measured,), "disturbed": False, **other}
     return Row(
         **fields,
         devices=devices,
@@ -61,6 +69,25 @@ def test_a_target_that_is_missed_fails(changes, failing):
     assert len(missed) == len(failing)
     for claim, start in zip(missed, failing, strict=True):
         assert claim.startswith(start)
+
+
+def test_step_times_of_a_disturbed_machine_count_where_there_are_no_others():
+    calm, disturbed = row(), row(predicted=50, disturbed=True)
+    assert all(check.holds for check in checks([calm, calm, disturbed], "cpu"))
+    assert not all(check.holds for check in checks([calm, disturbed], "cpu"))
+    assert "1 of 3 rows" in disturbed_line([calm, calm, disturbed])
+    assert "quiet for all 2" in disturbed_line([calm, calm])
+    assert "(disturbed)" in row_lines([disturbed])[0][8]
+
+
+def test_a_machine_is_quiet_where_the_reference_is_near_its_best():
+    readings = iter([130.0, 100.0, 130.0, 115.0, 130.0, 130.0, 130.0, 130.0])
+    quiet = Quiet(0.002, warm_up_s=0, pause_s=0.001, reference=lambda: next(readings))
+    assert quiet.is_now()
+    assert quiet.wait()  # 130 is not, 115 is
+    assert not quiet.wait()  # patience ends
+    assert not quiet.wait()
+    assert reference_ns() > 0
 
 
 def test_the_price_of_a_segment_is_what_many_cuts_miss_more_than_few():
@@ -111,8 +138,12 @@ def test_a_model_is_predicted_and_measured_by_every_placement(monkeypatch):
 
     monkeypatch.setitem(MODELS, "tiny", Model(tiny, (2,)))
     monkeypatch.setattr(rows_module, "_BUDGET_NS", 1)
+    monkeypatch.setattr(rows_module, "_PASSES", (2, 2))
+    quiet = Quiet(0, warm_up_s=0, reference=lambda: 1.0)
     said = []
-    found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", said.append))
+    found = list(measure("tiny", 2, ("forward", "training"), (1, 2), "cpu", quiet, said.append))
+    assert all(len(line.passes_ns) == 2 and not line.disturbed for line in found)
+    assert all(line.measured.step_ns == min(line.passes_ns) for line in found)
     assert [(r.mode, r.devices, r.placement) for r in found] == [
         (mode, *rest)
         for mode in ("forward", "training")

@@ -13,12 +13,14 @@ from benchmarks.prediction.plot import write_plots
 from benchmarks.prediction.report import (
     FAMILY_HEADER,
     ROW_HEADER,
+    disturbed_line,
     family_rows,
     row_lines,
     segment_line,
     write_files,
 )
 from benchmarks.prediction.rows import MODES, Row, measure
+from benchmarks.quiet import Quiet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -35,6 +37,9 @@ def main(
     threads: Annotated[
         int, typer.Option(help="torch threads that logical CPU devices share; torch's own if 0.")
     ] = 0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds, in all, to wait for the machine to be quiet.")
+    ] = 900.0,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
     """Writes a table, pictures and every sample; fails where a prediction misses its target."""
@@ -54,6 +59,7 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     command = shlex.join(["python3", "-m", "benchmarks.prediction", *sys.argv[1:]])
+    quiet = Quiet(patience)
     rows: list[Row] = []
     columns = (
         BarColumn(),
@@ -70,6 +76,7 @@ def main(
                 modes.split(","),
                 numbers,
                 kind,
+                quiet,
                 lambda text: progress.update(bar, description=text),
             )
             progress.advance(bar)
@@ -86,6 +93,7 @@ def main(
         for line in lines:
             table.add_row(*line)
         console.print(table)
+    console.print(disturbed_line(rows), highlight=False)
     console.print(segment_line(rows), highlight=False)
     for check in found:
         word = "[green]holds[/]" if check.holds else "[red]FAILS[/]"

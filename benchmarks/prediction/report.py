@@ -50,7 +50,7 @@ def row_lines(rows: Sequence[Row]) -> list[list[str]]:
                 str(row.segments),
                 format_ns(row.predicted_ns),
                 format_ns(row.measured.step_ns),
-                format_ns(max(row.passes_ns)),
+                format_ns(max(row.passes_ns)) + " (disturbed)" * row.disturbed,
                 f"{time_error(row):+.1%}",
                 f"{min(peaks):+.1%}",
                 f"{max(peaks):+.1%}",
@@ -67,6 +67,19 @@ def segment_line(rows: Sequence[Row]) -> str:
     return f"One more segment adds {found / 1000:.1f} us to a step beyond its prediction."
 
 
+def disturbed_line(rows: Sequence[Row]) -> str:
+    """How many rows are of a disturbed machine, and how far these are off."""
+    found = [row for row in rows if row.disturbed]
+    if not found:
+        return f"The machine was quiet for all {len(rows)} rows."
+    seen = errors(found)
+    return (
+        f"The machine was disturbed for {len(found)} of {len(rows)} rows. Their step times are "
+        f"{seen.median_time:.1%} off in the median and {seen.worst_time:+.1%} at worst, and count "
+        "for no target unless they are most."
+    )
+
+
 def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, command: str) -> None:
     """`result.json` with every sample, and `tables.md`."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +94,7 @@ def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, comma
     parts = [
         f"Made by `{command}`. Errors are (predicted - measured) / measured.\n",
         _table(("target", "", "measured"), verdicts),
+        disturbed_line(rows) + "\n",
         segment_line(rows) + "\n",
         _table(FAMILY_HEADER, family_rows(rows)),
         _table(ROW_HEADER, row_lines(rows)),

@@ -1,9 +1,9 @@
 """Predicts and measures one model, on every number of devices, by every placement.
 
 The model is profiled as `place` does, at the threads that a logical device will have, right before
-it is measured. It is profiled in passes, whose lowest counts (`baechi.passes`), and so it is
-measured: every placement once, then every placement again; the pass of the lowest median counts.
-What disturbs a machine for a while falls into one of them.
+it is measured. A profile is made in passes, whose lowest counts (`baechi.passes`), and so are the
+steps: every placement once, then every placement again, and the pass of the lowest median counts.
+Profiles and passes begin when the machine is quiet; a row of which it was not is `disturbed`.
 """
 
 import gc
@@ -14,6 +14,7 @@ from typing import Final, final
 
 import torch
 from benchmarks.prediction.models import build
+from benchmarks.quiet import Quiet
 
 import baechi
 
@@ -23,6 +24,7 @@ _BUDGET_NS: Final = 1_000_000_000  # of the timed steps of one placement
 _STEPS: Final = (3, 20)
 _PASSES: Final = (2, 4)  # at least, and at most where no second pass is near the lowest
 _NEAR: Final = 1.05
+_PROFILES: Final = 3  # at most, where none is of a quiet machine
 
 
 @final
@@ -44,6 +46,7 @@ class Row:
         predicted_bytes: The peak of every device.
         measured: The pass of the lowest median step, and the highest peak of any pass.
         passes_ns: The median step of every pass, in the order in which they were made.
+        disturbed: Whether the machine was not quiet in its profile, or in every pass.
     """
 
     model: str
@@ -58,6 +61,7 @@ class Row:
     predicted_bytes: tuple[int, ...]
     measured: baechi.Measurement
     passes_ns: tuple[int, ...]
+    disturbed: bool
 
 
 def device_names(kind: str, devices: int) -> list[str]:
@@ -73,6 +77,7 @@ def measure(
     modes: Sequence[str],
     counts: Sequence[int],
     kind: str,
+    quiet: Quiet,
     say: Callable[[str], None],
 ) -> Iterator[Row]:
     """The rows of one model at one batch size."""
@@ -82,17 +87,16 @@ def measure(
         model, args, kwargs = build(name, batch, training=training)
         say(f"{name} {batch} {mode}: tracing")
         traced = baechi.trace(model, args, kwargs)
-        profiles: dict[int | None, baechi.Profile] = {}
+        profiles: dict[int | None, tuple[baechi.Profile, bool]] = {}
         cases: list[_Case] = []
         for devices in counts:
             names = device_names(kind, devices)
             threads = max(total // devices, 1) if kind == "cpu" else None
             if threads not in profiles:
                 say(f"{name} {batch} {mode}: profiling")
-                profiles[threads] = baechi.profile(
-                    traced, names[0], threads=threads, progress=False, cache=False
-                )
-            graph = traced.graph(profiles[threads], training=training)
+                profiles[threads] = _profile(traced, names[0], threads, quiet)
+            profile, calm = profiles[threads]
+            graph = traced.graph(profile, training=training)
             cluster = baechi.probe(names)
             for placement_name, placement in placements(graph, cluster):
                 placed = baechi.apply(
@@ -105,10 +109,23 @@ def measure(
                 )
                 schedule = baechi.simulate(graph, cluster, placement)
                 title = (name, batch, mode, devices, placement_name)
-                cases.append(_Case(title, graph, schedule, placed))
-        yield from _measured(cases, say)
+                cases.append(_Case(title, graph, schedule, placed, calm))
+        yield from _measured(cases, quiet, say)
         del model, traced, args, kwargs, cases
         gc.collect()
+
+
+def _profile(
+    traced: baechi.Traced, device: str, threads: int | None, quiet: Quiet
+) -> tuple[baechi.Profile, bool]:
+    """A profile, and whether the machine was quiet before and after it."""
+    for _ in range(_PROFILES):
+        before = quiet.wait()
+        profile = baechi.profile(traced, device, threads=threads, progress=False, cache=False)
+        calm = before and quiet.is_now()
+        if calm:
+            break
+    return profile, calm
 
 
 def placements(
@@ -142,19 +159,23 @@ class _Case:
     graph: baechi.OpGraph
     schedule: baechi.Schedule
     placed: baechi.PlacedModule
+    profiled_calmly: bool
+    measured_calmly: bool = False
     passes: list[baechi.Measurement] = field(default_factory=list)
 
     @property
     def is_settled(self) -> bool:
-        """Whether a second pass is near the lowest one."""
+        """Whether a second pass is near the lowest one, and one was calm."""
         lowest, *others = sorted(found.step_ns for found in self.passes)
-        return bool(others) and others[0] <= _NEAR * lowest
+        return self.measured_calmly and bool(others) and others[0] <= _NEAR * lowest
 
-    def measure(self) -> None:
+    def measure(self, quiet: Quiet) -> None:
         """One more pass."""
         fewest, most = _STEPS
         steps = min(max(_BUDGET_NS // max(self.schedule.makespan_ns, 1), fewest), most)
+        before = quiet.wait()
         self.passes.append(self.placed.measure(steps))
+        self.measured_calmly |= before and quiet.is_now()
 
     def row(self) -> Row:
         """Prediction and measurement."""
@@ -170,10 +191,11 @@ class _Case:
             predicted_bytes=self.schedule.peak_bytes,
             measured=replace(best, peak_bytes=tuple(map(max, peaks))),
             passes_ns=tuple(found.step_ns for found in self.passes),
+            disturbed=not (self.profiled_calmly and self.measured_calmly),
         )
 
 
-def _measured(cases: Sequence[_Case], say: Callable[[str], None]) -> list[Row]:
+def _measured(cases: Sequence[_Case], quiet: Quiet, say: Callable[[str], None]) -> list[Row]:
     """The rows, after as many passes as it takes."""
     fewest, most = _PASSES
     for count in range(most):
@@ -181,7 +203,7 @@ def _measured(cases: Sequence[_Case], say: Callable[[str], None]) -> list[Row]:
             if count < fewest or not case.is_settled:
                 name, batch, mode, devices, placement = case.title
                 say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
-                case.measure()
+                case.measure(quiet)
     rows = [case.row() for case in cases]
     for case in cases:
         case.placed.unplace()
