@@ -15,6 +15,9 @@ _NEEDS = {
 }
 collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
 _GPUS = {"gpu": 1, "multigpu": 2}
+# Processes that compile are slower to start than our functions are to compile; and torch 2.11 waits
+# five minutes for idle ones at its end.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

@@ -30,14 +30,15 @@ class Careful(nn.Module):
 
 
 class Sampler(nn.Module):
-    """A distribution, whose parameters torch validates."""
+    """A distribution, whose parameters torch validates; by default not after a `torch.compile`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.scale = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        normal = torch.distributions.Normal(self.body(x), self.scale(x).exp())
+        scale = self.scale(x).exp()
+        normal = torch.distributions.Normal(self.body(x), scale, validate_args=True)
         return normal.rsample() + normal.entropy()
 
 
@@ -109,7 +110,7 @@ class Wordy(nn.Module):
     """Asks in a line that is too long to be quoted."""
 
     def forward(self, x: Tensor) -> Tensor:
-        unfit = torch.isnan(x).any() or torch.isinf(x).any() or x.min() < -1  # ü is two bytes
+        unfit = torch.isnan(x).any() or torch.isinf(x).any() or x.min() < -1
         return x if unfit else x.relu()
 
 
