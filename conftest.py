@@ -15,8 +15,8 @@ _NEEDS = {
 }
 collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
 _GPUS = {"gpu": 1, "multigpu": 2}
-# Processes that compile are slower to start than our functions are to compile; and torch 2.11 waits
-# five minutes for idle ones at its end.
+# Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
+# wait five minutes for them when a test run ends.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 if find_spec("hypothesis") is not None:
