@@ -15,6 +15,9 @@ _NEEDS = {
 }
 collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
 _GPUS = {"gpu": 1, "multigpu": 2}
+# Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
+# wait five minutes for them when a test run ends.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

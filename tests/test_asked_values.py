@@ -5,6 +5,8 @@ import torch
 from torch import Tensor, nn
 
 import baechi
+from baechi.asked_values import CHECK
+from baechi.extraction import extract
 from placed import at_random, one_thread, step
 
 RUNG = "torch.export (non-strict), values told"
@@ -28,14 +30,15 @@ class Careful(nn.Module):
 
 
 class Sampler(nn.Module):
-    """A distribution, whose parameters torch validates."""
+    """A distribution, whose parameters torch validates; by default not after a `torch.compile`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.scale = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        normal = torch.distributions.Normal(self.body(x), self.scale(x).exp())
+        scale = self.scale(x).exp()
+        normal = torch.distributions.Normal(self.body(x), scale, validate_args=True)
         return normal.rsample() + normal.entropy()
 
 
@@ -101,6 +104,30 @@ def test_who_takes_another_branch_is_told_which() -> None:
             placed(*other)
         assert "test_asked_values.py" in str(caught.value)
     assert torch.equal(placed(x, mask), wanted)
+
+
+class Wordy(nn.Module):
+    """Asks in a line that is too long to be quoted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        unfit = torch.isnan(x).any() or torch.isinf(x).any() or x.min() < -1
+        return x if unfit else x.relu()
+
+
+def test_on_a_gpu_the_host_checks() -> None:
+    """A check that fails on a GPU would end all of the process's CUDA."""
+    module = baechi.trace(Wordy(), (torch.ones(3),)).module
+    rows = [node for nodes in module.nodes for node in nodes]
+    checks = [node for node in rows if str(node.target).startswith(CHECK)]
+    assert len(checks) == 3
+    for node in checks:
+        assert 240 < len(node.args[1].encode()) < 255  # torch takes no longer message there
+        assert "test_asked_values.py" in node.args[1]
+    part = extract(module.graph_module, rows, [], device=torch.device("cuda"))
+    assert "torch.ops.aten._assert_async" not in part.function.__self__.code
+    assert part.function(torch.zeros(3)) == ()
+    with pytest.raises(RuntimeError, match=r"heard False .* would now hear True.*submodule"):
+        part.function(torch.tensor([float("nan"), 0.0, 0.0]))
 
 
 def test_numbers_are_not_told() -> None:

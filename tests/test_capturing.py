@@ -70,6 +70,7 @@ def test_most_operators_may_be_captured(function: Any) -> None:
     [
         (lambda x: torch.linalg.inv(x[:, :3]), "reads values on the host"),
         (lambda x: torch.multinomial(x.exp(), 2), "reads values on the host"),
+        (lambda x: x if x.isnan().any() else x.relu(), "reads values on the host"),
         (lambda x: x.masked_fill(x > 0, 0)[torch.ones(3, dtype=torch.bool)], "mask"),
         (silent, "baechi_tests's own; nobody knows"),
         (

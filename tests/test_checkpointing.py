@@ -208,6 +208,7 @@ def test_place_refuses_a_limit_that_nothing_keeps_and_inference() -> None:
 
 
 def test_a_placed_model_is_measured_and_reported_with_what_runs_again(tmp_path: Path) -> None:
+    pytest.importorskip("plotly")
     placed = placed_with("blocks.*", {"cpu:0": "1GiB", "cpu:1": "1GiB"})
     assert placed.measure(2).step_ns
     assert "device" in placed.report(tmp_path / "plan.html")

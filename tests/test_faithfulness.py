@@ -272,6 +272,15 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     return make()
 
 
+def apply_takes_keywords() -> bool:
+    """Whether torch passes them on to an autograd function; 2.11 does not."""
+    try:
+        Sevenfold.apply(x=torch.ones(()))
+    except TypeError:
+        return False
+    return True
+
+
 def two_steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
     rows: list[Any] = []
     for _ in range(2):
@@ -284,6 +293,8 @@ def two_steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("name", HONORED)
 def test_what_is_honored_equals_the_unsplit_model(name: str) -> None:
+    if "keyword" in name and not apply_takes_keywords():
+        pytest.skip(f"torch {torch.__version__} itself refuses this")
     model, reference, x = seeded(HONORED[name]), seeded(HONORED[name]), torch.randn(3, 4)
     traced = baechi.trace(model, (x,))
     placed = apply(traced, traced.graph(made_up_profile(traced)), 2, baechi.RandomPlacer(0))

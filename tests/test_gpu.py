@@ -260,6 +260,32 @@ def test_a_capture_that_fails_leaves_torch_as_it_was() -> None:
     assert total.tolist() == [3.0] * 8
 
 
+class Wary(nn.Module):
+    """Asks a tensor for a truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return hidden.nan_to_num() if torch.isnan(hidden).any() else hidden.tanh()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+def test_a_truth_value_that_is_no_more_is_told_and_cuda_lives_on(cuda_graphs: Any) -> None:
+    model, x = Wary().to("cuda:0"), torch.randn(4, 8, device="cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, (x,), {}, LANES[:2], 0, cuda_graphs=cuda_graphs)
+    for _ in range(WARM_UP + 2):
+        for one, other in zip(step(reference, (x,), {}), step(placed, (x,), {}), strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+        with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+            placed(x * float("nan"))
+    profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
+    assert len(profile.costs) == len(placed.traced.ops)
+
+
 _SANITIZED = """
 import torch
 import test_gpu

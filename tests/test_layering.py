@@ -265,6 +265,7 @@ ALLOWED = {
     "calls": {"autocast"},
     "propagation": {"calls"},
     "kernels": {"calls"},
+    "extraction": {"asked_values"},
     "partition": {"asked_values", "propagation"},
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation"},

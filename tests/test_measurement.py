@@ -120,6 +120,7 @@ def test_state_that_is_planned_and_absent_is_named_until_the_optimizer_has_it() 
 
 
 def test_the_report_has_the_error_once_there_is_a_measurement(tmp_path) -> None:
+    pytest.importorskip("plotly")
     placed = placed_halves(optimizer="momentum")
     assert "Predicted beside measured" not in placed.report()
     placed.measure(1)

@@ -18,6 +18,8 @@ from torch import fx
 from torch.overrides import TorchFunctionMode
 
 CHECK: Final = "aten._assert_async."  # how the operators that check begin
+# What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
+_MOST_BYTES: Final = 254
 _QUESTIONS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
 
 
@@ -66,6 +68,19 @@ class AskedValues(TorchFunctionMode):
         return answer
 
 
+def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
+    """What runs on a GPU instead of an operator that checks: the host looks, as the model's did.
+
+    There a check that fails would end all that the process does with CUDA, and already made-up
+    inputs may fail it.
+
+    Raises:
+        RuntimeError: It is not true.
+    """
+    if not truth:
+        raise RuntimeError(words)
+
+
 def told(graph: fx.Graph) -> tuple[str, ...]:
     """What calls of a traced graph must answer as its example did, a sentence each."""
     words = [str(node.args[1]) for node in graph.nodes if str(node.target).startswith(CHECK)]
@@ -74,11 +89,20 @@ def told(graph: fx.Graph) -> tuple[str, ...]:
 
 
 def _words(answer: bool) -> str:
-    return (
-        f"forward heard {answer} at {_asker()} when the model was traced, and would now hear "
-        f"{not answer}. Put the code that looks at values in a submodule, which then stays whole; "
-        "or place the model anew with such an example."
+    before = f"forward heard {answer} at "
+    after = (
+        f" when the model was traced, and would now hear {not answer}. Put code that looks at "
+        "values in a submodule, which stays whole; or place the model anew with such an example."
     )
+    return before + _cut(_asker(), _MOST_BYTES - len((before + after).encode())) + after
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    """The text, or its beginning and dots."""
+    whole = text.encode()
+    if len(whole) <= most_bytes:
+        return text
+    return whole[: most_bytes - 3].decode(errors="ignore") + "..."
 
 
 def _asker() -> str:

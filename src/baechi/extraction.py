@@ -7,6 +7,8 @@ from typing import Any, final
 import torch
 from torch import fx
 
+from baechi.asked_values import CHECK, check
+
 
 @final
 @dataclass(frozen=True)
@@ -53,7 +55,8 @@ def extract(
         exits: (node, position, next): values that also leave through an alias, so that autograd
             adds the gradient of a reader at that program position up in its turn; the alias is
             made before `next` runs, or at the end. Sorted by position.
-        device: Where factories such as `arange` shall allocate; `None` leaves them as traced.
+        device: Where the function runs: factories such as `arange` allocate there, and on a GPU
+            the host checks truth values. `None` leaves all as traced.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
         boxed: Whether the function takes its inputs in a list.
     """
@@ -89,7 +92,7 @@ def extract(
 
             copy_of[node, None] = copy = graph.node_copy(node, argument)
             if device is not None:
-                _allocate_on(copy, device)
+                _run_on(copy, device)
     leave(None)
     graph.output((*(copy_of[node, None] for node in outputs), *left))
     root = torch.nn.Module()
@@ -129,16 +132,18 @@ def located(value: Any, device: torch.device) -> Any:
     graph = fx.Graph()
     graph.output(graph.graph_copy(value.graph, {}))
     for node in graph.nodes:
-        _allocate_on(node, device)
+        _run_on(node, device)
     moved = fx.GraphModule(value, graph)
     for target, inner in list(moved.named_children()):
         setattr(moved, target, located(inner, device))
     return moved
 
 
-def _allocate_on(node: fx.Node, device: torch.device) -> None:
+def _run_on(node: fx.Node, device: torch.device) -> None:
     def move(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
     node.args = fx.node.map_aggregate(node.args, move)
     node.kwargs = fx.node.map_aggregate(node.kwargs, move)
+    if device.type == "cuda" and str(node.target).startswith(CHECK):
+        node.target = check

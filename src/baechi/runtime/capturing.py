@@ -31,9 +31,9 @@ _SIZED: Final = (
 )
 _ASKING: Final = (
     *("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "multinomial", "histc"),
-    *("_assert_scalar", "tolist", "linalg_inv", "linalg_cholesky", "linalg_solve", "linalg_eigh"),
-    *("linalg_eig", "linalg_svd", "svd", "cholesky", "inverse", "ctc_loss", "_ctc_loss"),
-    *("_pack_padded_sequence", "_pad_packed_sequence"),
+    *("_assert_async", "_assert_scalar", "tolist", "linalg_inv", "linalg_cholesky"),
+    *("linalg_solve", "linalg_eigh", "linalg_eig", "linalg_svd", "svd", "cholesky", "inverse"),
+    *("ctc_loss", "_ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
 )
 _SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among the arguments
 _INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
