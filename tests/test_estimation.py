@@ -42,7 +42,7 @@ def kernels(model, *tensors):
 
 
 class Frozen(nn.Module):
-    """A part without gradients, which is one operator: wide inside, with a weight read at its end."""
+    """A part without gradients is one operator: wide inside, with a weight read at its end."""
 
     def __init__(self):
         super().__init__()

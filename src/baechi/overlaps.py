@@ -3,8 +3,8 @@
     expand       a row that stands for many     the row crosses, and is expanded there
     as_strided   windows that overlap           the memory under them crosses, and is cut up there
 
-A copy of such a tensor as it is would be dense: larger than what it is a view of, on the link and on
-the device that gets it.
+A copy of such a tensor as it is would be dense: larger than what it is a view of, on the link and
+on the device that gets it.
 """
 
 import torch

@@ -247,8 +247,7 @@ class CudaExecutor:
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
-            part = once(tensor)
-            # At once: of pinned memory, too, which the caller may write.
+            part = once(tensor)  # at once: of pinned memory, too, which the caller may write
             moved = laid_out(part.to(place), part, tensor)
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
@@ -275,13 +274,10 @@ class CudaExecutor:
         place: torch.device,
         key: tuple[int, ...],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the part of a tensor that is copied goes, and the tensor there.
-
-        Memory of the current stream, static if the step is replayed.
-        """
+        """Where a part of a tensor is copied, static if the step is replayed; the tensor there."""
         key = (step.differentiate, *key)
         replayed = self._graphs is not None and step.own.replayed
-        layout = (tensor.shape, tensor.dtype, part.shape)
+        layout = (tensor.shape, tensor.dtype, () if part is tensor else tensor.stride())
         known = self._landings.get(key) if replayed else None
         if known is None or known[0] != layout:
             room = torch.empty(part.shape, dtype=part.dtype, device=place)
