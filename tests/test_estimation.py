@@ -41,6 +41,28 @@ def kernels(model, *tensors):
     return list(flat(r.forward for r in runs)), list(flat(r.backward for r in runs))
 
 
+class Frozen(nn.Module):
+    """A part without gradients is one operator: wide inside, with a weight read at its end."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 512), nn.Linear(512, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            made = self.down(self.up(x).relu())
+        return made * self.scale
+
+
+def test_weights_that_an_operator_only_looks_at_are_no_results_of_it():
+    x = torch.randn(4, 8)
+    traced = baechi.trace(Frozen(), (x,))
+    loads = workloads(traced)
+    scratch = max(loads[op.key].workspace_bytes for op in traced.ops)
+    assert scratch == 2 * 4 * 4 * 512 - x.nbytes  # both wide values, less the result
+
+
 def products(found):
     return [kernel for kernel in found if kernel.flops]
 

@@ -27,8 +27,8 @@ LAYERS = {
     4: "tracing eager_branches known_values asked_values attributes effectless autocast calls "
     "ctc_loss faithfulness custom_functions scripted_functions model_state propagation partition "
     "naming lowering extraction metering saving profiling bench passes copying torch_devices "
-    "timing cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
-    "workload estimation calibration recurrent runtime.edges",
+    "overlaps timing cuda_graphs cuda_timing operands value_dependence isolation in_place "
+    "workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -288,6 +288,7 @@ ALLOWED = {
     "isolation": {"calls", "extraction", "lowering", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
+    "metering": {"overlaps"},
     "workspace": {"isolation", "metering", "runtime.edges", "saving"},
     "bench": {
         "cuda_timing",

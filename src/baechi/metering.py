@@ -15,6 +15,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.overlaps import laid_out, once
+
 
 @final
 class Meter:
@@ -91,17 +93,19 @@ class Meter:
         """A copy of another device's tensor, counted for `account` until it is freed.
 
         Logical devices on one CPU hand tensors over without copying; separate devices would hold
-        a copy, dense and without the base of a view, and so does a metered step.
+        a copy of each byte that it shows, without the rest of what it is a view of, and so does a
+        metered step.
 
         Args:
             account: Who gets it.
             tensor: What is copied.
             moved: Whether it comes from another logical device, and not from the caller.
         """
+        part = once(tensor)
         with self._lock:
-            self.moved_bytes += tensor.numel() * tensor.element_size() if moved else 0
+            self.moved_bytes += part.numel() * part.element_size() if moved else 0
         with torch.no_grad(), self.charged_to(account):
-            return tensor.clone()
+            return laid_out(part.clone(), part, tensor)
 
     @contextmanager
     def charged_to(self, account: int) -> Iterator[None]:

@@ -198,9 +198,12 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        produced = tensors_in(result)
-        for tensor in produced:
-            self._meter.hold(0, tensor)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors_in((args, kwargs))}
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            # A view of what was there before is nothing new, but may come after the peak.
+            if storage._cdata not in given or self._meter.knows(storage):
+                self._meter.hold(0, storage)
         if isinstance(func, torch._ops.OpOverload):
             kernel = kernel_of(func, args, kwargs or {}, result)
             if kernel is not None:

@@ -30,6 +30,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.metering import Meter
+from baechi.overlaps import laid_out, once
 from baechi.runtime.binding import Bound, Moves
 from baechi.runtime.fencing import Fence
 from baechi.runtime.holding import Held
@@ -110,7 +111,7 @@ class CudaExecutor:
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._landings: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._landings: dict[tuple[int, ...], tuple[Any, torch.Tensor, torch.Tensor]] = {}
         # Of every segment its tapes, with the slots that each is the last to read.
         self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
         # What a launch has read is read on CPUs; a stream may still have to.
@@ -246,35 +247,47 @@ class CudaExecutor:
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
-            moved = tensor.to(place)  # at once: of pinned memory, too, which the caller may write
+            part = once(tensor)  # at once: of pinned memory, too, which the caller may write
+            moved = laid_out(part.to(place), part, tensor)
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
             # nobody who computes.
-            landing = self._landing(step, tensor, place, (*number, row.tensor, row.dst))
+            part = once(tensor)
+            key = (*number, row.tensor, row.dst)
+            room, moved = self._landing(step, part, tensor, place, key)
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
                 # Dense first: a strided copy across devices is a slow kernel.
-                landing.data.copy_(tensor.contiguous(), non_blocking=True)
-            moved = landing
+                room.data.copy_(part.contiguous(), non_blocking=True)
         if reader is not None:
             way.held.add(moved)
         return moved
 
     def _landing(
-        self, step: Step, tensor: torch.Tensor, place: torch.device, key: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Where a copy goes: memory of the current stream, static if the step is replayed."""
-        shape, dtype = tensor.shape, tensor.dtype
-        if self._graphs is None or not step.own.replayed:
-            return torch.empty(shape, dtype=dtype, device=place)
-        known = self._landings.get((step.differentiate, *key))
-        if known is None or known.shape != shape or known.dtype != dtype:
-            known = torch.empty(shape, dtype=dtype, device=place)
-            self._landings[step.differentiate, *key] = known
-        return self._graphs.statics(step).add(known)
+        self,
+        step: Step,
+        part: torch.Tensor,
+        tensor: torch.Tensor,
+        place: torch.device,
+        key: tuple[int, ...],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where a part of a tensor is copied, static if the step is replayed; the tensor there."""
+        key = (step.differentiate, *key)
+        replayed = self._graphs is not None and step.own.replayed
+        layout = (tensor.shape, tensor.dtype, () if part is tensor else tensor.stride())
+        known = self._landings.get(key) if replayed else None
+        if known is None or known[0] != layout:
+            room = torch.empty(part.shape, dtype=part.dtype, device=place)
+            known = (layout, room, laid_out(room, part, tensor))
+        _, room, whole = known
+        if replayed:
+            assert self._graphs is not None
+            self._landings[key] = known
+            self._graphs.statics(step).add(whole)
+        return room, whole
 
     def _hold_seeds(self, step: Step, way: _Way) -> None:
         """Hold the caller's gradients: his memory, which lanes read that are not his."""
