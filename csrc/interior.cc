@@ -45,10 +45,10 @@ constexpr double kWorthless = 1e-9;
 constexpr double kNear = 10;
 // How far a choice is from its op; below half, so that both ends of an arc keep apart.
 constexpr double kBeside = 0.3;
-// Where a factorization takes more multiplications, steps are worth more solves:
+// Where a factorization takes more multiplications, steps are worth more solves.
 constexpr double kCostly = 2e8;
-// corrections of each, at most; weights of a correction, evenly up to 1; how much longer it tries to
-// make the step, of the whole way; and how much it must, both ways together, to be followed.
+// Corrections of such a step, at most; weights of each, evenly up to 1; by what part of the way it
+// tries to lengthen the step; and by what it must, both ways together, to be followed by another.
 constexpr int kCorrections = 2, kWeights = 4;
 constexpr double kLonger = 0.5, kWorthwhile = 0.1;
 
