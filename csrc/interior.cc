@@ -8,7 +8,9 @@
 //     1 - sum of y over the edges out of (into) an op >= 0  price p (q)
 //
 // Every pair of an unknown and its price is driven to the same small product, by steps of Newton's
-// method, each with a predictor and a corrector (Mehrotra 1992). r, z, f and y are eliminated edge
+// method, each with a predictor and a corrector (Mehrotra 1992), and where solves are cheap beside
+// the factorization with more correctors (Gondzio 1996), each as far as it lengthens the step
+// (Colombo and Gondzio 2008). r, z, f and y are eliminated edge
 // by edge, so that what is left is a quasidefinite system in s, p and q (`Quasidefinite`): one
 // unknown per op, and two per op that has to choose. It is as sparse as the graph, and in graphs
 // that are long rather than wide its factor is hardly larger. Start: all shares small, all ops
@@ -23,7 +25,9 @@
 #include <tuple>
 #include <utility>
 
+#include "arcs.h"
 #include "favorites.h"
+#include "pairs.h"
 #include "quasidefinite.h"
 #include "transfers.h"
 
@@ -41,40 +45,12 @@ constexpr double kWorthless = 1e-9;
 constexpr double kNear = 10;
 // How far a choice is from its op; below half, so that both ends of an arc keep apart.
 constexpr double kBeside = 0.3;
-
-// Unknowns that are at least 0, and their prices.
-struct Pairs {
-  Vector x, price;
-  Vector dx, dprice;  // the step
-  Vector wanted;      // change of the product
-
-  explicit Pairs(size_t size)
-      : x(size, 1.0), price(size, 0.0), dx(size, 0.0), dprice(size, 0.0), wanted(size, 0.0) {}
-
-  // The sum of the products after these parts of the step.
-  double product(double primal, double dual) const {
-    double sum = 0;
-    for (size_t i = 0; i < x.size(); ++i)
-      sum += (x[i] + primal * dx[i]) * (price[i] + dual * dprice[i]);
-    return sum;
-  }
-  void want(double product, bool corrected) {
-    for (size_t i = 0; i < x.size(); ++i)
-      wanted[i] = product - x[i] * price[i] - (corrected ? dx[i] * dprice[i] : 0.0);
-  }
-  void set_dprice(size_t i) { dprice[i] = (wanted[i] - price[i] * dx[i]) / x[i]; }
-  void move(double primal, double dual) {
-    for (size_t i = 0; i < x.size(); ++i) x[i] += primal * dx[i], price[i] += dual * dprice[i];
-  }
-};
-
-// The part of a step that keeps all values at least 0, 1 at most.
-double reach(const Vector& values, const Vector& step) {
-  double reach = 1;
-  for (size_t i = 0; i < values.size(); ++i)
-    if (step[i] < 0) reach = std::min(reach, -values[i] / step[i]);
-  return reach;
-}
+// Where a factorization takes more multiplications, steps are worth more solves.
+constexpr double kCostly = 2e8;
+// Corrections of such a step, at most; weights of each, evenly up to 1; by what part of the way it
+// tries to lengthen the step; and by what it must, both ways together, to be followed by another.
+constexpr int kCorrections = 2, kWeights = 4;
+constexpr double kLonger = 0.5, kWorthwhile = 0.1;
 
 class Interior {
  public:
@@ -82,18 +58,14 @@ class Interior {
   Shares run(double tolerance, int32_t max_iterations, double most_work);
 
  private:
-  // An edge, or the way to an op without parents (src -1), or from one without children (dst ops_).
-  struct Arc {
-    int32_t src, dst;
-    double length, cost;
-    std::array<int32_t, 2> choices{-1, -1};  // of src and dst, where there is something to choose
-  };
-
   void start();
   Vector depths() const;
   void measure();
   void build();
   void direct(const Quasidefinite& matrix);
+  void keep();
+  std::pair<double, double> weigh(double primal, double dual);
+  void lengthen(const Quasidefinite& matrix, double aim, double& primal, double& dual);
   void certify(Shares& result) const;
   std::array<Pairs*, 3> pairs() { return {&slack_, &share_, &choice_}; }
 
@@ -102,7 +74,7 @@ class Interior {
   std::vector<Arc> arcs_;                  // sorted by dst, edges first
   std::vector<int32_t> free_;              // arcs that may have a share
   std::vector<int32_t> as_parent_;         // choice of every op, or -1
-  Vector time_, step_;                     // s and w
+  Vector time_, step_, kept_;              // s and w
   Pairs slack_{0}, share_{0}, choice_{0};  // z and f; y and r; what is left of a choice, and p or q
   Vector time_error_, slack_error_, share_error_, choice_error_;  // what the equations lack
   Vector stiff_, soft_;  // of an arc: f / z; and r / y + c^2 f / z, or 0
@@ -219,22 +191,6 @@ void Interior::measure() {
   }
 }
 
-// Places off the diagonal, in the order of `build`'s values.
-template <class Arcs>
-std::vector<Quasidefinite::Entry> places(const Arcs& arcs, int32_t first_choice) {
-  std::vector<Quasidefinite::Entry> places;
-  for (const auto& arc : arcs) {
-    if (arc.src >= 0) places.emplace_back(arc.src, arc.dst);
-    for (int32_t c : arc.choices)
-      if (c >= 0)
-        places.emplace_back(arc.src, first_choice + c),
-            places.emplace_back(arc.dst, first_choice + c);
-    const auto [parent, child] = arc.choices;
-    if (parent >= 0 && child >= 0) places.emplace_back(first_choice + parent, first_choice + child);
-  }
-  return places;
-}
-
 // Arcs on the longest way to every unknown; a choice is a bit off its op, towards the others.
 Vector Interior::depths() const {
   Vector depth(time_.size() + choice_.x.size(), 0.0);
@@ -318,6 +274,43 @@ void Interior::direct(const Quasidefinite& matrix) {
   for (size_t e = 0; e < arcs_.size(); ++e) slack_.set_dprice(e);
 }
 
+void Interior::keep() {
+  kept_ = step_;
+  for (Pairs* some : pairs()) some->keep();
+}
+
+// Changes the kept step towards the new one as far as it becomes the longest, the primal and the
+// dual part each for itself; tells their lengths. The kept one is told to have these.
+std::pair<double, double> Interior::weigh(double primal, double dual) {
+  double primal_weight = 0, dual_weight = 0;
+  for (int k = kWeights; k > 0; --k) {
+    const double weight = static_cast<double>(k) / kWeights;
+    double primal_now = 1, dual_now = 1;
+    for (const Pairs* some : pairs()) {
+      primal_now = std::min(primal_now, reach(some->x, some->kept_dx, some->dx, weight));
+      dual_now = std::min(dual_now, reach(some->price, some->kept_dprice, some->dprice, weight));
+    }
+    if (primal_now > primal) primal = primal_now, primal_weight = weight;
+    if (dual_now > dual) dual = dual_now, dual_weight = weight;
+  }
+  for (size_t j = 0; j < step_.size(); ++j) step_[j] = between(kept_[j], step_[j], primal_weight);
+  for (Pairs* some : pairs()) some->change(primal_weight, dual_weight);
+  return {primal, dual};
+}
+
+// Corrects a step of these lengths: products that a longer one leaves far from the aim come nearer.
+void Interior::lengthen(const Quasidefinite& matrix, double aim, double& primal, double& dual) {
+  for (int k = 0; k < kCorrections; ++k) {
+    keep();
+    const double longer = std::min(1.0, primal + kLonger), dearer = std::min(1.0, dual + kLonger);
+    for (Pairs* some : pairs()) some->want_near(aim, longer, dearer);
+    direct(matrix);
+    const double before = primal + dual;
+    std::tie(primal, dual) = weigh(primal, dual);
+    if (primal + dual < before + kWorthwhile) break;
+  }
+}
+
 // Improves the result where these shares, or this flow, are better.
 void Interior::certify(Shares& result) const {
   Vector y(graph_.edges, 0.0);
@@ -368,6 +361,7 @@ Shares Interior::run(double tolerance, int32_t max_iterations, double most_work)
     }
     return std::pair(primal, dual);
   };
+  const bool costly = matrix.work() > kCostly;
   while (result.iterations < max_iterations) {
     const double gap = product(0, 0);
     if (!std::isfinite(gap)) break;
@@ -379,7 +373,13 @@ Shares Interior::run(double tolerance, int32_t max_iterations, double most_work)
     matrix.factor(diagonal_, values_);
     auto [primal, dual] = step(0, false);
     const double left = product(primal, dual) / gap;
-    std::tie(primal, dual) = step(left * left * left * gap / count, true);
+    const double aim = left * left * left * gap / count;
+    if (costly) keep();
+    std::tie(primal, dual) = step(aim, true);
+    if (costly) {
+      std::tie(primal, dual) = weigh(0, 0);
+      lengthen(matrix, aim, primal, dual);
+    }
     const double part = std::max(kBold, 1 - left / 10);
     if (primal < 1) primal *= part;
     if (dual < 1) dual *= part;
