@@ -70,23 +70,9 @@ def allowed_devices(
         allowed[:, column] = False
         allowed[at, column] = True
     _check_places(graph, allowed)
-    limit = constraints.max_devices
-    targets = sorted({target for _, target in pinned.values()})
-    if limit is not None and len(targets) > limit:
-        raise InputError(
-            f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
-            f"{limit}; raise it, or pin to fewer."
-        )
-    alone = [
-        row.name
-        for row, is_needed in zip(cluster.devices, needed(allowed), strict=True)
-        if is_needed
-    ]
-    if limit is not None and len(alone) > limit:
-        raise InputError(
-            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
-            "it, or forbid and exclude less."
-        )
+    if constraints.max_devices is not None:
+        targets = sorted({target for _, target in pinned.values()})
+        _check_limit(constraints.max_devices, cluster, allowed, targets)
     return allowed
 
 
@@ -103,6 +89,23 @@ def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
         raise InputError(
             f"op {op.name!r} may go to no device: all are forbidden to it or to its group, or "
             "excluded; leave it at least one."
+        )
+
+
+def _check_limit(
+    limit: int, cluster: Cluster, allowed: NDArray[np.bool_], targets: Sequence[str]
+) -> None:
+    """Passes where the devices that cannot be done without, pinned to or not, are so few."""
+    if len(targets) > limit:
+        raise InputError(
+            f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
+            f"{limit}; raise it, or pin to fewer."
+        )
+    alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
+    if len(alone) > limit:
+        raise InputError(
+            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
+            "it, or forbid and exclude less."
         )
 
 
@@ -193,7 +196,14 @@ def of_groups(
     names: Sequence[str],
     allowed: NDArray[np.bool_],
 ) -> Constraints:
-    """The constraints of another graph, from the name of an op of each group and its column."""
+    """The same restrictions for another graph with these groups.
+
+    Args:
+        constraints: Of the first graph; the limit and the margins stay.
+        cluster: The cluster.
+        names: An op of each group of the other graph.
+        allowed: A row per device, a column per group, as in `allowed_devices`.
+    """
     devices = [device.name for device in cluster.devices]
     forbidden = {
         names[group]: tuple(devices[d] for d in np.flatnonzero(~allowed[:, group]))
