@@ -31,8 +31,6 @@ from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
 from baechi.values import check_is, check_threads
 
-__all__ = ["device_kind", "profile", "torch_device"]
-
 UNCERTAIN: Final = (
     f"uncertain: its times vary by more than {TOLERANCE:.0%}, or something else held it up"
 )
