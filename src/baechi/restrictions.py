@@ -4,7 +4,7 @@ The result is a table of which group may go to which device; everything that dec
 that, and the limit on the number of devices.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
 def _check_limit(
     limit: int, cluster: Cluster, allowed: NDArray[np.bool_], targets: Sequence[str]
 ) -> None:
-    """Passes where the devices that cannot be done without, pinned to or not, are so few."""
+    """Passes where no more devices are needed, by pins or for want of others, than may be used."""
     if len(targets) > limit:
         raise InputError(
             f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
@@ -174,8 +174,8 @@ def restricted_to(
     )
 
 
-def known_to(constraints: Constraints, cluster: Cluster, margins: Mapping[str, int]) -> Constraints:
-    """The constraints without devices that the cluster does not have, and with these margins."""
+def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
+    """The constraints without the devices that the cluster does not have; pins stay."""
     names = {device.name for device in cluster.devices}
     forbidden = {
         name: tuple(device for device in devices if device in names)
@@ -186,7 +186,7 @@ def known_to(constraints: Constraints, cluster: Cluster, margins: Mapping[str, i
         {name: devices for name, devices in forbidden.items() if devices},
         tuple(device for device in constraints.excluded if device in names),
         constraints.max_devices,
-        margins,
+        {name: nbytes for name, nbytes in constraints.margins.items() if name in names},
     )
 
 

@@ -276,10 +276,8 @@ def _problem(
     cluster = snapshot.part([rooms[at] for at in chosen])
     if wish.constraints == Constraints():
         return Problem(graph, cluster)
-    names = {device.name for device in cluster.devices}
-    margins = {name: size for name, size in wish.constraints.margins.items() if name in names}
-    limits = known_to(wish.constraints, cluster, margins)
-    enough = limits.max_devices is not None and limits.max_devices >= len(names)
+    limits = known_to(wish.constraints, cluster)
+    enough = limits.max_devices is not None and limits.max_devices >= len(chosen)
     return Problem(graph, cluster, replace(limits, max_devices=None) if enough else limits)
 
 
@@ -332,10 +330,7 @@ def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
 
 def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
     """What `solve` finds on the devices of a decision, or the decision where that is nothing."""
-    names = set(decision.devices)
-    limits = wish.constraints
-    margins = {name: size for name, size in limits.margins.items() if name in names}
-    limits = known_to(replace(limits, max_devices=None), decision.cluster, margins)
+    limits = known_to(replace(wish.constraints, max_devices=None), decision.cluster)
     problem = Problem(graph, decision.cluster, limits)
     placement = find(problem, _POLISH[wish.effort])
     if placement is None:
