@@ -91,6 +91,29 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
     return np.array(rows)
 
 
+def depth_first(problem: Problem) -> tuple[int, ...]:
+    """A topological order that goes on with what it has just made.
+
+    The op that became ready last is next, and of those the one with the lowest index.
+    """
+    producers, consumers = problem.graph.arrays.edges()
+    n = len(problem.graph.ops)
+    waiting = np.bincount(consumers, minlength=n).tolist()
+    readers: list[list[int]] = [[] for _ in range(n)]
+    for producer, consumer in zip(producers.tolist(), consumers.tolist(), strict=True):
+        readers[producer].append(consumer)
+    ready = [op for op in reversed(range(n)) if not waiting[op]]
+    order = []
+    while ready:
+        op = ready.pop()
+        order.append(op)
+        for reader in sorted(readers[op], reverse=True):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    return tuple(order)
+
+
 def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]:
     """The device of every op, where every group has one."""
     return np.array(assignment, np.int32)[np.array(problem.op_group, np.int64)]

@@ -31,7 +31,12 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.assignments import device_range, live_loads, shortest_assignment
+from baechi.placers.assignments import (
+    depth_first,
+    device_range,
+    live_loads,
+    shortest_assignment,
+)
 from baechi.placers.base import HEADROOMS, Placer
 from baechi.problem import Problem
 
@@ -76,28 +81,9 @@ def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Topological orders of the ops."""
     n = len(problem.graph.ops)
     yield tuple(range(n))
-    yield _depth_first(problem)
+    yield depth_first(problem)
     ranks = _core.upward_ranks(problem.core)
     yield tuple(sorted(range(n), key=lambda op: (-ranks[op], op)))
-
-
-def _depth_first(problem: Problem) -> tuple[int, ...]:
-    """The op that became ready last is next, and of those the one with the lowest index."""
-    graph = problem.graph
-    waiting = [len(tensors) for tensors in graph.op_inputs]
-    stack = [op for op in reversed(range(len(waiting))) if not waiting[op]]
-    order = []
-    while stack:
-        op = stack.pop()
-        order.append(op)
-        freed = []
-        for tensor in graph.op_outputs[op]:
-            for consumer in graph.tensors[tensor].consumers:
-                waiting[consumer] -= 1
-                if not waiting[consumer]:
-                    freed.append(consumer)
-        stack += sorted(freed, reverse=True)
-    return tuple(order)
 
 
 @final
