@@ -15,6 +15,7 @@ import test_memory
 from baechi.__main__ import app
 from baechi.checkpointing import memory_target
 from baechi.training import recomputed
+from placed import cpus
 
 
 class Block(nn.Module):
@@ -55,16 +56,11 @@ def traced() -> tuple[baechi.Traced, baechi.Profile]:
     return found, baechi.profile(found, "cpu", threads=1, progress=False)
 
 
-def cluster_of(n: int, memory: int = 2**36) -> baechi.Cluster:
-    rows = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n)]
-    return baechi.Cluster.connected(rows, baechi.Link(5_000, 10**11))
-
-
 def peak_bytes(checkpoint: Any, placer: Any = "single") -> int:
     model, profile = traced()
     graph = model.graph(profile, optimizer="adamw", checkpoint=checkpoint)
-    placement = baechi.solve(graph, cluster_of(1), placer=placer)
-    return baechi.simulate(graph, cluster_of(1), placement).peak_bytes[0]
+    placement = baechi.solve(graph, cpus(1), placer=placer)
+    return baechi.simulate(graph, cpus(1), placement).peak_bytes[0]
 
 
 def measured_peaks(placed: baechi.PlacedModule) -> tuple[int, ...]:
@@ -81,7 +77,7 @@ def test_the_peak_goes_down_as_predicted(n: int) -> None:
     seen: dict[Any, int] = {}
     for checkpoint in (None, "blocks.*"):
         graph = model.graph(profile, checkpoint=checkpoint)
-        cluster = cluster_of(n)
+        cluster = cpus(n)
         placement = baechi.solve(graph, cluster, placer="single" if n == 1 else "contiguous")
         placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
         peaks = measured_peaks(placed)
@@ -96,7 +92,7 @@ def test_the_peak_goes_down_as_predicted(n: int) -> None:
 def test_as_few_submodules_as_are_needed_are_chosen(percent: int) -> None:
     model, profile = traced()
     limit = peak_bytes(None) * percent // 100
-    cluster = baechi.within_memory(cluster_of(1), limit)
+    cluster = baechi.within_memory(cpus(1), limit)
     names = baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert names == baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert set(names) <= {f"blocks.{i}" for i in range(6)}
@@ -105,7 +101,7 @@ def test_as_few_submodules_as_are_needed_are_chosen(percent: int) -> None:
 
 def test_what_fits_runs_nothing_again() -> None:
     model, profile = traced()
-    cluster = cluster_of(1, peak_bytes(None))
+    cluster = cpus(1, peak_bytes(None))
     assert baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw") == ()
 
 
@@ -126,11 +122,11 @@ def test_units_are_as_large_as_it_needs(model: nn.Module, percent: int, pattern:
 
     def peak(checkpoint: Any) -> int:
         graph = traced.graph(profile, checkpoint=checkpoint)
-        placement = baechi.solve(graph, cluster_of(1), placer="single")
-        return baechi.simulate(graph, cluster_of(1), placement).peak_bytes[0]
+        placement = baechi.solve(graph, cpus(1), placer="single")
+        return baechi.simulate(graph, cpus(1), placement).peak_bytes[0]
 
     limit = peak(None) * percent // 100
-    names = baechi.choose_checkpoint(traced, profile, baechi.within_memory(cluster_of(1), limit))
+    names = baechi.choose_checkpoint(traced, profile, baechi.within_memory(cpus(1), limit))
     assert names
     assert all(re.fullmatch(pattern, name) for name in names)
     assert peak(names) <= limit
@@ -138,7 +134,7 @@ def test_units_are_as_large_as_it_needs(model: nn.Module, percent: int, pattern:
 
 def test_what_the_constraints_tear_apart_is_not_chosen() -> None:
     model, profile = traced()
-    cluster = baechi.within_memory(cluster_of(2), peak_bytes(None) * 4 // 10)
+    cluster = baechi.within_memory(cpus(2), peak_bytes(None) * 4 // 10)
     freely = baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     torn = freely[0]
     (up,) = (op.name for op in model.ops if op.name.startswith(f"{torn}.up/"))
@@ -152,7 +148,7 @@ def test_what_the_constraints_tear_apart_is_not_chosen() -> None:
 
 def test_what_cannot_fit_says_what_is_missing() -> None:
     model, profile = traced()
-    cluster = cluster_of(1, 10_000)
+    cluster = cpus(1, 10_000)
     with pytest.raises(baechi.InfeasibleError, match=r"with 6 submodules.*cpu:0") as caught:
         baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert caught.value.extra_bytes > 0
@@ -255,7 +251,7 @@ def test_the_command_line_takes_names(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_peak_of_a_real_model_with_units_is_predicted(name: str, checkpoint: str) -> None:
     call, model, profile = test_memory.example(name)
     graph = model.graph(profile, optimizer="adamw", checkpoint=checkpoint)
-    cluster = cluster_of(1)
+    cluster = cpus(1)
     placement = baechi.solve(graph, cluster, placer="single")
     placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
     (seen,) = test_memory.measured(placed, call, "adamw")

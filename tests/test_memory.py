@@ -6,13 +6,14 @@ from functools import cache
 import pytest
 import torch
 from benchmarks.runtime.peaks import step_peaks
-from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
 from baechi import Constraints
+from baechi.calls import tensors_in
 from baechi.partition import attribute
 from baechi.training import backward_ops
+from placed import cpus
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
 
@@ -65,13 +66,6 @@ def test_what_autograd_keeps_is_what_the_whole_model_keeps(name: str) -> None:
     assert predicted == sum(kept_between_forward_and_backward(traced))
 
 
-def leaves_of(value: object) -> list[torch.Tensor]:
-    """The differentiable tensors of a model's output."""
-    value = value.to_tuple() if hasattr(value, "to_tuple") else value
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
 def measured(placed: baechi.PlacedModule, call: zoo.Example, optimizer: str | None) -> list[int]:
     """The peak of every device in the second step, when the optimizer has its state."""
     model, args, kwargs = call
@@ -85,7 +79,7 @@ def measured(placed: baechi.PlacedModule, call: zoo.Example, optimizer: str | No
                 with torch.no_grad():
                     placed(*args, **kwargs)
             else:
-                leaves = leaves_of(placed(*args, **kwargs))
+                leaves = [t for t in tensors_in(placed(*args, **kwargs)) if t.requires_grad]
                 torch.stack([(leaf.float() ** 2).sum() for leaf in leaves]).sum().backward()
                 del leaves
         if stepper is not None and not last:
@@ -94,19 +88,11 @@ def measured(placed: baechi.PlacedModule, call: zoo.Example, optimizer: str | No
     return list(meter.peak_bytes)
 
 
-def cluster_of(n: int, nbytes: int = 8 << 30) -> baechi.Cluster:
-    """Logical devices on the CPU with a quick link."""
-    link = baechi.Link(5_000, 10**12)
-    rows = tuple(baechi.Device(f"cpu:{i}", nbytes, kind="cpu") for i in range(n))
-    links = baechi.Cluster.uniform(n, memory=nbytes, link=link).links
-    return baechi.Cluster(rows, links)
-
-
 def peaks(name: str, n: int, optimizer: str | None, seed: int) -> list[tuple[int, int]]:
     """(predicted, measured) bytes of every device that does something."""
     call, traced, profile = example(name)
     graph = traced.graph(profile, training=optimizer is not None, optimizer=optimizer)
-    cluster = cluster_of(n)
+    cluster = cpus(n)
     placer = "single" if n == 1 else baechi.RandomPlacer(seed)
     placement = baechi.solve(graph, cluster, placer=placer)
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
@@ -164,8 +150,8 @@ def test_peaks_are_predicted(name: str, n: int, optimizer: str | None) -> None:
 
 def least_cap(graph: baechi.OpGraph) -> int:
     """The smallest capacity, within 1 %, of two equal devices at which `solve` succeeds."""
-    alone = baechi.solve(graph, cluster_of(1), placer="single")
-    low, high = 1, max(baechi.simulate(graph, cluster_of(1), alone).peak_bytes) * 20 // 19 + 1
+    alone = baechi.solve(graph, cpus(1), placer="single")
+    low, high = 1, max(baechi.simulate(graph, cpus(1), alone).peak_bytes) * 20 // 19 + 1
     while high - low > high // 100:
         middle = (low + high) // 2
         try:
@@ -179,7 +165,7 @@ def least_cap(graph: baechi.OpGraph) -> int:
 def solved_on_two(graph: baechi.OpGraph, cap: int) -> baechi.Placement:
     """A placement on two devices of that capacity, with a twentieth of it as a margin."""
     margins = Constraints(margins={f"cpu:{i}": cap // 20 for i in range(2)})
-    return baechi.solve(graph, cluster_of(2, cap), effort="fast", constraints=margins)
+    return baechi.solve(graph, cpus(2, cap), effort="fast", constraints=margins)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +186,7 @@ def test_what_was_accepted_runs_within_its_caps(name: str) -> None:
     for percent in (100, 110, 125, 150, 200):
         cap = least * percent // 100
         placement = solved_on_two(graph, cap)
-        cluster = cluster_of(2, cap)
+        cluster = cpus(2, cap)
         placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
         seen = measured(placed, call, "adamw")
         placed._current.executable.close()
