@@ -16,6 +16,7 @@ from baechi.calls import tensors_in
 from baechi.torch_devices import torch_threads
 
 EXACT = {"rtol": 0.0, "atol": 0.0}
+LINK = baechi.Link(1_000, 10**10)
 
 
 def at_random(
@@ -59,10 +60,10 @@ def made_up_profile(traced: baechi.Traced) -> baechi.Profile:
     return baechi.Profile(traced_digest=traced.digest, kind="cpu", costs=tuple(costs))
 
 
-def cpus(n: int, memory: int | str = "8GiB") -> baechi.Cluster:
+def cpus(n: int, memory: int | str = "8GiB", link: baechi.Link = LINK) -> baechi.Cluster:
     """Logical CPU devices with a link that nobody has measured."""
     rows = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n)]
-    return baechi.Cluster.connected(rows, baechi.Link(1_000, 10**10))
+    return baechi.Cluster.connected(rows, link)
 
 
 def place_on(

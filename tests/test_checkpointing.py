@@ -1,7 +1,7 @@
 """What runs again is chosen for a limit of memory; and the peak that was predicted is measured."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from baechi.__main__ import app
 from baechi.checkpointing import memory_target
 from baechi.training import recomputed
 from placed import cpus
+
+cluster_of = partial(cpus, link=baechi.Link(5_000, 10**11))
 
 
 class Block(nn.Module):
@@ -59,8 +61,8 @@ def traced() -> tuple[baechi.Traced, baechi.Profile]:
 def peak_bytes(checkpoint: Any, placer: Any = "single") -> int:
     model, profile = traced()
     graph = model.graph(profile, optimizer="adamw", checkpoint=checkpoint)
-    placement = baechi.solve(graph, cpus(1), placer=placer)
-    return baechi.simulate(graph, cpus(1), placement).peak_bytes[0]
+    placement = baechi.solve(graph, cluster_of(1), placer=placer)
+    return baechi.simulate(graph, cluster_of(1), placement).peak_bytes[0]
 
 
 def measured_peaks(placed: baechi.PlacedModule) -> tuple[int, ...]:
@@ -77,7 +79,7 @@ def test_the_peak_goes_down_as_predicted(n: int) -> None:
     seen: dict[Any, int] = {}
     for checkpoint in (None, "blocks.*"):
         graph = model.graph(profile, checkpoint=checkpoint)
-        cluster = cpus(n)
+        cluster = cluster_of(n)
         placement = baechi.solve(graph, cluster, placer="single" if n == 1 else "contiguous")
         placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
         peaks = measured_peaks(placed)
@@ -92,7 +94,7 @@ def test_the_peak_goes_down_as_predicted(n: int) -> None:
 def test_as_few_submodules_as_are_needed_are_chosen(percent: int) -> None:
     model, profile = traced()
     limit = peak_bytes(None) * percent // 100
-    cluster = baechi.within_memory(cpus(1), limit)
+    cluster = baechi.within_memory(cluster_of(1), limit)
     names = baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert names == baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert set(names) <= {f"blocks.{i}" for i in range(6)}
@@ -101,7 +103,7 @@ def test_as_few_submodules_as_are_needed_are_chosen(percent: int) -> None:
 
 def test_what_fits_runs_nothing_again() -> None:
     model, profile = traced()
-    cluster = cpus(1, peak_bytes(None))
+    cluster = cluster_of(1, peak_bytes(None))
     assert baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw") == ()
 
 
@@ -122,11 +124,11 @@ def test_units_are_as_large_as_it_needs(model: nn.Module, percent: int, pattern:
 
     def peak(checkpoint: Any) -> int:
         graph = traced.graph(profile, checkpoint=checkpoint)
-        placement = baechi.solve(graph, cpus(1), placer="single")
-        return baechi.simulate(graph, cpus(1), placement).peak_bytes[0]
+        placement = baechi.solve(graph, cluster_of(1), placer="single")
+        return baechi.simulate(graph, cluster_of(1), placement).peak_bytes[0]
 
     limit = peak(None) * percent // 100
-    names = baechi.choose_checkpoint(traced, profile, baechi.within_memory(cpus(1), limit))
+    names = baechi.choose_checkpoint(traced, profile, baechi.within_memory(cluster_of(1), limit))
     assert names
     assert all(re.fullmatch(pattern, name) for name in names)
     assert peak(names) <= limit
@@ -134,7 +136,7 @@ def test_units_are_as_large_as_it_needs(model: nn.Module, percent: int, pattern:
 
 def test_what_the_constraints_tear_apart_is_not_chosen() -> None:
     model, profile = traced()
-    cluster = baechi.within_memory(cpus(2), peak_bytes(None) * 4 // 10)
+    cluster = baechi.within_memory(cluster_of(2), peak_bytes(None) * 4 // 10)
     freely = baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     torn = freely[0]
     (up,) = (op.name for op in model.ops if op.name.startswith(f"{torn}.up/"))
@@ -148,7 +150,7 @@ def test_what_the_constraints_tear_apart_is_not_chosen() -> None:
 
 def test_what_cannot_fit_says_what_is_missing() -> None:
     model, profile = traced()
-    cluster = cpus(1, 10_000)
+    cluster = cluster_of(1, 10_000)
     with pytest.raises(baechi.InfeasibleError, match=r"with 6 submodules.*cpu:0") as caught:
         baechi.choose_checkpoint(model, profile, cluster, optimizer="adamw")
     assert caught.value.extra_bytes > 0
@@ -251,7 +253,7 @@ def test_the_command_line_takes_names(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_peak_of_a_real_model_with_units_is_predicted(name: str, checkpoint: str) -> None:
     call, model, profile = test_memory.example(name)
     graph = model.graph(profile, optimizer="adamw", checkpoint=checkpoint)
-    cluster = cpus(1)
+    cluster = cluster_of(1)
     placement = baechi.solve(graph, cluster, placer="single")
     placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
     (seen,) = test_memory.measured(placed, call, "adamw")

@@ -1,7 +1,7 @@
 """Memory: what autograd keeps, what optimizers keep, and peaks predicted against measured."""
 
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -14,6 +14,8 @@ from baechi.calls import tensors_in
 from baechi.partition import attribute
 from baechi.training import backward_ops
 from placed import cpus
+
+cluster_of = partial(cpus, link=baechi.Link(5_000, 10**12))
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
 
@@ -92,7 +94,7 @@ def peaks(name: str, n: int, optimizer: str | None, seed: int) -> list[tuple[int
     """(predicted, measured) bytes of every device that does something."""
     call, traced, profile = example(name)
     graph = traced.graph(profile, training=optimizer is not None, optimizer=optimizer)
-    cluster = cpus(n)
+    cluster = cluster_of(n)
     placer = "single" if n == 1 else baechi.RandomPlacer(seed)
     placement = baechi.solve(graph, cluster, placer=placer)
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
@@ -150,8 +152,8 @@ def test_peaks_are_predicted(name: str, n: int, optimizer: str | None) -> None:
 
 def least_cap(graph: baechi.OpGraph) -> int:
     """The smallest capacity, within 1 %, of two equal devices at which `solve` succeeds."""
-    alone = baechi.solve(graph, cpus(1), placer="single")
-    low, high = 1, max(baechi.simulate(graph, cpus(1), alone).peak_bytes) * 20 // 19 + 1
+    alone = baechi.solve(graph, cluster_of(1), placer="single")
+    low, high = 1, max(baechi.simulate(graph, cluster_of(1), alone).peak_bytes) * 20 // 19 + 1
     while high - low > high // 100:
         middle = (low + high) // 2
         try:
@@ -165,7 +167,7 @@ def least_cap(graph: baechi.OpGraph) -> int:
 def solved_on_two(graph: baechi.OpGraph, cap: int) -> baechi.Placement:
     """A placement on two devices of that capacity, with a twentieth of it as a margin."""
     margins = Constraints(margins={f"cpu:{i}": cap // 20 for i in range(2)})
-    return baechi.solve(graph, cpus(2, cap), effort="fast", constraints=margins)
+    return baechi.solve(graph, cluster_of(2, cap), effort="fast", constraints=margins)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +188,7 @@ def test_what_was_accepted_runs_within_its_caps(name: str) -> None:
     for percent in (100, 110, 125, 150, 200):
         cap = least * percent // 100
         placement = solved_on_two(graph, cap)
-        cluster = cpus(2, cap)
+        cluster = cluster_of(2, cap)
         placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
         seen = measured(placed, call, "adamw")
         placed._current.executable.close()

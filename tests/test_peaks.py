@@ -35,7 +35,7 @@ def errors(model: nn.Module, args: tuple[Tensor, ...], n: int, seeds: int) -> li
     traced = baechi.trace(model, args)
     profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
     graph = traced.graph(profile)
-    cluster = cpus(n)
+    cluster = cpus(n, link=baechi.Link(5_000, 10**12))
     found = []
     for seed in range(seeds):
         placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
