@@ -1,4 +1,4 @@
-"""Models placed at random for tests, and what one training step of a model leaves behind."""
+"""Models on logical CPU devices for tests, and what a training step of one leaves behind."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import baechi
+import zoo
 from baechi.calls import tensors_in
 from baechi.torch_devices import torch_threads
+
+EXACT = {"rtol": 0.0, "atol": 0.0}
+LINK = baechi.Link(1_000, 10**10)
 
 
 def at_random(
@@ -32,12 +37,58 @@ def again_at_random(
     traced: baechi.Traced, *, seed: int, devices: int, threads: int | None = 1
 ) -> baechi.PlacedModule:
     """Another placement of what is traced."""
-    costs = tuple(baechi.OpCost(1000 + 7 * i, 2000 + 3 * i) for i in range(len(traced.ops)))
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-    rows = [baechi.Device(f"cpu:{i}", "8GiB", kind="cpu") for i in range(devices)]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(1000, 10**9))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=threads)
+    return place_on(traced, devices, baechi.RandomPlacer(seed), threads_per_device=threads)
+
+
+def made_up_profile(traced: baechi.Traced) -> baechi.Profile:
+    """Costs from nothing but the op's index, so that nothing is measured."""
+    made = [0] * len(traced.ops)
+    for tensor in traced.tensors:
+        made[tensor.producer] += tensor.nbytes
+    costs = []
+    for index, op in enumerate(traced.ops):
+        forward_ns = 20_000 + index * 7_919 % 50_000
+        costs.append(
+            baechi.OpCost(
+                forward_ns=forward_ns,
+                backward_ns=2 * forward_ns if op.differentiable else 0,
+                parameter_bytes=op.trained_bytes + op.frozen_bytes,
+                output_bytes=made[index],
+                saved_bytes=op.saved_bytes,
+            )
+        )
+    return baechi.Profile(traced_digest=traced.digest, kind="cpu", costs=tuple(costs))
+
+
+def cpus(n: int, memory: int | str = "8GiB", link: baechi.Link = LINK) -> baechi.Cluster:
+    """Logical CPU devices with a link that nobody has measured."""
+    rows = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n)]
+    return baechi.Cluster.connected(rows, link)
+
+
+def place_on(
+    traced: baechi.Traced,
+    devices: int,
+    placer: Any,
+    *,
+    training: bool = True,
+    checkpoint: Any = None,
+    **options: Any,
+) -> baechi.PlacedModule:
+    """What is traced, on so many logical CPU devices; nothing is measured.
+
+    Args:
+        traced: The model.
+        devices: Their number.
+        placer: As in `baechi.solve`.
+        training: As in `Traced.graph`.
+        checkpoint: As in `Traced.graph`.
+        options: As in `baechi.apply`.
+    """
+    graph = traced.graph(made_up_profile(traced), training=training, checkpoint=checkpoint)
+    cluster = cpus(devices)
+    placement = baechi.solve(graph, cluster, placer=placer)
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
 
 
 def one_thread() -> AbstractContextManager[None]:
@@ -87,3 +138,24 @@ def step(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Le
     gradients = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     return Left([t.detach() for t in outputs], gradients, buffers)
+
+
+def leaves_of(value: Any) -> list[Any]:
+    """The leaves of nested arguments or outputs, those of a class unknown to torch, too."""
+    leaves = []
+    for leaf in pytree.tree_leaves(value):
+        leaves += [leaf.hidden, *leaf.others] if isinstance(leaf, zoo.Plain) else [leaf]
+    return leaves
+
+
+def assert_same_values(actual: Any, expected: Any, **tolerances: float) -> None:
+    """Fails unless both are of one type, with equal leaves that want gradients or not alike."""
+    assert type(actual) is type(expected)
+    actual_leaves, expected_leaves = leaves_of(actual), leaves_of(expected)
+    assert len(actual_leaves) == len(expected_leaves)
+    for one, other in zip(actual_leaves, expected_leaves, strict=True):
+        if isinstance(other, torch.Tensor):
+            assert one.requires_grad == other.requires_grad
+            torch.testing.assert_close(one, other, **tolerances)
+        else:
+            assert one == other

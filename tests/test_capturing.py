@@ -10,6 +10,7 @@ from torch.nn import functional
 import baechi
 from baechi.runtime.capturing import check_wish, obstacle
 from baechi.runtime.executables import Executable
+from placed import cpus, made_up_profile
 
 
 class Says(nn.Module):
@@ -41,11 +42,8 @@ def reasons(
     """Of all tapes, as if they were on a GPU."""
     with torch.no_grad():
         traced = baechi.trace(Says(function), (torch.ones(3, 4),))
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=training)
-    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(devices)]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(1000, 10**9))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(1))
+    graph = traced.graph(made_up_profile(traced), training=training)
+    placement = baechi.solve(graph, cpus(devices), placer=baechi.RandomPlacer(1))
     places = [torch.device("cpu")] * devices
     executable = Executable(traced, placement, places, training, None)
     return {obstacle(traced.module, code, alone=alone) for code in executable._way.bound.tapes}

@@ -1,7 +1,7 @@
 """What runs again is chosen for a limit of memory; and the peak that was predicted is measured."""
 
 import re
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ import test_memory
 from baechi.__main__ import app
 from baechi.checkpointing import memory_target
 from baechi.training import recomputed
+from placed import cpus
+
+cluster_of = partial(cpus, link=baechi.Link(5_000, 10**11))
 
 
 class Block(nn.Module):
@@ -53,11 +56,6 @@ def traced() -> tuple[baechi.Traced, baechi.Profile]:
     model = Stack()
     found = baechi.trace(model, (batch(),))
     return found, baechi.profile(found, "cpu", threads=1, progress=False)
-
-
-def cluster_of(n: int, memory: int = 2**36) -> baechi.Cluster:
-    rows = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n)]
-    return baechi.Cluster.connected(rows, baechi.Link(5_000, 10**11))
 
 
 def peak_bytes(checkpoint: Any, placer: Any = "single") -> int:

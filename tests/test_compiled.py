@@ -11,18 +11,8 @@ import torch
 from torch import nn
 
 import baechi
-from test_transparency import (
-    ALL,
-    EXACT,
-    Case,
-    assert_same_step,
-    assert_same_values,
-    case,
-    cluster_of,
-    infer,
-    made_up_profile,
-    train,
-)
+from placed import EXACT, assert_same_values, cpus, place_on
+from test_transparency import ALL, Case, assert_same_step, case, infer, train
 
 # What fits in a few seconds of every test run.
 QUICK = ["towers", "buffers", "in_place", "input_written", "slice_assigned", "parameter_twice"]
@@ -47,16 +37,13 @@ def placed(
     model: nn.Module, args: Any, how: Any, n_devices: int = 2, placer: Any = None, **kwargs: Any
 ) -> baechi.PlacedModule:
     traced = baechi.trace(model, args, kwargs)
-    graph = traced.graph(made_up_profile(traced), training=True)
-    cluster = cluster_of(n_devices)
-    placement = baechi.solve(graph, cluster, placer=placer or baechi.RandomPlacer(0))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, compile=how)
+    return place_on(traced, n_devices, placer or baechi.RandomPlacer(0), compile=how)
 
 
 def placed_case(name: str, how: Any, placer: Any) -> tuple[Case, baechi.PlacedModule]:
     it = case(name)
     it.reset()
-    cluster = cluster_of(3)
+    cluster = cpus(3)
     placement = baechi.solve(it.training, cluster, placer=placer)
     options = {"graph": it.training, "cluster": cluster, "compile": how}
     return it, baechi.apply(it.traced, placement, **options)
@@ -163,11 +150,8 @@ def test_what_runs_again_runs_compiled_with_the_same_masks(backend: str, n_devic
     model, x = nn.Sequential(*(Block() for _ in range(3))), torch.randn(8, 16)
     reference = copy.deepcopy(model)
     traced = baechi.trace(model, (x,))
-    graph = traced.graph(made_up_profile(traced), checkpoint=["0", "1", "2"])
-    cluster = cluster_of(n_devices)
-    placement = baechi.solve(graph, cluster, placer="contiguous")
-    how = {"backend": backend}
-    module = baechi.apply(traced, placement, graph=graph, cluster=cluster, compile=how)
+    how, again = {"backend": backend}, ["0", "1", "2"]
+    module = place_on(traced, n_devices, "contiguous", checkpoint=again, compile=how)
     for _ in range(3):
         torch.testing.assert_close(seeded_step(module, x), seeded_step(reference, x))
     assert sum(segment.again for segment in module.program.phases[1].segments) >= 1

@@ -159,7 +159,7 @@ def test_branches_run_side_by_side():
     edges = [(0, (1, 2)), (1, (3,)), (2, (4,)), (3, (5,)), (4, (6,)), (5, (7,)), (6, (7,))]
     graph = OpGraph(ops, tuple(Tensor(p, c, 1) for p, c in edges))
     problem = Problem(graph, Cluster.uniform(2, 1000, LINK))
-    assert contiguous._depth_first(problem) == (0, 1, 3, 5, 2, 4, 6, 7)
+    assert assignments.depth_first(problem) == (0, 1, 3, 5, 2, 4, 6, 7)
     assert Contiguous().place(problem).stats["makespan_ns"] == 100 + 11 + 300 + 100
 
 

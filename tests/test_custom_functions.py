@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import baechi
-from test_transparency import EXACT, apply, assert_same_values, made_up_profile
+from placed import EXACT, again_at_random, assert_same_values
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -94,7 +94,7 @@ def test_fx_loses_nothing_either(function: Callable[..., torch.Tensor]) -> None:
     unsplit = copy.deepcopy(model)
     traced = baechi.trace(model, (X,))
     assert traced.rung == "module granularity, opaque leaves"
-    placed = apply(traced, traced.graph(made_up_profile(traced)), 2, baechi.RandomPlacer(0))
+    placed = again_at_random(traced, seed=0, devices=2)
     assert_same_values(steps(placed), steps(unsplit), **EXACT)
 
 

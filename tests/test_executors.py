@@ -13,13 +13,7 @@ from torch import nn
 import baechi
 from baechi.runtime.checking import check_program
 from baechi.runtime.workers import CpuExecutor
-from placed import at_random
-
-
-def graph_of(traced: baechi.Traced) -> baechi.OpGraph:
-    costs = tuple(baechi.OpCost(1000 + 7 * i, 2000 + 3 * i) for i in range(len(traced.ops)))
-    return traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-
+from placed import at_random, made_up_profile
 
 FIRST_WENT_BACK = threading.Event()
 LOG: list[str] = []
@@ -79,7 +73,7 @@ def test_a_segment_goes_backward_in_parts_as_the_placement_says() -> None:
     """d's backward waits until a's has run, so a's must not wait for d's gradient of b."""
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     traced = baechi.trace(Branches(), (x, y))
-    graph = graph_of(traced)
+    graph = traced.graph(made_up_profile(traced))
     far = [i for i, op in enumerate(traced.ops) if {"note_2", "note_3", "add"} & set(op.nodes)]
     n = len(traced.ops)
     devices = [int(op in far) for op in range(n)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import baechi
-from test_runtime import placed_on
+from placed import place_on
 
 
 class Roots(nn.Module):
@@ -26,7 +26,7 @@ class Roots(nn.Module):
 @pytest.mark.parametrize("devices", [1, 3])
 def test_anomaly_detection_names_the_operator_of_a_backward(devices: int) -> None:
     model, x = Roots(), -torch.ones(2, 4)
-    placed = placed_on(model, (x,), devices, "round-robin")
+    placed = place_on(baechi.trace(model, (x,)), devices, "round-robin")
     named = r"^two/linear_1 \(test_failures\.py:\d+ in forward: return self\.two.*returned nan"
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
@@ -91,12 +91,7 @@ def test_an_error_on_the_way_back_is_told_with_its_operator(
 ) -> None:
     model, x = Many(middle), torch.ones(2, 4)
     traced = baechi.trace(model, (x,))
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    profile = baechi.Profile(traced.digest, "cpu", costs)
-    graph = traced.graph(profile, checkpoint=checkpoint)
-    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(devices)})
-    placement = baechi.solve(graph, cluster, placer="contiguous")
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    placed = place_on(traced, devices, "contiguous", checkpoint=checkpoint)
     with pytest.raises(baechi.ExecutionError, match="too steep") as plain:
         (placed(x).sum() * 1e6).backward()
     assert isinstance(plain.value.__cause__, OverflowError)

@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import baechi
 import zoo
 from baechi.torch_devices import torch_threads
-from placed import at_random
-from test_transparency import EXACT, apply, assert_same_values, made_up_profile
+from placed import EXACT, again_at_random, assert_same_values, at_random
 
 
 class Net(nn.Module):
@@ -297,7 +296,7 @@ def test_what_is_honored_equals_the_unsplit_model(name: str) -> None:
         pytest.skip(f"torch {torch.__version__} itself refuses this")
     model, reference, x = seeded(HONORED[name]), seeded(HONORED[name]), torch.randn(3, 4)
     traced = baechi.trace(model, (x,))
-    placed = apply(traced, traced.graph(made_up_profile(traced)), 2, baechi.RandomPlacer(0))
+    placed = again_at_random(traced, seed=0, devices=2)
     assert_same_values(two_steps(placed, x), two_steps(reference, x), **EXACT)
     placed.unplace()
 

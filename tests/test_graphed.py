@@ -13,11 +13,13 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
+from baechi.calls import tensors_in
 from baechi.runtime.binding import bind
 from baechi.runtime.executors import graphs_of
 from baechi.runtime.nodes import Way
 from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
+from placed import place_on
 from recording import CpuRecorder
 
 STEPS = WARM_UP + 3
@@ -27,12 +29,7 @@ def placed_at_random(
     model: nn.Module, args: Any, kwargs: Any, seed: int, n_devices: int, training: bool = True
 ) -> baechi.PlacedModule:
     traced = baechi.trace(model, args, kwargs)
-    costs = tuple(baechi.OpCost(1000 + 7 * i, 2000 + 3 * i) for i in range(len(traced.ops)))
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=training)
-    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(n_devices)]
-    cluster = baechi.Cluster.connected(rows, baechi.Link(1000, 10**9))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    return place_on(traced, n_devices, baechi.RandomPlacer(seed), training=training)
 
 
 def replaying(
@@ -58,10 +55,6 @@ def replaying(
     return graphs
 
 
-def tensors_of(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def other(value: Any, seed: int) -> Any:
     """The same shapes with other floats, and the rows of a batch in another order."""
 
@@ -76,10 +69,10 @@ def other(value: Any, seed: int) -> Any:
 
 def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
     """Outputs, gradients and buffers of a training step."""
-    outputs = tensors_of(module(*args, **kwargs))
+    outputs = tensors_in(module(*args, **kwargs))
     torch.stack([t.float().square().mean() for t in outputs if t.requires_grad]).sum().backward()
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    inputs = [t.grad for t in tensors_of((args, kwargs)) if t.grad is not None]
+    inputs = [t.grad for t in tensors_in((args, kwargs)) if t.grad is not None]
     return [t.detach().clone() for t in (*outputs, *gradients, *inputs, *module.buffers())]
 
 
@@ -166,8 +159,8 @@ def test_replayed_inference_equals_the_unsplit_model(name: str) -> None:
         kept = []
         for number in range(STEPS):
             given, named = other((args, kwargs), number)
-            expected = tensors_of(reference(*given, **named))
-            actual = tensors_of(placed(*given, **named))
+            expected = tensors_in(reference(*given, **named))
+            actual = tensors_in(placed(*given, **named))
             kept.append((expected, actual))
         for expected, actual in kept:  # what the caller got, no later call has changed
             for one, two in zip(expected, actual, strict=True):

@@ -1,18 +1,21 @@
 """Memory: what autograd keeps, what optimizers keep, and peaks predicted against measured."""
 
 import weakref
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
 from benchmarks.runtime.peaks import step_peaks
-from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
 from baechi import Constraints
+from baechi.calls import tensors_in
 from baechi.partition import attribute
 from baechi.training import backward_ops
+from placed import cpus
+
+cluster_of = partial(cpus, link=baechi.Link(5_000, 10**12))
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
 
@@ -65,13 +68,6 @@ def test_what_autograd_keeps_is_what_the_whole_model_keeps(name: str) -> None:
     assert predicted == sum(kept_between_forward_and_backward(traced))
 
 
-def leaves_of(value: object) -> list[torch.Tensor]:
-    """The differentiable tensors of a model's output."""
-    value = value.to_tuple() if hasattr(value, "to_tuple") else value
-    leaves = pytree.tree_leaves(value)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-
-
 def measured(placed: baechi.PlacedModule, call: zoo.Example, optimizer: str | None) -> list[int]:
     """The peak of every device in the second step, when the optimizer has its state."""
     model, args, kwargs = call
@@ -85,21 +81,13 @@ def measured(placed: baechi.PlacedModule, call: zoo.Example, optimizer: str | No
                 with torch.no_grad():
                     placed(*args, **kwargs)
             else:
-                leaves = leaves_of(placed(*args, **kwargs))
+                leaves = [t for t in tensors_in(placed(*args, **kwargs)) if t.requires_grad]
                 torch.stack([(leaf.float() ** 2).sum() for leaf in leaves]).sum().backward()
                 del leaves
         if stepper is not None and not last:
             stepper.step()
         model.zero_grad()
     return list(meter.peak_bytes)
-
-
-def cluster_of(n: int, nbytes: int = 8 << 30) -> baechi.Cluster:
-    """Logical devices on the CPU with a quick link."""
-    link = baechi.Link(5_000, 10**12)
-    rows = tuple(baechi.Device(f"cpu:{i}", nbytes, kind="cpu") for i in range(n))
-    links = baechi.Cluster.uniform(n, memory=nbytes, link=link).links
-    return baechi.Cluster(rows, links)
 
 
 def peaks(name: str, n: int, optimizer: str | None, seed: int) -> list[tuple[int, int]]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import baechi
-from test_transparency import EXACT, apply, assert_same_values, made_up_profile
+from placed import EXACT, again_at_random, assert_same_values
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -58,7 +58,7 @@ def test_the_placed_model_does_it_too(change: Callable[..., torch.Tensor]) -> No
     model = nn.Sequential(nn.Linear(4, 4), Stateful(change))
     unsplit = copy.deepcopy(model)
     traced = baechi.trace(model, (X,))
-    placed = apply(traced, traced.graph(made_up_profile(traced)), 2, baechi.RandomPlacer(0))
+    placed = again_at_random(traced, seed=0, devices=2)
     assert traced.rung == "torch.export (non-strict)"
     assert_same_values(steps(placed), steps(unsplit), **EXACT)
 

@@ -1,7 +1,7 @@
 """Hooks on gradients of parameters run once per backward, on the sum, as on the unsplit model."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,11 +11,7 @@ from torch import nn
 import baechi
 import placed
 
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    with placed.one_thread():
-        yield
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Tied(nn.Module):

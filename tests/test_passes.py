@@ -39,7 +39,9 @@ class Machine:
         return with_pass(before, Measured(forward, backward, 7, 0, 0, 0, *spreads))
 
     def costs(self, known: dict[str, Measured] | None = None) -> dict[str, Measured]:
-        return measure_all(TRUTH, known or {}, self.measure, untold, self.wall)
+        costs = dict(known or {})
+        measure_all(TRUTH, costs, self.measure, untold, self.wall)
+        return costs
 
 
 def untold(keys: list[str], _: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.runtime.edges import compact
+from placed import cpus
 from test_training import OwnLoss
 
 
@@ -34,9 +35,7 @@ def errors(model: nn.Module, args: tuple[Tensor, ...], n: int, seeds: int) -> li
     traced = baechi.trace(model, args)
     profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
     graph = traced.graph(profile)
-    link = baechi.Link(5_000, 10**12)
-    rows = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(n)]
-    cluster = baechi.Cluster.connected(rows, link)
+    cluster = cpus(n, link=baechi.Link(5_000, 10**12))
     found = []
     for seed in range(seeds):
         placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))

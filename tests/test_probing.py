@@ -9,10 +9,9 @@ import baechi
 from baechi import Link, probing
 from baechi.copying import SIZES, copy_times_ns, first_broken_size
 from baechi.link_fits import FREE_BYTES_PER_S, fit_link
-from baechi.profiling import torch_device
 from baechi.runtime import handover as measured
 from baechi.runtime.handover import Handover, handover
-from baechi.torch_devices import blas_bytes
+from baechi.torch_devices import blas_bytes, torch_device
 
 CPU = torch.device("cpu")
 

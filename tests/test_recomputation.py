@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
+from baechi.calls import tensors_in
 from baechi.recomputation import module_paths
 from baechi.training import BACKWARD, LOSS, RECOMPUTE, backward_ops, mirrored, recomputed, units_of
+from placed import cpus, place_on
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
-LINK = baechi.Link(300, 10**10)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,11 +28,6 @@ def profile_of(traced: baechi.Traced) -> baechi.Profile:
     return baechi.Profile(traced.digest, "cpu", costs)
 
 
-def cluster_of(n: int, memory: int = 2**36) -> baechi.Cluster:
-    rows = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n)]
-    return baechi.Cluster.connected(rows, LINK)
-
-
 def placed_on(
     model: nn.Module, args: Any, n: int, placer: Any, checkpoint: Any, **options: Any
 ) -> baechi.PlacedModule:
@@ -42,11 +37,8 @@ def placed_on(
 def applied(
     traced: baechi.Traced, n: int, placer: Any, checkpoint: Any, **options: Any
 ) -> baechi.PlacedModule:
-    graph = traced.graph(profile_of(traced), checkpoint=checkpoint)
-    cluster = cluster_of(n)
-    placement = baechi.solve(graph, cluster, placer=placer)
     options.setdefault("threads_per_device", 1)
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
+    return place_on(traced, n, placer, checkpoint=checkpoint, **options)
 
 
 @cache
@@ -110,7 +102,7 @@ def test_a_unit_runs_again_between_the_gradients_that_enter_it_and_its_backwards
 
 def test_a_step_on_one_device_takes_as_much_longer_as_its_units_take_forward() -> None:
     traced = traced_of("gpt2")
-    cluster = cluster_of(1)
+    cluster = cpus(1)
     taken = {}
     for checkpoint in (None, "transformer.h.*"):
         graph = traced.graph(profile_of(traced), checkpoint=checkpoint)
@@ -237,16 +229,11 @@ def test_of_submodules_inside_each_other_the_outermost_is_the_unit() -> None:
 # What runs.
 
 
-def leaves_of(value: Any) -> list[torch.Tensor]:
-    value = value.to_tuple() if hasattr(value, "to_tuple") else value
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor | None]:
     """Outputs, gradients, buffers and the random state after a step that goes backward twice."""
     torch.manual_seed(7)
     module.zero_grad()
-    outputs = leaves_of(module(*args, **kwargs))
+    outputs = tensors_in(module(*args, **kwargs))
     graded = [tensor for tensor in outputs if tensor.requires_grad]
     loss = torch.stack([tensor.float().square().mean() for tensor in graded]).sum()
     loss.backward(retain_graph=True)

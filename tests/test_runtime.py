@@ -16,17 +16,7 @@ from torch.utils import _pytree as pytree
 import baechi
 import zoo
 from baechi.runtime.streams import CudaExecutor
-
-
-def placed_on(
-    model: nn.Module, args: tuple[Any, ...], devices: int, placer: Any, **options: Any
-) -> baechi.PlacedModule:
-    traced = baechi.trace(model, args)
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
-    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(devices)})
-    placement = baechi.solve(graph, cluster, placer=placer)
-    return baechi.apply(traced, placement, graph=graph, cluster=cluster, **options)
+from placed import again_at_random, place_on
 
 
 @cache
@@ -59,7 +49,7 @@ def test_a_failing_op_reaches_the_caller_with_its_name_and_the_next_call_works(
     devices: int,
 ) -> None:
     model, x = HasFussy(), torch.ones(2, 3)
-    placed = placed_on(model, (x,), devices, baechi.RandomPlacer(3))
+    placed = place_on(baechi.trace(model, (x,)), devices, baechi.RandomPlacer(3))
     line = r"fussy/\w+ \(test_runtime\.py:\d+ in forward: return .*\).*IndexError: too negative"
     with pytest.raises(baechi.ExecutionError, match=line) as caught:
         placed(-x)
@@ -101,7 +91,7 @@ def test_an_error_names_the_operator_among_many_and_the_models_own_line() -> Non
             return y * self.table(i) + self.linear(y)
 
     x, i = torch.ones(2, 4), torch.tensor([0, 2])
-    placed = placed_on(Looks(), (x, i), 1, "single")
+    placed = place_on(baechi.trace(Looks(), (x, i)), 1, "single")
     with pytest.raises(baechi.ExecutionError, match=r"^table/embedding \(.*\.py:\d+ in forward"):
         placed(x, torch.tensor([0, 3]))
     assert placed(x, i).shape == (2, 4)
@@ -131,12 +121,12 @@ def test_workers_end_with_their_module() -> None:
     model, args = towers()
     gc.collect()
     before = workers()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     placed(*args)
     assert workers() == before + 2
     placed.unplace()
     _wait_until(lambda: workers() == before)
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     placed(*args)
     del placed
     gc.collect()
@@ -154,18 +144,14 @@ def test_a_model_without_weights_cannot_run_and_says_so() -> None:
     with torch.device("meta"):
         model, x = nn.Linear(2, 2), torch.empty(1, 2)
     with pytest.raises(baechi.InputError, match="meta device"):
-        placed_on(model, (x,), 1, "single")
+        place_on(baechi.trace(model, (x,)), 1, "single")
 
 
 def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_too() -> None:
     """Its CPU devices run inline, in launch order; what streams add is tested on a GPU."""
     model, args, kwargs = zoo.MODELS["t5"]()
     traced = baechi.trace(model, args, kwargs)
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
-    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(3)})
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(5))
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    placed = place_on(traced, 3, baechi.RandomPlacer(5))
     executable = placed._current.executable
     places = [torch.device("cpu")] * 3
     executor = CudaExecutor(executable.program, executable._way.bound, places)
@@ -184,7 +170,7 @@ def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_
 
 def test_an_unplaced_module_says_so() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     assert placed.unplace() is model
     with pytest.raises(baechi.ExecutionError, match="unplaced"):
         placed(*args)
@@ -192,7 +178,7 @@ def test_an_unplaced_module_says_so() -> None:
 
 def test_one_placed_module_may_be_called_from_two_threads() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     expected = model(*args)
     results: list[torch.Tensor] = []
 
@@ -211,14 +197,14 @@ def test_one_placed_module_may_be_called_from_two_threads() -> None:
 
 def test_grad_mode_inference_mode_and_autocast_are_the_callers() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, "round-robin", threads_per_device=1)
+    placed = place_on(baechi.trace(model, args), 2, "round-robin", threads_per_device=1)
     assert placed(*args).requires_grad
     with torch.no_grad():
         assert not placed(*args).requires_grad
     with torch.inference_mode():
         assert placed(*args).is_inference()
     with torch.autocast("cpu", torch.bfloat16):
-        placed = placed_on(model, args, 2, "round-robin", threads_per_device=1)
+        placed = place_on(baechi.trace(model, args), 2, "round-robin", threads_per_device=1)
         expected, actual = model(*args), placed(*args)
     assert actual.dtype == expected.dtype
     torch.testing.assert_close(actual, expected)
@@ -226,7 +212,7 @@ def test_grad_mode_inference_mode_and_autocast_are_the_callers() -> None:
 
 def test_backward_twice_with_retain_graph_adds_up() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 3, baechi.RandomPlacer(0))
+    placed = place_on(baechi.trace(model, args), 3, baechi.RandomPlacer(0))
     placed.zero_grad()
     loss = placed(*args).square().mean()
     loss.backward(retain_graph=True)
@@ -239,7 +225,7 @@ def test_backward_twice_with_retain_graph_adds_up() -> None:
 
 def test_a_second_backward_without_retain_graph_is_refused() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     loss = placed(*args).square().mean()
     loss.backward()
     with pytest.raises(RuntimeError):
@@ -257,7 +243,7 @@ def test_one_tensor_given_twice_gets_both_gradients() -> None:
             return 2 * x + 5 * y
 
     x = torch.ones(3, requires_grad=True)
-    placed_on(Weighs(), (x, x), 2, "round-robin")(x, x).sum().backward()
+    place_on(baechi.trace(Weighs(), (x, x)), 2, "round-robin")(x, x).sum().backward()
     torch.testing.assert_close(x.grad, torch.full((3,), 7.0))
 
 
@@ -269,11 +255,7 @@ def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_or
     """CLIP's logits are returned, viewed, returned as the view, and read by the loss."""
     model, args, kwargs = zoo.MODELS["clip"]()
     traced = baechi.trace(model, args, kwargs)
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs), training=True)
-    cluster = baechi.probe({f"cpu:{i}": "4GiB" for i in range(3)})
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+    placed = again_at_random(traced, seed=seed, devices=3)
 
     def gradients(module: nn.Module) -> list[torch.Tensor]:
         module.zero_grad()
@@ -290,7 +272,7 @@ def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_or
 
 def test_gradients_of_gradients_are_refused_not_wrong() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     (gradient,) = torch.autograd.grad(
         placed(*args).square().sum(), [next(placed.parameters())], create_graph=True
     )
@@ -300,7 +282,7 @@ def test_gradients_of_gradients_are_refused_not_wrong() -> None:
 
 def test_frozen_parameters_get_no_gradient() -> None:
     model, args, _ = zoo.MODELS["towers"]()
-    placed = placed_on(model, args, 2, "round-robin")
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
     first = next(placed.parameters())
     first.requires_grad_(False)
     placed(*args).sum().backward()
@@ -313,8 +295,8 @@ def test_dropout_is_reproducible_under_a_seed_and_equals_the_unsplit_one_on_one_
         *[nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), nn.ReLU()) for _ in range(4)]
     )
     x = torch.randn(8, 16)
-    single = placed_on(model, (x,), 1, "single")
-    split = placed_on(model, (x,), 3, baechi.RandomPlacer(1))
+    single = place_on(baechi.trace(model, (x,)), 1, "single")
+    split = place_on(baechi.trace(model, (x,)), 3, baechi.RandomPlacer(1))
 
     def run(module: nn.Module) -> torch.Tensor:
         torch.manual_seed(7)
@@ -336,7 +318,7 @@ def test_activations_are_freed_when_autograd_does_not_keep_them() -> None:
             return x
 
     x = torch.zeros(1 << 18, requires_grad=True)  # 1 MiB
-    placed = placed_on(Adds(), (x,), 2, "round-robin")
+    placed = place_on(baechi.trace(Adds(), (x,)), 2, "round-robin")
     with placed.metered() as meter:
         y = placed(x)
     assert y.requires_grad
@@ -346,7 +328,7 @@ def test_activations_are_freed_when_autograd_does_not_keep_them() -> None:
 
 def test_many_steps_leak_nothing() -> None:
     model, args = towers()
-    placed = placed_on(model, args, 2, baechi.RandomPlacer(0), threads_per_device=1)
+    placed = place_on(baechi.trace(model, args), 2, baechi.RandomPlacer(0), threads_per_device=1)
 
     def steps(n: int) -> None:
         for _ in range(n):

@@ -247,14 +247,10 @@ def test_dropout_masks_are_the_unsplit_models_on_one_device_under_every_placer()
 
     model, x = Drops(), torch.randn(4, 8)
     traced = baechi.trace(model, (x,))
-    costs = tuple(baechi.OpCost(1000 * (9 - i % 7), 2000) for i in range(len(traced.ops)))
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-    cluster = baechi.probe({"cpu:0": "1GiB"})
     torch.manual_seed(5)
     expected = model(x)
     for placer in ("single", "m-topo", "m-etf", "m-sct", "heft", "auto"):
-        placement = baechi.solve(graph, cluster, placer=placer)
-        module = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+        module = placed.place_on(traced, 1, placer)
         torch.manual_seed(5)
         assert torch.equal(module(x), expected), placer
     for seed in range(3):  # on several it is reproducible, and does not depend on who is first

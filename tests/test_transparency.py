@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
+from placed import EXACT, assert_same_values, cpus, leaves_of, made_up_profile
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
 PLACERS = {
@@ -25,9 +25,6 @@ PLACERS = {
     "random-0": baechi.RandomPlacer(0),
     "random-1": baechi.RandomPlacer(1),
 }
-EXACT = {"rtol": 0.0, "atol": 0.0}
-
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -86,35 +83,10 @@ def case(name: str) -> Case:
     )
 
 
-def made_up_profile(traced: baechi.Traced) -> baechi.Profile:
-    """Costs from nothing but the op's index, so that nothing is measured."""
-    made = [0] * len(traced.ops)
-    for tensor in traced.tensors:
-        made[tensor.producer] += tensor.nbytes
-    costs = []
-    for index, op in enumerate(traced.ops):
-        forward_ns = 20_000 + index * 7_919 % 50_000
-        costs.append(
-            baechi.OpCost(
-                forward_ns=forward_ns,
-                backward_ns=2 * forward_ns if op.differentiable else 0,
-                parameter_bytes=op.trained_bytes + op.frozen_bytes,
-                output_bytes=made[index],
-                saved_bytes=op.saved_bytes,
-            )
-        )
-    return baechi.Profile(traced_digest=traced.digest, kind="cpu", costs=tuple(costs))
-
-
-def cluster_of(n_devices: int, memory: str = "8GiB") -> baechi.Cluster:
-    devices = [baechi.Device(f"cpu:{i}", memory, kind="cpu") for i in range(n_devices)]
-    return baechi.Cluster.connected(devices, baechi.Link(1_000, 10**10))
-
-
 def apply(
     traced: baechi.Traced, graph: baechi.OpGraph, n_devices: int, placer: Any
 ) -> baechi.PlacedModule:
-    cluster = cluster_of(n_devices)
+    cluster = cpus(n_devices)
     placement = baechi.solve(graph, cluster, placer=placer)
     names = [device.name for device in cluster.devices]
     return baechi.apply(traced, placement, devices=names, graph=graph, cluster=cluster)
@@ -134,14 +106,6 @@ def loss_of(outputs: Any) -> torch.Tensor:
     return torch.stack(squares).sum()
 
 
-def leaves_of(value: Any) -> list[Any]:
-    """The leaves of nested arguments or outputs, those of the dataclass unknown to torch too."""
-    leaves = []
-    for leaf in pytree.tree_leaves(value):
-        leaves += [leaf.hidden, *leaf.others] if isinstance(leaf, zoo.Plain) else [leaf]
-    return leaves
-
-
 def train(model: nn.Module, example: Any) -> Step:
     """One step of gradient descent."""
     args, kwargs = copy.deepcopy(example)
@@ -158,18 +122,6 @@ def infer(model: nn.Module, example: Any) -> Step:
     with torch.no_grad():
         outputs = model(*args, **kwargs)
     return Step(outputs, {}, tensors_of(model), (args, kwargs))
-
-
-def assert_same_values(actual: Any, expected: Any, **tolerances: float) -> None:
-    assert type(actual) is type(expected)
-    actual_leaves, expected_leaves = leaves_of(actual), leaves_of(expected)
-    assert len(actual_leaves) == len(expected_leaves)
-    for one, other in zip(actual_leaves, expected_leaves, strict=True):
-        if isinstance(other, torch.Tensor):
-            assert one.requires_grad == other.requires_grad
-            torch.testing.assert_close(one, other, **tolerances)
-        else:
-            assert one == other
 
 
 def assert_same_step(actual: Step, expected: Step, **tolerances: float) -> None:
@@ -228,7 +180,7 @@ def test_inference_equals_the_unsplit_model_s_in_every_bit(
 @pytest.mark.parametrize("name", zoo.MODELS)
 def test_a_random_placement_uses_every_device(name: str) -> None:
     it = case(name)
-    placement = baechi.solve(it.training, cluster_of(3), placer=baechi.RandomPlacer(0))
+    placement = baechi.solve(it.training, cpus(3), placer=baechi.RandomPlacer(0))
     assert set(placement.devices) == {0, 1, 2}
 
 
@@ -289,10 +241,10 @@ def test_unplace_gives_the_model_back_as_it_was(name: str) -> None:
 # The awkward points of tracing, each by its name.
 
 
-def placed_awkward(name: str, seed: int = 0, **options: Any) -> tuple[Case, baechi.PlacedModule]:
+def placed_awkward(name: str, seed: int = 0) -> tuple[Case, baechi.PlacedModule]:
     it = case(name)
     it.reset()
-    return it, apply(it.traced, it.training, 3, baechi.RandomPlacer(seed), **options)
+    return it, apply(it.traced, it.training, 3, baechi.RandomPlacer(seed))
 
 
 def test_keyword_arguments_may_come_in_any_form() -> None:

@@ -11,6 +11,7 @@ from torch import nn
 import baechi
 import zoo
 from baechi.runtime.verifying import Unsplit, verify
+from placed import again_at_random, place_on
 
 
 def in_a_worker() -> bool:
@@ -199,13 +200,8 @@ def test_nothing_is_found_where_nothing_differs(name: str) -> None:
     """Neither in the step nor in any operator of it, on their devices and in program order."""
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     traced = baechi.trace(model, *copy.deepcopy((args, kwargs)))
-    costs = tuple(baechi.OpCost(1000 + 7 * i, 2000) for i in range(len(traced.ops)))
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-    devices = [baechi.Device(f"cpu:{i}", "1GiB", kind="cpu") for i in range(3)]
-    cluster = baechi.Cluster.connected(devices, baechi.Link(1000, 10**9))
-    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(1))
     unsplit = Unsplit(model)
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+    placed = again_at_random(traced, seed=1, devices=3)
     try:
         verify(unsplit, placed._current.executable, traced.module, traced.module.call)
         verify(unsplit, placed._current.executable, traced.module, traced.module.call, every=True)
@@ -217,12 +213,8 @@ def test_a_wrong_parameter_on_its_device_is_found() -> None:
     """As where state is not moved with its operator: the operator that reads it is named."""
     model, x = Drifts(), example()
     traced = baechi.trace(model, (x,))
-    costs = tuple(baechi.OpCost(1000, 2000) for _ in traced.ops)
-    graph = traced.graph(baechi.Profile(traced.digest, "cpu", costs))
-    cluster = baechi.probe({"cpu:0": "1GiB", "cpu:1": "1GiB"})
-    placement = baechi.solve(graph, cluster, placer="round-robin")
     unsplit = Unsplit(model)
-    placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+    placed = place_on(traced, 2, "round-robin", threads_per_device=1)
     with torch.no_grad():
         model.layers[2].weight[0, 0] += 1
     with pytest.raises(baechi.ExecutionError, match=r"first at layers\.2/linear_2 \(.*forward"):

@@ -36,23 +36,14 @@ class _Row:
         return cls(path, owner, names, read, copy.deepcopy(read(owner)))
 
     def holds(self) -> bool:
-        try:
-            return (self.read(self.owner),) == (self.values,)  # not-a-number is itself
-        except Exception:  # deleted, or compared with what has no one truth, such as a tensor
-            return False
+        """Whether all have their values still."""
+        return _holds(self.read, self.owner, self.values)
 
-    def changed(self) -> frozenset[str]:
-        rows = ((name, _Row.of(self.path, {name: value}, [name])) for name, value in self._given())
-        return frozenset(
-            name
-            for name, row in rows
-            if name not in self.owner
-            or not _Row(self.path, self.owner, (name,), row.read, row.values).holds()
-        )
-
-    def _given(self) -> Iterable[tuple[str, Any]]:
+    def changed(self) -> dict[str, Any]:
+        """The value that each had of those that have another, or are gone."""
         values = self.values if len(self.names) > 1 else (self.values,)
-        return zip(self.names, values, strict=True)
+        pairs = zip(self.names, values, strict=True)
+        return {n: value for n, value in pairs if not _holds(itemgetter(n), self.owner, value)}
 
 
 @final
@@ -76,7 +67,7 @@ class Attributes:
 
     def settled(self) -> "Attributes":
         """These without the ones that have changed since, which forward sets itself."""
-        rows = [(row, row.changed() if not row.holds() else frozenset()) for row in self._rows]
+        rows = [(row, {} if row.holds() else row.changed()) for row in self._rows]
         return self._with(
             _Row.of(row.path, row.owner, kept) if changed else row
             for row, changed in rows
@@ -96,8 +87,7 @@ class Attributes:
         """One that is not as it was, for people; empty if there is none."""
         for row in self._rows:
             if not row.holds():
-                name = min(row.changed())
-                was = dict(row._given())[name]
+                name, was = min(row.changed().items(), key=itemgetter(0))
                 now = row.owner.get(name, "gone")
                 return f"{f'{row.path}.{name}'.lstrip('.')} was {was!r} and is {now!r}"
         return ""
@@ -106,6 +96,14 @@ class Attributes:
         found = object.__new__(Attributes)
         found._rows = list(rows)
         return found
+
+
+def _holds(read: Callable[[dict[str, Any]], Any], owner: dict[str, Any], value: Any) -> bool:
+    """Whether what is read equals the value; not-a-number equals itself."""
+    try:
+        return (read(owner),) == (value,)
+    except Exception:  # deleted, or compared with what has no one truth, such as a tensor
+        return False
 
 
 def _is_plain(value: Any) -> bool:

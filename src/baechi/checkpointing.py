@@ -16,7 +16,7 @@ schedule. Deterministic.
 Complexity: O(log candidates) placements of the graph for each cut.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Final
@@ -28,7 +28,7 @@ from baechi.errors import InfeasibleError, InputError
 from baechi.graph import OpGraph
 from baechi.placers.base import Placer
 from baechi.problem import Problem
-from baechi.recomputation import Unit, module_path, module_paths, named_units
+from baechi.recomputation import Unit, enclosing, module_path, module_paths, named_units
 from baechi.solving import find, solve
 from baechi.traced import Traced
 from baechi.training import backward_ops
@@ -181,9 +181,7 @@ def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]
     total = sum(kept)
     under: dict[str, int] = {}
     for op, row in enumerate(traced.ops):
-        parts = module_path(row.name).split(".")
-        for end in range(1, len(parts) + 1):
-            path = ".".join(parts[:end])
+        for path in enclosing(module_path(row.name)):
             under[path] = under.get(path, 0) + kept[op]
     paths = module_paths(traced)
     parents = {path.rpartition(".")[0] for path in paths}
@@ -191,23 +189,20 @@ def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]
     chosen = [
         path
         for path in paths
-        if path not in opened
-        and all(parent in opened for parent in _parents(path))
-        and under[path] > 0
+        if path not in opened and opened.issuperset(enclosing(path)[:-1]) and under[path] > 0
     ]
+    savers: dict[int, set[int]] = {}
+    for op in reached:
+        for tensor in traced.ops[op].saves:
+            savers.setdefault(tensor, set()).add(op)
     rows = []
     for at, path in enumerate(chosen):
         units = named_units(traced, path, reached)
-        saved = sum(_saved_bytes(traced, profile, unit, set(reached)) for unit in units)
+        saved = sum(_saved_bytes(traced, profile, unit, set(reached), savers) for unit in units)
         time = sum(profile.costs[op].forward_ns for unit in units for op in unit.ops)
         if saved > 0:
             rows.append((Fraction(time, saved), at, path))
     return tuple(path for *_, path in sorted(rows))
-
-
-def _parents(path: str) -> list[str]:
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _kept_bytes(traced: Traced, profile: Profile, reached: Sequence[int]) -> list[int]:
@@ -220,13 +215,23 @@ def _kept_bytes(traced: Traced, profile: Profile, reached: Sequence[int]) -> lis
     return kept
 
 
-def _saved_bytes(traced: Traced, profile: Profile, unit: Unit, reached: set[int]) -> int:
-    """What is kept no more if this unit alone runs again, less the inputs that are kept for it."""
+def _saved_bytes(
+    traced: Traced,
+    profile: Profile,
+    unit: Unit,
+    reached: set[int],
+    savers: Mapping[int, set[int]],
+) -> int:
+    """What is kept no more if this unit alone runs again, less the inputs that are kept for it.
+
+    Args:
+        traced: The model.
+        profile: Its costs.
+        unit: The unit.
+        reached: The operators that have a backward.
+        savers: Those of them that keep each tensor.
+    """
     inside = set(unit.ops)
-    savers: dict[int, set[int]] = {}
-    for op in reached:
-        for saved in traced.ops[op].saves:
-            savers.setdefault(saved, set()).add(op)
     total = sum(profile.costs[op].saved_bytes for op in inside & reached)
     for index, tensor in enumerate(traced.tensors):
         if tensor.kept:

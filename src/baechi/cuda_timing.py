@@ -28,7 +28,7 @@ _QUEUED: Final = 20
 # The resolution of an event is about 0.5 us; below this it matters, so such runs are repeated.
 _SHORT_NS: Final = 30_000
 _REPEATS: Final = 20
-# So many readings at once of long ones: all results of a queue are alive together.
+# A queue holds readings of at most this much time: all its results are alive together.
 _QUEUED_NS: Final = 2_000_000
 # What recording a pair of events takes of the host, generously.
 _RECORDING_NS: Final = 20_000

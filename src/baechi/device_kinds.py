@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, final
 
 from baechi.devices import Cluster, Device, Link, check_size
-from baechi.efficiency import ANY, DTYPES, Calibration, Efficiency, Kernel, check_positive
+from baechi.efficiency import ANY, DTYPES, Calibration, Efficiency, Kernel, check_positive_float
 from baechi.errors import InputError
 from baechi.units import parse_bytes
 from baechi.values import FrozenDict, check_count, check_name, check_path
@@ -68,7 +68,7 @@ class DeviceKind:
                 f"memory {what} is {self.memory_bytes} bytes and its context takes "
                 f"{self.context_bytes} of them; nothing is left."
             )
-        rate = check_positive(self.bytes_per_s, f"bytes_per_s {what}")
+        rate = check_positive_float(self.bytes_per_s, f"bytes_per_s {what}")
         object.__setattr__(self, "bytes_per_s", rate)
         if not isinstance(self.flops_per_s, Mapping) or "fp32" not in self.flops_per_s:
             raise InputError(f"flops_per_s {what} has no fp32 peak, which all other types fall to.")
@@ -77,7 +77,7 @@ class DeviceKind:
             if dtype not in DTYPES:
                 known = ", ".join(DTYPES)
                 raise InputError(f"flops_per_s {what} has {dtype!r}; the types are {known}.")
-            peaks[dtype] = check_positive(peak, f"the {dtype} peak {what}")
+            peaks[dtype] = check_positive_float(peak, f"the {dtype} peak {what}")
         object.__setattr__(self, "flops_per_s", FrozenDict(peaks))
         if not isinstance(self.source, str) or not self.source.strip():
             raise InputError(

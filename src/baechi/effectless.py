@@ -1,8 +1,8 @@
 """Nodes of an exported graph that have no effect: checks, and casts to the type that is there.
 
-The checks are of shapes and types, which `placing` compares itself. A cast that gives out the very
-tensor that it gets parts one reader of that tensor from the others: autograd would add up its
-gradients in another order than the model's, and so round otherwise.
+The checks are of shapes and types, by which a placed module tells its calls apart anyway. A cast
+that gives out the very tensor that it gets separates one reader of that tensor from the others:
+autograd would add up its gradients in another order than the model's, and so round otherwise.
 """
 
 from typing import Any, Final

@@ -70,7 +70,7 @@ class Efficiency:
         _check_choice(self.op_class, OP_CLASSES, f"op_class of {what}")
         _check_choice(self.dtype, (*DTYPES, ANY), f"dtype of {what}")
         for attribute in ("compute", "memory"):
-            share = check_positive(getattr(self, attribute), f"{attribute} of {what}")
+            share = check_positive_float(getattr(self, attribute), f"{attribute} of {what}")
             object.__setattr__(self, attribute, share)
         check_name(self.source, f"source of {what}")
 
@@ -145,7 +145,7 @@ class Calibration:
         return "\n".join(lines)
 
 
-def check_positive(value: object, what: str) -> float:
+def check_positive_float(value: object, what: str) -> float:
     """`value` as a positive, finite float.
 
     Raises:

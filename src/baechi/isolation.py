@@ -99,7 +99,7 @@ class Alone:
             for node in part.inputs
         ]
         state = [t for t, is_state in self._read(part.inputs) if is_state] + parameters
-        state_bytes = sum(t.numel() * t.element_size() for t in state)
+        state_bytes = sum(tensor.nbytes for tensor in state)
         self._evict = setting.evict if state_bytes >= _MIN_COLD_BYTES else None
         self.fresh = setting.fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
@@ -189,7 +189,7 @@ class Alone:
         kept = [t for t, is_state in pairs if is_state and t is not None]
         if hold:
             self._held += kept
-            self._held_bytes += sum(t.numel() * t.element_size() for t in kept)
+            self._held_bytes += sum(tensor.nbytes for tensor in kept)
         return kept
 
 
@@ -215,7 +215,7 @@ def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.
         # The last made are the likeliest to be there still; more than half a cache is not.
         left = cache_bytes // 2
         for tensor in reversed(but):
-            left -= tensor.numel() * tensor.element_size()
+            left -= tensor.nbytes
             if left < 0:
                 break
             tensor.detach().clone()

@@ -17,7 +17,7 @@ Complexity: two passes over what is new, and at most half of their time again.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from dataclasses import replace
 from typing import Final, TypeVar
 
@@ -86,22 +86,22 @@ def _lowest(before: tuple[int, int], found: tuple[int, int]) -> tuple[int, int]:
 
 def measure_all(
     keys: Iterable[K],
-    known: Mapping[K, Measured],
+    costs: MutableMapping[K, Measured],
     measure: Callable[[K, Measured | None], Measured],
     tracked: Callable[[list[K], int], Iterator[K]],
     wall: Clock = time.perf_counter_ns,
-) -> dict[K, Measured]:
-    """What everything costs, in the order of `keys`.
+) -> None:
+    """Measures until two passes agree on everything, or the time for that is spent.
 
     Args:
         keys: What to measure.
-        known: What was measured before; what had its passes then is not measured again.
+        costs: What was measured before; what had its passes then is not measured again. What is
+            measured now is put here after each pass, so that an interrupt loses nothing.
         measure: Makes one more pass over one of them, given what is known of it.
         tracked: Given what a pass goes over, and which pass it is, yields the same and tells.
         wall: Nanoseconds that go by.
     """
-    costs = dict(known)
-    order = [key for key in keys if key not in known or known[key].passes < _PASSES]
+    order = [key for key in keys if key not in costs or costs[key].passes < _PASSES]
     begin = wall()
     for count in range(_PASSES):
         due = [key for key in order if key not in costs or costs[key].passes <= count]
@@ -114,10 +114,9 @@ def measure_all(
         left.sort(key=lambda key: -_uncertain_ns(costs[key]))
         for key in tracked(left, count):
             if wall() >= end:
-                return costs
+                return
             costs[key] = measure(key, costs[key])
         count += 1
-    return costs
 
 
 def _uncertain_ns(measured: Measured) -> int:

@@ -101,16 +101,7 @@ def place(
         InfeasibleError: It does not fit; says what is missing.
         ExecutionError: It was verified, and is not the unsplit model.
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
-    if isinstance(model, PlacedModule):
-        raise InputError("the model is placed already; call model.unplace() first.")
-    for name, module in model.named_modules():
-        if isinstance(module, PlacedModule):
-            raise InputError(
-                f"the model holds a placed module, {name!r}, which no trace goes through; put "
-                "what its unplace() gives there, and place the whole."
-            )
+    _check_model(model)
     if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
         raise InputError(
             f'costs is {costs!r}; it must be "measure", "estimate" or a baechi.Profile.'
@@ -135,19 +126,19 @@ def place(
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
-        cluster,
-        placer,
-        training,
-        optimizer,
-        costs,
-        verify,
-        progress,
-        threads_per_device,
-        constraints,
-        effort,
-        compile,
-        cuda_graphs,
-        checkpoint,
+        cluster=cluster,
+        placer=placer,
+        training=training,
+        optimizer=optimizer,
+        costs=costs,
+        verify=verify,
+        progress=progress,
+        threads=threads_per_device,
+        constraints=constraints,
+        effort=effort,
+        compile=compile,
+        cuda_graphs=cuda_graphs,
+        checkpoint=checkpoint,
     )
     placed = PlacedModule(model, maker, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -156,8 +147,22 @@ def place(
     return placed
 
 
+def _check_model(model: nn.Module) -> None:
+    """Passes a module that neither is placed nor holds one that is."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
+    if isinstance(model, PlacedModule):
+        raise InputError("the model is placed already; call model.unplace() first.")
+    for name, module in model.named_modules():
+        if isinstance(module, PlacedModule):
+            raise InputError(
+                f"the model holds a placed module, {name!r}, which no trace goes through; put "
+                "what its unplace() gives there, and place the whole."
+            )
+
+
 @final
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Maker:
     """Makes a specialization for a call: the steps of `place`, in their order."""
 

@@ -12,9 +12,8 @@ from baechi.copying import SIZES, copy_times_ns, first_broken_size, lane_ns
 from baechi.devices import Cluster, Device, Link
 from baechi.errors import InputError
 from baechi.link_fits import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
-from baechi.profiling import device_kind, torch_device
 from baechi.runtime.handover import handover
-from baechi.torch_devices import blas_bytes
+from baechi.torch_devices import blas_bytes, device_kind, torch_device
 from baechi.units import format_bytes, parse_bytes
 from baechi.values import check_row
 

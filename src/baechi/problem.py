@@ -5,7 +5,7 @@ that it can meet reaches 2**62.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, final
 
@@ -141,7 +141,8 @@ class Problem:
             self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
             for device in devices
         }
-        return Problem(self.graph, cluster, known_to(self.constraints, cluster, margins))
+        constraints = replace(known_to(self.constraints, cluster), margins=margins)
+        return Problem(self.graph, cluster, constraints)
 
     def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
         """The problem of a coarser graph, each of whose ops stands for ops of one color.

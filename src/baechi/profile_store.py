@@ -37,7 +37,11 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one operator was measured to cost, in so many passes; else the fields of `OpCost`."""
+    """What one operator was measured to cost.
+
+    Attributes:
+        passes: How many passes this is from. All else is as in `OpCost`.
+    """
 
     forward_ns: int
     backward_ns: int = 0

@@ -31,8 +31,6 @@ from baechi.training import backward_ops
 from baechi.value_dependence import value_remark
 from baechi.values import check_is, check_threads
 
-__all__ = ["device_kind", "profile", "torch_device"]
-
 UNCERTAIN: Final = (
     f"uncertain: its times vary by more than {TOLERANCE:.0%}, or something else held it up"
 )
@@ -109,16 +107,16 @@ def _measured(
         costs = {key: cost for key, cost in found.items() if cost is not None}
 
     def measure(key: str, before: Measured | None) -> Measured:
-        costs[key] = with_pass(before, jobs[key][1](bench, before))
+        cost = with_pass(before, jobs[key][1](bench, before))
         if store is not None:
-            store.keep(key, bench.conditions, costs[key])
-        return costs[key]
+            store.keep(key, bench.conditions, cost)
+        return cost
 
     def tracked(keys: list[str], number: int) -> Iterator[str]:
         return _tracked(keys, f"profile, pass {number + 1}", jobs, progress)
 
     try:
-        costs = measure_all(jobs, dict(costs), measure, tracked)
+        measure_all(jobs, costs, measure, tracked)
     except KeyboardInterrupt:
         kept = "nothing is kept" if store is None else f"they are kept in {store.path}"
         sys.stderr.write(f"baechi: {len(costs)} of {len(jobs)} were measured; {kept}.\n")

@@ -184,7 +184,7 @@ class _Recorder(fx.Interpreter):
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque leaf on stand-ins for its parameters."""
         leaf = self.fetch_attr(target)
-        state = _named_state(leaf)
+        state = named_state(leaf)
         stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
@@ -256,7 +256,8 @@ def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
     return any(bool(arguments.get(name)) for name in names)
 
 
-def _named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their names."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 

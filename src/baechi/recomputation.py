@@ -48,12 +48,17 @@ def module_path(name: str) -> str:
     return path if slash else ""
 
 
+def enclosing(path: str) -> list[str]:
+    """The submodule and those around it, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
 def module_paths(traced: Traced) -> tuple[str, ...]:
     """The submodules that have operators, and those around them, in the order of the program."""
     paths: dict[str, None] = {}
     for op in traced.ops:
-        parts = module_path(op.name).split(".")
-        paths.update((".".join(parts[:end]), None) for end in range(1, len(parts) + 1))
+        paths.update(dict.fromkeys(enclosing(module_path(op.name))))
     paths.pop("", None)
     return tuple(paths)
 
@@ -109,12 +114,7 @@ def named_units(
 
 def _outermost(paths: Sequence[str]) -> list[str]:
     taken = set(paths)
-    return [path for path in paths if not any(_around(path, taken))]
-
-
-def _around(path: str, taken: set[str]) -> Iterable[bool]:
-    parts = path.split(".")
-    return (".".join(parts[:end]) in taken for end in range(1, len(parts)))
+    return [path for path in paths if taken.isdisjoint(enclosing(path)[:-1])]
 
 
 def _units(traced: Traced, modules: Sequence[str], reached: Sequence[int]) -> tuple[Unit, ...]:
@@ -122,9 +122,8 @@ def _units(traced: Traced, modules: Sequence[str], reached: Sequence[int]) -> tu
     known = set(modules)
     members: dict[str, list[int]] = {}
     for op, row in enumerate(traced.ops):
-        parts = module_path(row.name).split(".")
-        for end in range(1, len(parts) + 1):
-            if (path := ".".join(parts[:end])) in known:
+        for path in enclosing(module_path(row.name)):
+            if path in known:
                 members.setdefault(path, []).append(op)
     made: list[list[TracedTensor]] = [[] for _ in traced.ops]
     for tensor in traced.tensors:
@@ -253,13 +252,14 @@ def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
         return label
 
     labels = [f"checkpoint:{unit.name}" for unit in units]
+    rank = {label: k for k, label in enumerate(labels)}
     for label, unit in zip(labels, units, strict=True):
         for op in unit.ops:
             group = ops[op].group
             if group is not None:
                 # The label of the first unit is the name of all.
                 one, other = find(group), find(label)
-                first = min(one, other, key=lambda x: labels.index(x) if x in labels else 1 << 62)
+                first = min(one, other, key=lambda name: rank.get(name, len(rank)))
                 parent[one] = parent[other] = first
     found = {op: find(labels[k]) for op, k in unit_of_ops(units).items()}
     for op, row in enumerate(ops):

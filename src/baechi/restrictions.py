@@ -4,7 +4,7 @@ The result is a table of which group may go to which device; everything that dec
 that, and the limit on the number of devices.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -70,23 +70,9 @@ def allowed_devices(
         allowed[:, column] = False
         allowed[at, column] = True
     _check_places(graph, allowed)
-    limit = constraints.max_devices
-    targets = sorted({target for _, target in pinned.values()})
-    if limit is not None and len(targets) > limit:
-        raise InputError(
-            f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
-            f"{limit}; raise it, or pin to fewer."
-        )
-    alone = [
-        row.name
-        for row, is_needed in zip(cluster.devices, needed(allowed), strict=True)
-        if is_needed
-    ]
-    if limit is not None and len(alone) > limit:
-        raise InputError(
-            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
-            "it, or forbid and exclude less."
-        )
+    if constraints.max_devices is not None:
+        targets = sorted({target for _, target in pinned.values()})
+        _check_limit(constraints.max_devices, cluster, allowed, targets)
     return allowed
 
 
@@ -103,6 +89,23 @@ def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
         raise InputError(
             f"op {op.name!r} may go to no device: all are forbidden to it or to its group, or "
             "excluded; leave it at least one."
+        )
+
+
+def _check_limit(
+    limit: int, cluster: Cluster, allowed: NDArray[np.bool_], targets: Sequence[str]
+) -> None:
+    """Passes where no more devices are needed, by pins or for want of others, than may be used."""
+    if len(targets) > limit:
+        raise InputError(
+            f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
+            f"{limit}; raise it, or pin to fewer."
+        )
+    alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
+    if len(alone) > limit:
+        raise InputError(
+            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
+            "it, or forbid and exclude less."
         )
 
 
@@ -171,8 +174,8 @@ def restricted_to(
     )
 
 
-def known_to(constraints: Constraints, cluster: Cluster, margins: Mapping[str, int]) -> Constraints:
-    """The constraints without devices that the cluster does not have, and with these margins."""
+def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
+    """The constraints without the devices that the cluster does not have; pins stay."""
     names = {device.name for device in cluster.devices}
     forbidden = {
         name: tuple(device for device in devices if device in names)
@@ -183,7 +186,7 @@ def known_to(constraints: Constraints, cluster: Cluster, margins: Mapping[str, i
         {name: devices for name, devices in forbidden.items() if devices},
         tuple(device for device in constraints.excluded if device in names),
         constraints.max_devices,
-        margins,
+        {name: nbytes for name, nbytes in constraints.margins.items() if name in names},
     )
 
 
@@ -193,7 +196,14 @@ def of_groups(
     names: Sequence[str],
     allowed: NDArray[np.bool_],
 ) -> Constraints:
-    """The constraints of another graph, from the name of an op of each group and its column."""
+    """The same restrictions for another graph with these groups.
+
+    Args:
+        constraints: Of the first graph; the limit and the margins stay.
+        cluster: The cluster.
+        names: An op of each group of the other graph.
+        allowed: A row per device, a column per group, as in `allowed_devices`.
+    """
     devices = [device.name for device in cluster.devices]
     forbidden = {
         names[group]: tuple(devices[d] for d in np.flatnonzero(~allowed[:, group]))

@@ -31,7 +31,7 @@ from baechi.units import format_bytes
 from baechi.values import INT64_MAX, FrozenDict
 
 # Instead of a device: all of them, and none.
-_EVERY: Final = -1
+EVERY: Final = -1
 _NONE: Final = -2
 # Choices of devices that are tried at least, to find a good one, where their number is limited.
 _CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
@@ -183,7 +183,7 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
             "devices than may be used. Relax them, or add a link."
         )
         nbytes, where = 0, ""
-    elif extra[1] == _EVERY:
+    elif extra[1] == EVERY:
         nbytes, where = extra[0], "every device"
         shortage += (
             f" Under these constraints no single device can help: give {format_bytes(nbytes)} more "
@@ -245,13 +245,13 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     """
 
     def arranged(units: int, device: int) -> bool:
-        return _is_arranged(_grown(problem, device, units * unit))
+        return _is_arranged(grown(problem, device, units * unit))
 
     def solved(units: int, device: int) -> bool:
-        return _attempt(_grown(problem, device, units * unit), placer, effort) is not None
+        return _attempt(grown(problem, device, units * unit), placer, effort) is not None
 
     def solved_fast(units: int, device: int) -> bool:
-        return _attempt(_grown(problem, device, units * unit), fast, "fast", HASTY) is not None
+        return _attempt(grown(problem, device, units * unit), fast, "fast", HASTY) is not None
 
     fast = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
 
@@ -259,22 +259,22 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     different = [device for device, kind in enumerate(kinds) if device == kind]
     missing = _missing_for_all(problem)
     device = min(problem.free_devices, key=lambda d: (missing[d], d), default=-1)
-    most = missing[device] if device >= 0 else _ample_bytes(problem)
+    most = missing[device] if device >= 0 else ample_bytes(problem)
     exact = len(problem.graph.ops) <= _EXACT_OPS
     unit = 1 if exact else 1 + (most >> _STEPS)
     units = -(-most // unit)
     if device < 0:
-        helping = (other for other in (*different, _EVERY) if solved_fast(units, other))
+        helping = (other for other in (*different, EVERY) if solved_fast(units, other))
         device = next(helping, _NONE)
         if device == _NONE:
             return None
         units = _bisected(solved_fast, units, device)
-    if device != _EVERY:
+    if device != EVERY:
         for other in different:
             if arranged(units - 1, other):
                 units, device = _bisected(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
-    others = different[:_COMPARED] if exact and device != _EVERY else []
+    others = different[:_COMPARED] if exact and device != EVERY else []
     solvers = (solved_fast, solved) if exact else (solved_fast,)
     for succeeds in solvers[-1:] if effort == "fast" else solvers:
         for other in dict.fromkeys((device, *others)):
@@ -321,17 +321,17 @@ def _bare_memory(problem: Problem, pool: int) -> int:
     return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
 
 
-def _ample_bytes(problem: Problem) -> int:
-    """So much more memory is more than enough on any device."""
+def ample_bytes(problem: Problem) -> int:
+    """More bytes than any device can need in addition."""
     arrays = problem.graph.arrays
     return arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
 
 
-def _grown(problem: Problem, device: int, extra: int) -> Problem:
-    """The problem with so much more memory on the device, and so in its pool; or on every one."""
+def grown(problem: Problem, device: int, extra: int) -> Problem:
+    """The problem with `extra` bytes more on a device, and so in its pool; or on `EVERY` one."""
     devices = tuple(
         replace(row, memory_bytes=min(row.memory_bytes + extra, INT64_MAX))
-        if device == _EVERY or problem.device_pool[index] == problem.device_pool[device]
+        if device == EVERY or problem.device_pool[index] == problem.device_pool[device]
         else row
         for index, row in enumerate(problem.cluster.devices)
     )
@@ -349,7 +349,7 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
             )
         missing_for_all = _missing_for_all(problem)
         placer = SingleDevice(min(problem.free_devices, key=lambda d: (missing_for_all[d], d)))
-    placement = placer.place(_grown(problem, _EVERY, _ample_bytes(problem)))
+    placement = placer.place(grown(problem, EVERY, ample_bytes(problem)))
     if placement is None:
         raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
     peaks = replay(problem, placement.devices, placement.order).peaks()

@@ -28,7 +28,7 @@ BUDGET_NS: Final = 30_000_000
 # A reading of the clock takes some 0.1 us; a hundred times that makes its grain a percent at most.
 READING_NS: Final = 20_000
 MAX_REPEATS: Final = 50
-# A first run may take several times longer than the next; one that takes so long is not short.
+# A first run may take several times longer than the next; above this it is a long one anyway.
 _LONG_NS: Final = 20 * READING_NS
 # Longer than interrupts and the clocks themselves take, shorter than another process's turn.
 _MAX_AWAY: Final = 0.05
@@ -144,7 +144,13 @@ def rounds(
     budget_ns: int = BUDGET_NS,
     wall: Clock = time.perf_counter_ns,
 ) -> Iterator[int]:
-    """Counts the rounds of a measurement: at least so many, at most so many, in about that time."""
+    """Counts the rounds of a measurement.
+
+    Args:
+        limits: The fewest rounds and the most.
+        budget_ns: No further round begins after this time, but for the fewest.
+        wall: Nanoseconds that go by.
+    """
     begin = wall()
     for index in range(limits[1]):
         if index >= limits[0] and wall() - begin > budget_ns:
@@ -153,7 +159,13 @@ def rounds(
 
 
 def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
-    """The median of readings that each hold so many runs, for one run."""
+    """The median time of one run in ns, never negative.
+
+    Args:
+        readings_ns: Of several runs each.
+        repeats: The runs of a reading.
+        empty_ns: What a run takes that does nothing.
+    """
     return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
 
 

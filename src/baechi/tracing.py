@@ -35,7 +35,7 @@ from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, unchanged
-from baechi.propagation import Facts, propagate, quiet
+from baechi.propagation import Facts, named_state, propagate, quiet
 from baechi.traced import Attempt, Traced
 
 
@@ -152,7 +152,7 @@ def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
         RuntimeError: It hears none.
     """
     flat, _ = flat_model(model, call)
-    state = {**dict(flat.named_parameters()), **dict(flat.named_buffers())}
+    state = named_state(flat)
     copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
     inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
@@ -192,8 +192,9 @@ def _run_fake(flat: nn.Module, call: Call) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        state = {**dict(flat.named_parameters()), **dict(flat.named_buffers())}
-        fakes: dict[str, torch.Tensor] = {n: mode.from_tensor(t) for n, t in state.items()}
+        fakes: dict[str, torch.Tensor] = {
+            name: mode.from_tensor(tensor) for name, tensor in named_state(flat).items()
+        }
         inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
         torch.func.functional_call(flat, fakes, inputs)
 

@@ -15,7 +15,7 @@ Complexity: O(ops + tensors).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from baechi.costs import OpCost, Profile
@@ -142,13 +142,12 @@ def _checked(traced: Traced, profiles: list[Profile]) -> list[Profile]:
                 f"(digest {traced.digest[:12]}..., {len(traced.ops)} ops). "
                 "Profile this traced model."
             )
-    kinds = [profile.kind for profile in profiles]
-    for kind in kinds:
-        if kinds.count(kind) > 1:
+    for kind, count in Counter(profile.kind for profile in profiles).items():
+        if count > 1:
             raise InputError(
                 f"two profiles are of kind {kind!r}; give one for each kind of device."
             )
-        if not kind and len(kinds) > 1:
+        if not kind and len(profiles) > 1:
             raise InputError("one of several profiles names no kind; each needs its own.")
     return profiles
 
@@ -253,10 +252,8 @@ def _mirror(
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
     # The caller computes the loss where the model's last output is.
-    returned = [tensor for tensor in tensors if tensor.kept and tensor.differentiable]
-    graded = [tensor.producer for tensor in returned]
+    graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
-    has_loss = any(tensor.scalar for tensor in returned)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
     viewed = viewed_whole(ops, tensors, order)
     late = late_gradients(ops, tensors, order, viewed)
@@ -284,25 +281,7 @@ def _mirror(
     # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
     edges += [Tensor(again.get(op, op), (twin[op],), costs[op].saved_bytes) for op in order]
     edges += [Tensor(op, (at,), 0) for op, at in again.items()]
-    for tensor in tensors:
-        if not tensor.differentiable or tensor.producer not in twin:
-            continue
-        mine = again.get(tensor.producer)
-        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
-        if tensor.producer in viewed:
-            sizes = (0,)
-        sources: list[tuple[int, int | None, int]] = []
-        if tensor.kept:
-            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
-        sources += [
-            (twin[c], again.get(c), nbytes)
-            for c, nbytes in zip(tensor.consumers, sizes, strict=True)
-            if c in twin
-        ]
-        for source, theirs, nbytes in sources:
-            # A unit begins to run again when all gradients that enter it are there.
-            first = () if mine is None or theirs == mine else (mine,)
-            edges.append(Tensor(source, (*first, twin[tensor.producer]), nbytes))
+    edges += _gradients(tensors, twin, again, loss, viewed)
     sent = Counter[int]()
     for edge in edges:
         sent[edge.producer] += edge.nbytes
@@ -345,9 +324,46 @@ def _values(
     return edges + made_again
 
 
+def _gradients(
+    tensors: Sequence[TracedTensor],
+    twin: Mapping[int, int],
+    again: Mapping[int, int],
+    loss: int,
+    viewed: Container[int],
+) -> Iterator[Tensor]:
+    """The gradients of tensors, from their readers' backwards or the loss to their producers'.
+
+    Args:
+        tensors: Of the forward.
+        twin: As in `_values`.
+        again: As in `_values`.
+        loss: The loss.
+        viewed: The ops whose gradient is their reader's own, seen in another way (`viewed_whole`).
+    """
+    has_loss = any(t.scalar for t in tensors if t.kept and t.differentiable)
+    for tensor in tensors:
+        if not tensor.differentiable or tensor.producer not in twin:
+            continue
+        mine = again.get(tensor.producer)
+        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        if tensor.producer in viewed:
+            sizes = (0,)
+        sources: list[tuple[int, int | None, int]] = []
+        if tensor.kept:
+            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
+        sources += [
+            (twin[c], again.get(c), nbytes)
+            for c, nbytes in zip(tensor.consumers, sizes, strict=True)
+            if c in twin
+        ]
+        for source, theirs, nbytes in sources:
+            # A unit begins to run again when all gradients that enter it are there.
+            first = () if mine is None or theirs == mine else (mine,)
+            yield Tensor(source, (*first, twin[tensor.producer]), nbytes)
+
+
 def _with_group(op: Op) -> Op:
     """The op in a group of its own name, for its backward to join, if it is in none."""
     if op.group is not None:
         return op
-    fields = (op.time_ns, op.persistent_bytes, op.workspace_bytes)
-    return Op(op.name, *fields, group=op.name)
+    return replace(op, group=op.name)

@@ -133,7 +133,7 @@ def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool
     storages = {value.storage for value in touched}
     nbytes = sum(facts.storages[storage].nbytes for storage in storages)
     for leaf in opaque_leaves(module.graph_module, nodes).values():
-        nbytes += sum(t.numel() * t.element_size() for t in (*leaf.parameters(), *leaf.buffers()))
+        nbytes += sum(tensor.nbytes for tensor in (*leaf.parameters(), *leaf.buffers()))
     kernel = Kernel("copy", "fp32", 0, nbytes)
     backward = (Kernel("copy", "fp32", 0, 2 * nbytes),) if differentiable else ()
     return Workload((kernel,), backward, remark=UNSEEN)

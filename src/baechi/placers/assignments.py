@@ -22,9 +22,9 @@ from baechi.simulation import fits_memory
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))
 # Moments of a step whose memory is looked at: the work of a split grows with them.
 _MOMENTS: Final = 32
-# Up to so many devices a partition is made for, and up to twice as many as it needs.
+# A partition is made for at most this many devices, or for twice as many as it needs.
 _DEVICES: Final = 32
-# Of many assignments so many are also scheduled anew.
+# This many of the best assignments are also scheduled anew.
 _REORDERED: Final = 8
 
 
@@ -91,6 +91,29 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
     return np.array(rows)
 
 
+def depth_first(problem: Problem) -> tuple[int, ...]:
+    """A topological order that goes on with what it has just made.
+
+    The op that became ready last is next, and of those the one with the lowest index.
+    """
+    producers, consumers = problem.graph.arrays.edges()
+    n = len(problem.graph.ops)
+    waiting = np.bincount(consumers, minlength=n).tolist()
+    readers: list[list[int]] = [[] for _ in range(n)]
+    for producer, consumer in zip(producers.tolist(), consumers.tolist(), strict=True):
+        readers[producer].append(consumer)
+    ready = [op for op in reversed(range(n)) if not waiting[op]]
+    order = []
+    while ready:
+        op = ready.pop()
+        order.append(op)
+        for reader in sorted(readers[op], reverse=True):
+            waiting[reader] -= 1
+            if not waiting[reader]:
+                ready.append(reader)
+    return tuple(order)
+
+
 def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]:
     """The device of every op, where every group has one."""
     return np.array(assignment, np.int32)[np.array(problem.op_group, np.int64)]
@@ -144,14 +167,14 @@ def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
 
 
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
-    """The fewest of some devices, in their order, that hold so much, and the most to look at.
+    """How many devices, in their order, at least hold `need` bytes, and how many to look at.
 
     Splits over very many devices cost much to look for, and their parts are too small to gain.
 
     Args:
         problem: Graph and cluster.
-        memory: Of the devices, in their order.
-        need: What they must hold.
+        memory: Bytes of the devices, in their order.
+        need: Bytes that they must hold.
     """
     most = min(most_devices(problem), len(memory))
     fewest = min(most, 1 + int(np.searchsorted(np.cumsum(memory[:most]), need)))

@@ -4,7 +4,7 @@ For a given order of the ops, `csrc/backtracking.cc` gives devices to one group 
 goes back where the ops committed so far pass a memory by the exact clock, whatever follows. Small
 problems are searched to the end; of large ones, budgets counted in ops end many short searches,
 each with another rule for the devices. Orders are the ops' own and a depth-first one, which uses up
-what it makes soon, and so holds less at a time (`_depth_first`).
+what it makes soon, and so holds less at a time (`depth_first`).
 
 Without an order the same search packs persistent bytes alone. Where that is impossible, nothing
 fits in whatever order (`is_unpackable`).
@@ -17,7 +17,7 @@ import numpy as np
 
 from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.assignments import in_both_orders, in_order, op_devices
+from baechi.placers.assignments import depth_first, in_both_orders, in_order, op_devices
 from baechi.placers.base import placement_of
 from baechi.problem import Problem
 from baechi.simulation import fits_memory
@@ -42,7 +42,7 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
     if groups * (groups + ops) // 2 > PATIENT:
         return
     own = range(ops)
-    orders = dict.fromkeys([tuple(own), _depth_first(problem)])
+    orders = dict.fromkeys([tuple(own), depth_first(problem)])
     for order in orders:
         launches = np.array(order, np.int32)
         assignment, _ = _core.backtrack(problem.core, launches, budget, _SEED)
@@ -61,23 +61,3 @@ def is_unpackable(problem: Problem) -> bool:
     if problem.graph.arrays.groups > _PROOF // _NODES:
         return False
     return _core.backtrack(problem.core, np.empty(0, np.int32), _PROOF, _SEED)[1]
-
-
-def _depth_first(problem: Problem) -> tuple[int, ...]:
-    """A topological order that goes on with what it has just made."""
-    producers, consumers = problem.graph.arrays.edges()
-    n = len(problem.graph.ops)
-    waiting = np.bincount(consumers, minlength=n).tolist()
-    readers: list[list[int]] = [[] for _ in range(n)]
-    for producer, consumer in zip(producers.tolist(), consumers.tolist(), strict=True):
-        readers[producer].append(consumer)
-    ready = [op for op in reversed(range(n)) if not waiting[op]]
-    order = []
-    while ready:
-        op = ready.pop()
-        order.append(op)
-        for reader in sorted(readers[op], reverse=True):
-            waiting[reader] -= 1
-            if not waiting[reader]:
-                ready.append(reader)
-    return tuple(order)

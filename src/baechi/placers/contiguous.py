@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.placement import Placement
 from baechi.placers.assignments import (
+    depth_first,
     device_range,
     live_loads,
     shortest_assignment,
@@ -52,8 +53,9 @@ class Contiguous(Placer):
         work: Steps of one dynamic program: by default some tens of milliseconds, and 2,048 blocks
             for 8 devices.
         headrooms: Shares of every memory that are left free, the next where nothing fits.
-        reordered: So many of the splits are also scheduled anew, which is dearer than to follow the
-            order of the row; `None` is the best, and all where nothing fits.
+        reordered: How many of the best splits are also scheduled by earliest start and by rank,
+            which costs more than following the order of the row; `None` is a few of them, and all
+            as long as nothing fits.
     """
 
     name: ClassVar[str] = "contiguous"
@@ -79,28 +81,9 @@ def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Topological orders of the ops."""
     n = len(problem.graph.ops)
     yield tuple(range(n))
-    yield _depth_first(problem)
+    yield depth_first(problem)
     ranks = _core.upward_ranks(problem.core)
     yield tuple(sorted(range(n), key=lambda op: (-ranks[op], op)))
-
-
-def _depth_first(problem: Problem) -> tuple[int, ...]:
-    """The op that became ready last is next, and of those the one with the lowest index."""
-    graph = problem.graph
-    waiting = [len(tensors) for tensors in graph.op_inputs]
-    stack = [op for op in reversed(range(len(waiting))) if not waiting[op]]
-    order = []
-    while stack:
-        op = stack.pop()
-        order.append(op)
-        freed = []
-        for tensor in graph.op_outputs[op]:
-            for consumer in graph.tensors[tensor].consumers:
-                waiting[consumer] -= 1
-                if not waiting[consumer]:
-                    freed.append(consumer)
-        stack += sorted(freed, reverse=True)
-    return tuple(order)
 
 
 @final
@@ -127,7 +110,7 @@ class _Row:
     caps: tuple[int, ...]
 
     def splits(self, problem: Problem, headroom: float) -> Iterator[tuple[int, ...]]:
-        """The device of every group in the best splits that leave so much of the memory free."""
+        """The device of every group in the best splits that leave a share of each memory free."""
         for bottleneck in (False, True):
             splits = _core.contiguous_splits(
                 problem.core,
@@ -157,7 +140,7 @@ def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]
 
 
 def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Orders of the devices, and what the groups on each may load, where all need so much.
+    """Orders of the devices, and what the groups on each may load, for `need` bytes in all.
 
     The devices of a pool have equal shares of its memory; once more only the fastest of each pool,
     with all of it.

@@ -15,6 +15,7 @@ from baechi.graph import OpGraph
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.placement import Placement
+from baechi.propagation import named_state
 from baechi.runtime.executables import Executable
 from baechi.traced import Traced
 
@@ -49,7 +50,7 @@ class Specialization:
         self, model: nn.Module, meter: Meter, optimizer: torch.optim.Optimizer | None
     ) -> None:
         """Count parameters, buffers, gradients and optimizer state on their logical devices."""
-        named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = named_state(model)
         constants = self.traced.module.graph_module
         for op, device in zip(self.traced.ops, self.placement.devices, strict=False):
             for name in op.parameters:

@@ -37,7 +37,7 @@ from baechi.runtime.holding import Held
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
-from baechi.runtime.workers import freed_after, last_of
+from baechi.runtime.workers import freed_after, last_of, let_go
 
 Event = tuple[int, int, int]  # phase, lane, position
 Streams = Sequence[torch.cuda.Stream | None]
@@ -201,11 +201,7 @@ class CudaExecutor:
             elif event is not None and stream is not None:
                 stream.wait_event(event)
         elif isinstance(row, Free):
-            freed = self._bound.frees[phase][Place(row.tensor, row.device)]
-            for slot in freed.slots:
-                step.slots[slot] = None
-            for slot in freed.grads:
-                step.grads[slot] = None
+            let_go(step, self._bound.frees[phase][Place(row.tensor, row.device)])
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):

@@ -265,7 +265,7 @@ def _actions_of(
     if isinstance(row, Copy):
         return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
     if isinstance(row, Free):
-        return [_free(bound.frees[number][Place(row.tensor, row.device)])]
+        return [partial(let_go, freed=bound.frees[number][Place(row.tensor, row.device)])]
     assert isinstance(row, Run)
     segment = program.phases[number].segments[row.segment]
     tapes = [bound.tapes[tape] for tape in segment.tapes]
@@ -318,16 +318,12 @@ def _copy(moves: Moves) -> Action:
     return copy
 
 
-def _free(moves: Moves) -> Action:
-    slots, grads = moves.slots, moves.grads
-
-    def free(step: Step) -> None:
-        for slot in slots:
-            step.slots[slot] = None
-        for slot in grads:
-            step.grads[slot] = None
-
-    return free
+def let_go(step: Step, freed: Moves) -> None:
+    """Empty the slots of what a program frees."""
+    for slot in freed.slots:
+        step.slots[slot] = None
+    for slot in freed.grads:
+        step.grads[slot] = None
 
 
 @final

@@ -33,7 +33,7 @@ from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
 from baechi.scheduling.snapshot import Snapshot, claims_of
 from baechi.scheduling.wishes import Wish
 from baechi.simulation import replay
-from baechi.solving import find
+from baechi.solving import EVERY, ample_bytes, find, grown
 from baechi.units import format_bytes
 from baechi.values import check_is
 
@@ -212,27 +212,16 @@ def _missing(problem: Problem) -> InfeasibleError:
     (`placers/packing.py`) need less; each takes as long as all others.
     """
     devices = problem.cluster.devices
-    arrays = problem.graph.arrays
-    ample = arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
+    ample = ample_bytes(problem)
     roomiest = max(range(len(devices)), key=lambda at: (devices[at].memory_bytes, -at))
 
-    def with_more(nbytes: int, grown: Sequence[int]) -> Problem:
-        rows = [
-            replace(row, memory_bytes=row.memory_bytes + nbytes) if at in grown else row
-            for at, row in enumerate(devices)
-        ]
-        cluster = replace(problem.cluster, devices=tuple(rows))
-        return Problem(problem.graph, cluster, problem.constraints)
+    def helps(nbytes: int, device: int) -> bool:
+        return _scheduled(grown(problem, device, nbytes)) is not None
 
-    def helps(nbytes: int, grown: Sequence[int]) -> bool:
-        return _scheduled(with_more(nbytes, grown)) is not None
-
-    def packs(nbytes: int, grown: Sequence[int]) -> bool:
-        narrowed = linked(with_more(nbytes, grown))
+    def packs(nbytes: int, device: int) -> bool:
+        narrowed = linked(grown(problem, device, nbytes))
         return narrowed is not None and next(arrangements(narrowed), None) is not None
 
-    pools = problem.device_pool
-    one = [at for at in range(len(devices)) if pools[at] == pools[roomiest]]
     needs = problem.group_bytes
     op = problem.group_ops[max(range(len(needs)), key=lambda group: (needs[group], -group))][0]
     left = tuple((device.name, device.memory_bytes) for device in devices)
@@ -242,16 +231,16 @@ def _missing(problem: Problem) -> InfeasibleError:
         f"{listed}, and the largest to place is {problem.group_name(op)} "
         f"({format_bytes(max(needs))})."
     )
-    for grown, name in ((one, devices[roomiest].name), (range(len(devices)), "every device")):
-        if helps(ample, grown):
+    for device, name in ((roomiest, devices[roomiest].name), (EVERY, "every device")):
+        if helps(ample, device):
             low, high = 0, ample
             while high - low > 1:
                 middle = (low + high) // 2
-                low, high = (low, middle) if helps(middle, grown) else (middle, high)
+                low, high = (low, middle) if helps(middle, device) else (middle, high)
             low = 0
             for _ in range(_PACKED):
                 middle = (low + high) // 2
-                low, high = (low, middle) if packs(middle, grown) else (middle, high)
+                low, high = (low, middle) if packs(middle, device) else (middle, high)
             text += f" Give {format_bytes(high)} more to {name}, wait, or shrink the batch."
             break
     else:
@@ -276,10 +265,8 @@ def _problem(
     cluster = snapshot.part([rooms[at] for at in chosen])
     if wish.constraints == Constraints():
         return Problem(graph, cluster)
-    names = {device.name for device in cluster.devices}
-    margins = {name: size for name, size in wish.constraints.margins.items() if name in names}
-    limits = known_to(wish.constraints, cluster, margins)
-    enough = limits.max_devices is not None and limits.max_devices >= len(names)
+    limits = known_to(wish.constraints, cluster)
+    enough = limits.max_devices is not None and limits.max_devices >= len(chosen)
     return Problem(graph, cluster, replace(limits, max_devices=None) if enough else limits)
 
 
@@ -332,10 +319,7 @@ def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
 
 def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
     """What `solve` finds on the devices of a decision, or the decision where that is nothing."""
-    names = set(decision.devices)
-    limits = wish.constraints
-    margins = {name: size for name, size in limits.margins.items() if name in names}
-    limits = known_to(replace(limits, max_devices=None), decision.cluster, margins)
+    limits = known_to(replace(wish.constraints, max_devices=None), decision.cluster)
     problem = Problem(graph, decision.cluster, limits)
     placement = find(problem, _POLISH[wish.effort])
     if placement is None:

@@ -292,7 +292,7 @@ class Snapshot:
         """The cluster of all that is left: what `baechi.solve` takes.
 
         Args:
-            share_milli: Offer only so much compute of every device, and no device with less.
+            share_milli: Compute offered of every device, in thousandths; devices with less are not.
 
         Raises:
             ReservationError: Nothing is left.

@@ -24,7 +24,7 @@ class Shortage:
         message: For people.
         subject: The op or group that found no room; empty where nothing is left at all.
         needed_bytes: What it needs on one device.
-        extra_bytes: So much more on `extra_device` would do; `None` where no memory helps.
+        extra_bytes: What would suffice in addition on `extra_device`; `None` where no memory helps.
         extra_device: A device's name, or "every device"; empty where no memory helps.
     """
 
@@ -38,9 +38,9 @@ class Shortage:
 @final
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A point of the step-time curve: with at most so many devices, a step takes so long.
+    """A point of the step-time curve: the step with at most `devices` devices.
 
-    `step_ns` is `None` where so few devices do not suffice.
+    `step_ns` is `None` where these do not suffice.
     """
 
     devices: int
@@ -112,7 +112,7 @@ def whatif(
         snapshot: What is left.
         wish: What the scheduler wants.
         after: Jobs; for each, what would be decided if that one had ended.
-        up_to: The curve goes to so many devices; 0 is no curve.
+        up_to: The most devices of the curve; 0 is no curve.
 
     Raises:
         ReservationError: A job of `after` has no reservation.

@@ -25,7 +25,7 @@ class Wish:
         effort: `"fast"` list-schedules and packs on a few choices of devices; `"balanced"` tries
             more of them, solves where nothing fits, and solves with effort fast on those that it
             returns; `"thorough"` does the same with effort balanced.
-        constraints: What `baechi.solve` takes too, at most so many devices among it.
+        constraints: As `baechi.solve` takes them, a limit on the number of devices among them.
 
     Raises:
         InputError: A level or an effort is unknown, or a number out of range.
