@@ -69,6 +69,9 @@ def trace(
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
     call = canonical_call(model, args, kwargs)
+    if call.objects:  # the caller's own shall not change whenever the example runs
+        args, kwargs = call.structure.fill(call.tensors)
+        call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
         return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
 

@@ -23,6 +23,7 @@ from baechi.runtime.executables import Executable, move
 from baechi.runtime.fitting import scheduled
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
+from baechi.runtime.methods import routed
 from baechi.runtime.program import Program
 from baechi.runtime.specialization import Specialization, Specializations, call_key
 from baechi.simulation import simulate
@@ -126,7 +127,7 @@ class PlacedModule(nn.Module):
 
     Attributes of the model that it does not have itself, such as `config`, are the model's; so are
     its length, its items and an iteration over it, where the model has these, as `nn.Sequential`
-    does. Methods of the model that call it run it unsplit.
+    does. Methods of the model that call it, such as `generate`, call the placed one.
     """
 
     def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
@@ -161,7 +162,8 @@ class PlacedModule(nn.Module):
         except AttributeError:
             if name.startswith("__") or "_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_model"], name)
+            model = self.__dict__["_model"]
+            return routed(getattr(model, name), model, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("_model")
