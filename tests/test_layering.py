@@ -24,7 +24,7 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing eager_branches known_values asked_values attributes effectless autocast calls "
+    4: "tracing eager_branches known_values asked_values attributes effectless autocast objects calls "
     "ctc_loss faithfulness custom_functions scripted_functions model_state propagation partition "
     "naming lowering extraction metering saving profiling bench passes copying torch_devices "
     "timing cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
@@ -262,7 +262,7 @@ ALLOWED = {
         "scheduling.wishes",
     },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
-    "calls": {"autocast"},
+    "calls": {"autocast", "objects"},
     "propagation": {"calls"},
     "kernels": {"calls"},
     "partition": {"asked_values", "propagation"},
@@ -373,6 +373,7 @@ ALLOWED = {
         "runtime.executables",
         "runtime.matching",
         "runtime.measuring",
+        "runtime.methods",
         "runtime.specialization",
     },
     "runtime.specialization": {"runtime.executables"},

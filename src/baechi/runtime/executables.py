@@ -206,6 +206,7 @@ class Executable:
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, way.bound.sizes)
                 way.executor.run(step, 0)
+            step.write_back()
             return self._finish(call, step.results)
         _refuse_tangents(call.tensors)
         step = Step(True, meter, call.tensors, way.bound.sizes)

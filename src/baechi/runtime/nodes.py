@@ -57,6 +57,7 @@ class Plan:
         step, way = self.step, self.way
         with torch.enable_grad():
             way.executor.run(step, 0)
+        step.write_back()
         for value, row in zip(step.results, way.bound.results.values(), strict=True):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
