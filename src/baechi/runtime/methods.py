@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import nn
@@ -25,40 +25,69 @@ from torch import nn
 _CALL: Final = "_compiled_call_impl"
 _LOCK: Final = Lock()
 
-Way = Callable[..., Any] | None  # what runs instead of the model; None is the model
 
-
-def routed(value: Any, model: nn.Module, placed: Callable[..., Any]) -> Any:
-    """The value; if it is a method of the model, then one for which the model is the placed one.
+@final
+class Methods:
+    """The methods of a model that is placed.
 
     Args:
-        value: An attribute of the model.
         model: The model.
-        placed: What its calls go to.
     """
-    if not (inspect.ismethod(value) and value.__self__ is model):
-        return value
 
-    if inspect.isgeneratorfunction(value):
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._switch: _Switch | None = None
 
-        @functools.wraps(value)
-        def method(*args: Any, **kwargs: Any) -> Any:
+    def routed(self, value: Any, placed: Callable[..., Any]) -> Any:
+        """The value; if it is a method of the model, then one that calls the placed one.
+
+        Args:
+            value: An attribute of the model.
+            placed: Where the calls go.
+        """
+        if not (inspect.ismethod(value) and value.__self__ is self._model):
+            return value
+
+        def steps(*args: Any, **kwargs: Any) -> Any:
             rows = value(*args, **kwargs)
             while True:  # between two rows the thread is the caller's
-                with _running(model, placed):
+                with self._running(placed):
                     try:
                         row = next(rows)
                     except StopIteration as end:
                         return end.value
                 yield row
-    else:
 
-        @functools.wraps(value)
         def method(*args: Any, **kwargs: Any) -> Any:
-            with _running(model, placed):
+            with self._running(placed):
                 return value(*args, **kwargs)
 
-    return method
+        return functools.wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
+
+    @contextmanager
+    def _running(self, way: Callable[..., Any]) -> Iterator[None]:
+        """In this thread the model's calls go this way inside the block."""
+        slot = vars(self._model)
+        with _LOCK:
+            switch = slot.get(_CALL)
+            if not isinstance(switch, _Switch):
+                # The same one each time: compilers around the call look at which it is.
+                self._switch = self._switch or _Switch(self._model)
+                self._switch.before = switch
+                switch = slot[_CALL] = self._switch
+            ways = switch.ways.setdefault(get_ident(), [])
+            ways.append(way)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                ways.pop()
+                if not ways:
+                    del switch.ways[get_ident()]
+                if not switch.ways and slot.get(_CALL) is switch:
+                    del slot[_CALL]
+                    if switch.before is not None:
+                        slot[_CALL] = switch.before
 
 
 @final
@@ -66,49 +95,27 @@ class _Switch:
     """What a model does when it is called: in a thread that runs a method of it, what that wants.
 
     Attributes:
-        ways: Of every thread, the innermost method's last.
+        before: What it did before, where it was not its own call.
+        ways: Of every thread what its methods want, the innermost last; None is the model's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.before: Way = vars(model).get(_CALL)
-        self.ways: dict[int, list[Way]] = {}
-        self._own: Callable[..., Any] = self.before or model._call_impl
-        # Its Python is nothing that a compiler around the call could compile.
-        self._away: Callable[..., Any] = torch.compiler.disable(self._placed)  # type: ignore[no-untyped-call]
+        self.before: Callable[..., Any] | None = None
+        self.ways: dict[int, list[Callable[..., Any] | None]] = {}
+        self._own: Callable[..., Any] = model._call_impl
+        # What a compiler around the call would make of it is no step of a placed model.
+        self._call = cast(Callable[..., Any], torch.compiler.disable(self._chosen))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.ways.get(get_ident(), [None])[-1] is None:
-            return self._own(*args, **kwargs)
-        return self._away(*args, **kwargs)
+        return self._call(*args, **kwargs)
 
-    def _placed(self, *args: Any, **kwargs: Any) -> Any:
-        ways = self.ways[get_ident()]
-        way = ways[-1]
-        assert way is not None
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        ways = self.ways.get(get_ident(), [])
+        way = ways[-1] if ways else None
+        if way is None:
+            return (self.before or self._own)(*args, **kwargs)
         ways.append(None)
         try:
             return way(*args, **kwargs)
         finally:
             ways.pop()
-
-
-@contextmanager
-def _running(model: nn.Module, way: Way) -> Iterator[None]:
-    """In this thread the model's calls go this way inside the block."""
-    with _LOCK:
-        switch = vars(model).get(_CALL)
-        if not isinstance(switch, _Switch):
-            switch = vars(model)[_CALL] = _Switch(model)
-        ways = switch.ways.setdefault(get_ident(), [])
-        ways.append(way)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            ways.pop()
-            if not ways:
-                del switch.ways[get_ident()]
-            if not switch.ways and vars(model).get(_CALL) is switch:
-                vars(model)[_CALL] = switch.before
-                if switch.before is None:
-                    del vars(model)[_CALL]
