@@ -39,7 +39,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_a_static_cache_needs_two_shapes(name: str, ids: torch.Tensor) -> None:
     model = model_of(name)
-    module = split(model, max_shapes=2, verify=True)
+    module = split(model, max_shapes=2)
     ways = [{}, {"num_beams": 1, "do_sample": True}]
     for way in ways:
         options = GREEDY | {"cache_implementation": "static"} | way

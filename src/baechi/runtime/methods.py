@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock, get_ident
-from typing import Any, Final, cast, final
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -69,12 +69,12 @@ class Methods:
         """In this thread the model's calls go this way inside the block."""
         slot = vars(self._model)
         with _LOCK:
-            switch = slot.get(_CALL)
-            if not isinstance(switch, _Switch):
-                # The same one each time: compilers around the call look at which it is.
-                self._switch = self._switch or _Switch(self._model)
-                self._switch.before = switch
-                switch = slot[_CALL] = self._switch
+            call = slot.get(_CALL)
+            if isinstance(call, _Switch):
+                switch = call
+            else:  # the same one each time: compilers around the call look at which it is
+                switch = slot[_CALL] = self._switch = self._switch or _Switch(self._model)
+                switch.before = call
             ways = switch.ways.setdefault(get_ident(), [])
             ways.append(way)
         try:
@@ -104,7 +104,7 @@ class _Switch:
         self.ways: dict[int, list[Callable[..., Any] | None]] = {}
         self._own: Callable[..., Any] = model._call_impl
         # What a compiler around the call would make of it is no step of a placed model.
-        self._call = cast(Callable[..., Any], torch.compiler.disable(self._chosen))
+        self._call: Callable[..., Any] = torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
