@@ -28,6 +28,10 @@ LAYERS = {
     "ctc_loss faithfulness custom_functions scripted_functions model_state propagation partition "
     "naming lowering extraction metering saving profiling bench passes copying torch_devices "
     "overlaps timing cuda_graphs cuda_timing operands value_dependence isolation in_place "
+    4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
+    "calls ctc_loss faithfulness custom_functions scripted_functions model_state propagation "
+    "partition naming lowering extraction metering saving profiling bench passes copying "
+    "torch_devices timing cuda_graphs cuda_timing operands value_dependence isolation in_place "
     "workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
@@ -262,7 +266,7 @@ ALLOWED = {
         "scheduling.wishes",
     },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
-    "calls": {"autocast"},
+    "calls": {"autocast", "objects"},
     "propagation": {"calls"},
     "kernels": {"calls"},
     "extraction": {"asked_values"},
@@ -375,6 +379,7 @@ ALLOWED = {
         "runtime.executables",
         "runtime.matching",
         "runtime.measuring",
+        "runtime.methods",
         "runtime.specialization",
     },
     "runtime.specialization": {"runtime.executables"},

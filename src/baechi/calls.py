@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.autocast import Autocast
 from baechi.errors import InputError
+from baechi.objects import Watched
 
 _PLAIN = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum),
@@ -58,11 +59,20 @@ class _Object:
     kind: type
     attributes: "Structure"
 
-    def fill(self, tensors: Sequence[Any]) -> Any:
+    def fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
         """A new object of the class, with these attributes; its `__init__` does not run."""
         value: Any = object.__new__(self.kind)
-        vars(value).update(self.attributes.fill(tensors))
+        objects.append(value)
+        vars(value).update(self.attributes._fill(tensors, objects))
         return value
+
+
+@final
+@dataclass(frozen=True)
+class _Again:
+    """An object that is known already, by its number."""
+
+    number: int
 
 
 @final
@@ -95,32 +105,76 @@ class Structure:
             else:
                 yield leaf
 
-    def fill(self, tensors: Sequence[Any]) -> Any:
-        """The nested value with `tensors` in its slots."""
-        return _rebuild(
-            pytree.tree_unflatten([_filled(x, tensors) for x in self.leaves], self.spec)
-        )
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Equal for what is nested in the same way, in objects of the same classes."""
+        inner = (leaf for leaf in self.leaves if isinstance(leaf, _Object))
+        return (str(self.spec), *((leaf.kind, leaf.attributes.form) for leaf in inner))
+
+    def fill(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
+        """The nested value with `tensors` in its slots, and `objects` where these were given."""
+        return self._fill(tensors, list(objects))
+
+    def _fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
+        leaves = [_filled(leaf, tensors, objects) for leaf in self.leaves]
+        return _rebuild(pytree.tree_unflatten(leaves, self.spec))
 
 
-def _filled(leaf: Any, tensors: Sequence[Any]) -> Any:
+def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
     if isinstance(leaf, _Object):
-        return leaf.fill(tensors)
+        return leaf.fill(tensors, objects)
+    if isinstance(leaf, _Again):
+        return objects[leaf.number]
     return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
 
 
 def flatten(
-    value: Any, is_tensor: Callable[[Any], bool], *, objects: bool = False
+    value: Any,
+    is_tensor: Callable[[Any], bool],
+    *,
+    objects: bool = False,
+    given: Sequence[Any] = (),
 ) -> tuple[list[Any], Structure]:
     """The tensors of a nested value, in order, and the structure around them.
 
     Args:
         value: Tuples, lists, dicts, dataclasses, and what pytree knows, of anything.
         is_tensor: Which leaves are tensors.
-        objects: Whether to look into objects of other classes too. Only where nobody else holds
-            them: `fill` makes new ones.
+        objects: Whether to look into objects of other classes too: `fill` makes new ones.
+        given: Objects that `fill` is given instead.
     """
-    tensors: list[Any] = []
-    return tensors, _flatten_into(tensors, value, is_tensor, objects)
+    parts = _Parts(is_tensor, objects, given)
+    return parts.tensors, parts.structure(value)
+
+
+@final
+class _Parts:
+    """The tensors and objects of what is taken apart, in the order that they are found in."""
+
+    def __init__(
+        self, is_tensor: Callable[[Any], bool], look_into: bool, given: Sequence[Any] = ()
+    ) -> None:
+        self.tensors: list[Any] = []
+        self.objects: list[Any] = list(given)
+        self._is_tensor = is_tensor
+        self._look_into = look_into
+        self._number = {id(each): i for i, each in enumerate(given)}
+
+    def structure(self, value: Any) -> Structure:
+        leaves, spec = pytree.tree_flatten(_take_apart(value))
+        return Structure(tuple(map(self._slot, leaves)), spec)
+
+    def _slot(self, leaf: Any) -> Any:
+        if self._is_tensor(leaf):
+            self.tensors.append(leaf)
+            return _Slot(len(self.tensors) - 1)
+        if not (self._look_into and _is_object(leaf)):
+            return leaf
+        if id(leaf) in self._number:
+            return _Again(self._number[id(leaf)])
+        self._number[id(leaf)] = len(self.objects)
+        self.objects.append(leaf)
+        return _Object(type(leaf), self.structure(dict(vars(leaf))))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -129,23 +183,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [value]
     tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
     return tensors
-
-
-def _flatten_into(
-    tensors: list[Any], value: Any, is_tensor: Callable[[Any], bool], objects: bool
-) -> Structure:
-    leaves, spec = pytree.tree_flatten(_take_apart(value))
-    slots: list[Any] = []
-    for leaf in leaves:
-        if is_tensor(leaf):
-            slots.append(_Slot(len(tensors)))
-            tensors.append(leaf)
-        elif objects and not _is_plain(leaf) and hasattr(leaf, "__dict__"):
-            attributes = _flatten_into(tensors, dict(vars(leaf)), is_tensor, objects)
-            slots.append(_Object(type(leaf), attributes))
-        else:
-            slots.append(leaf)
-    return Structure(tuple(slots), spec)
 
 
 def _take_apart(value: Any) -> Any:
@@ -175,7 +212,12 @@ def _rebuild(value: Any) -> Any:
 
 def _is_plain(value: Any) -> bool:
     """Whether a trace may hold the value as it is."""
-    return isinstance(value, (*_PLAIN, _DataclassNode)) or callable(value)
+    return isinstance(value, (*_PLAIN, _DataclassNode, _Again)) or callable(value)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether the value can be looked into."""
+    return not _is_plain(value) and hasattr(value, "__dict__")
 
 
 def _is_plain_dataclass(value: Any) -> bool:
@@ -193,19 +235,21 @@ class Call:
         structure: The arguments `(args, kwargs)` without them.
         names: A readable name per tensor.
         autocast: What was on.
+        objects: The caller's objects that the structure looks into, in order.
     """
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
     names: tuple[str, ...]
     autocast: Autocast
+    objects: tuple[Any, ...] = ()
 
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, dtypes, constants, autocast."""
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
-        return (str(self.structure.spec), constants, shapes, self.autocast)
+        return (self.structure.form, constants, shapes, self.autocast)
 
     @property
     def shapes(self) -> str:
@@ -239,7 +283,8 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             "Give what one real call of the model gets."
         ) from None
     positional, named = _canonical_arguments(signature, bound)
-    tensors, structure = flatten((positional, named), lambda x: isinstance(x, torch.Tensor))
+    parts = _Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
+    structure = parts.structure((positional, named))
     for constant in structure.constants:
         if not _is_plain(constant):
             raise InputError(
@@ -247,9 +292,9 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
                 f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
                 f"frozen into the trace. {_TAKEN_APART}"
             )
-    paths, _ = pytree.tree_flatten_with_path(_take_apart((positional, named)))
-    names = tuple(_readable(path) for path, leaf in paths if isinstance(leaf, torch.Tensor))
-    return Call(tuple(tensors), structure, names, Autocast.current())
+    names = tuple(map(_readable, _paths((positional, named), set())))
+    objects = tuple(parts.objects)
+    return Call(tuple(parts.tensors), structure, names, Autocast.current(), objects)
 
 
 def _canonical_arguments(
@@ -278,10 +323,21 @@ def _canonical_arguments(
     return tuple(positional), named
 
 
-def _readable(path: tuple[Any, ...]) -> str:
+def _paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
+    """Where each tensor is, in the order of `_Parts`."""
+    rows, _ = pytree.tree_flatten_with_path(_take_apart(value))
+    for path, leaf in rows:
+        keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
+        if isinstance(leaf, torch.Tensor):
+            yield keys
+        elif _is_object(leaf) and id(leaf) not in seen:
+            seen.add(id(leaf))
+            yield from ((*keys, *inner) for inner in _paths(dict(vars(leaf)), seen))
+
+
+def _readable(path: tuple[str, ...]) -> str:
     """`input_ids` for `(1, 'input_ids')`, `args.0` for `(0, 0)`."""
-    keys = [str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path]
-    return ".".join(keys[1:] if keys[0] == "1" else ["args", *keys[1:]])
+    return ".".join(path[1:] if path[0] == "1" else ("args", *path[1:]))
 
 
 def flat_model(
@@ -298,19 +354,24 @@ def flat_model(
 
     Returns:
         The module, whose `forward` has one argument per tensor of the call and whose only
-        submodule is `model`; and a list that gets the structure around its outputs, at each run.
+        submodule is `model`; and a list that gets the structure around its outputs, at each run:
+        of what forward returns, and of how it changes the objects of the call.
     """
     returned: list[Structure] = []
     structure = call.structure
 
     def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = structure.fill(tensors)
+        parts = _Parts(_is_traceable, look_into=True)
+        parts.structure((args, kwargs))
+        watched = Watched(parts.objects)
         if around is None:
             result = model(*args, **kwargs)
         else:
             with around(model):
                 result = model(*args, **kwargs)
-        outputs, shell = flatten(result, _is_traceable, objects=True)
+        left = (result, watched.changes())
+        outputs, shell = flatten(left, _is_traceable, objects=True, given=watched.objects)
         for constant in shell.constants:
             if not _is_plain(constant):
                 raise TypeError(

@@ -54,7 +54,7 @@ class _Prefix(fx.Interpreter):
                 return
             if any(argument in self._without for argument in node.all_input_nodes):
                 self._without.add(node)
-            if node not in self._without:
+            if node not in self._without or node.op == "placeholder":  # which takes its turn
                 self.env[node] = self.run_node(node)
 
     def fetch_attr(self, target: str) -> Any:

@@ -92,11 +92,14 @@ class Alone:
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [t for t, is_state in self._read(part.inputs) if not is_state]
-        # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
-        written = {s for node in nodes for s in module.facts.nodes[node].writes}
+        # Autograd forbids in-place writes to a leaf, and what has got a gradient by one is of that
+        # run; so an operator that writes gets copies.
+        facts = module.facts.nodes
+        written = {s for node in nodes for s in facts[node].writes}
+        values = (v for node in [*part.inputs, *nodes] for v in facts[node].values)
+        graded = written & {value.storage for value in values if value.requires_grad}
         self._overwritten = [
-            any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
-            for node in part.inputs
+            any(value.storage in graded for value in facts[node].values) for node in part.inputs
         ]
         state = [t for t, is_state in self._read(part.inputs) if is_state] + parameters
         state_bytes = sum(tensor.nbytes for tensor in state)

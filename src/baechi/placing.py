@@ -193,6 +193,7 @@ class _Maker:
         call = _beside(model, call)
         say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
+        call = replace(call, objects=canonical_call(model, args, kwargs).objects)
         traced = trace(model, args, kwargs)
         graph, placement = self._solved(traced, homes, say)
         unsplit = Unsplit(model) if self.verify else None

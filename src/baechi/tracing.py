@@ -69,6 +69,9 @@ def trace(
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
     call = canonical_call(model, args, kwargs)
+    if call.objects:  # the caller's own shall not change whenever the example runs
+        args, kwargs = call.structure.fill(call.tensors)
+        call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
         return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
 
@@ -108,10 +111,24 @@ def _finish(
     before: Attributes,
 ) -> Traced:
     facts = propagate(captured.module, call.tensors)
+    call = _kept(call, captured.module, facts)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
     module = replace(module, attributes=before.settled())  # but for what forward sets itself
     name = type(model).__name__
     return Traced(name, ops, tensors, attempts, model.training, module)
+
+
+def _kept(call: Call, module: fx.GraphModule, facts: Facts) -> Call:
+    """The example as it is before it runs: with copies of what forward writes into."""
+    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    given = zip(module.graph.find_nodes(op="placeholder"), call.tensors, strict=True)
+    rows = (
+        tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        if any(value.storage in written for value in facts.nodes[node].values)
+        else tensor
+        for node, tensor in given
+    )
+    return replace(call, tensors=tuple(rows))
 
 
 # Their fake kernels know nothing of autocast (2.13): `submodule.forward` is right, as a leaf.

@@ -18,6 +18,7 @@ from baechi.extraction import opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
+from baechi.objects import change
 from baechi.partition import attribute
 from baechi.placement import Placement, Schedule
 from baechi.recomputation import Unit
@@ -205,6 +206,7 @@ class Executable:
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, way.bound.sizes)
                 way.executor.run(step, 0)
+            step.write_back()
             return self._finish(call, step.results)
         _refuse_tangents(call.tensors)
         step = Step(True, meter, call.tensors, way.bound.sizes)
@@ -238,7 +240,10 @@ class Executable:
         return hooked
 
     def _finish(self, call: Call, results: Sequence[Any]) -> Any:
-        """The caller's structure; what was an input or a parameter is that very object."""
+        """The caller's structure; what was an input or a parameter is that very object.
+
+        Objects among the arguments are left as forward leaves them.
+        """
         values: list[Any] = []
         for node in self._returned:
             if not isinstance(node, fx.Node):
@@ -249,7 +254,9 @@ class Executable:
                 values.append(self._attribute(node))
             else:
                 values.append(results[self._numbers[node]])
-        return self._module.returned.fill(values)
+        result, changes = self._module.returned.fill(values, call.objects)
+        change(call.objects, changes)
+        return result
 
 
 def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:

@@ -23,6 +23,7 @@ from baechi.runtime.executables import Executable, move
 from baechi.runtime.fitting import scheduled
 from baechi.runtime.matching import check_placement, check_places
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
+from baechi.runtime.methods import Methods
 from baechi.runtime.program import Program
 from baechi.runtime.specialization import Specialization, Specializations, call_key
 from baechi.simulation import simulate
@@ -126,13 +127,13 @@ class PlacedModule(nn.Module):
 
     Attributes of the model that it does not have itself, such as `config`, are the model's; so are
     its length, its items and an iteration over it, where the model has these, as `nn.Sequential`
-    does. Methods of the model that call it run it unsplit.
+    does. Methods of the model that call it, such as `generate`, call the placed one.
     """
 
     def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
-        object.__setattr__(self, "_model", model)
+        self.__dict__.update(_model=model, _methods=Methods(model))
         self._parameters = model._parameters
         self._buffers = model._buffers
         self._modules = model._modules
@@ -161,7 +162,7 @@ class PlacedModule(nn.Module):
         except AttributeError:
             if name.startswith("__") or "_model" not in self.__dict__:
                 raise
-            return getattr(self.__dict__["_model"], name)
+            return self.__dict__["_methods"].routed(getattr(self.__dict__["_model"], name), self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("_model")
@@ -182,8 +183,7 @@ class PlacedModule(nn.Module):
         self._check_open()
         model: nn.Module = self.__dict__["_model"]
         call = canonical_call(model, args, kwargs)
-        special = self._special(model, call)
-        return special.executable(call, self._meter)
+        return self._special(model, call).executable(call, self._meter)
 
     def _check_open(self) -> None:
         if self._closed:

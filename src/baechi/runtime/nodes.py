@@ -47,6 +47,7 @@ class Plan:
         self.trained = trained
         self.hooked = hooked  # those whose gradients had hooks when the forward ran
         self.spent = False
+        self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
         # For each result its leaves, the spec around them, and for each leaf the output it is.
@@ -57,6 +58,7 @@ class Plan:
         step, way = self.step, self.way
         with torch.enable_grad():
             way.executor.run(step, 0)
+        step.write_back()
         for value, row in zip(step.results, way.bound.results.values(), strict=True):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
@@ -112,8 +114,9 @@ class Plan:
         step.keep = keep
         self.way.executor.run(step, 1)
         result: list[torch.Tensor | None] = []
-        for tensor, slots in zip(self.call.tensors, bound.input_grads, strict=True):
-            if tensor.requires_grad:
+        rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
+        for tensor, graded, slots in rows:
+            if graded:
                 total = self._taken(slots)
                 result.append(None if total is None else total.to(tensor.device))
         for parameter in self.trained:

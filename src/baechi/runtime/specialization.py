@@ -110,9 +110,16 @@ class Specializations:
         mode = "training" if model.training else "evaluation"
         found = (special.executable.attributes.changed() for special in self)
         changed = next((f" Of its attributes, {text}." for text in found if text), "")
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in call.objects))
+        cache = (
+            f" Its {kinds} may be what grows from call to call: of a cache of fixed size, as of "
+            'generate(..., cache_implementation="static") of transformers, the steps of a '
+            "generation have two shapes."
+        )
         return InputError(
             f"this placed {type(model).__name__} has been traced for {len(self)} shapes of call, "
-            f"its limit; this call has {call.shapes} in {mode} mode.{changed} Pad inputs to few "
+            f"its limit; this call has {call.shapes} in {mode} mode.{changed}"
+            f"{cache if kinds else ''} Pad inputs to few "
             "shapes, or give `place(..., max_shapes=...)` a higher limit."
         )
 

@@ -38,12 +38,13 @@ class Step:
         apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
+        moved: What is written of the caller's tensors on another device than theirs, by input.
         own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "own"),
+        *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
         *("__weakref__",),
     )
 
@@ -68,7 +69,15 @@ class Step:
         self.keep = False
         self.apart = False
         self.graphed: set[int] = set()
+        self.moved: dict[int, torch.Tensor] = {}
         self.own: Any = None
+
+    def write_back(self) -> None:
+        """Write into the caller's tensors what was written elsewhere, at the forward's end."""
+        with torch.no_grad():
+            for index, tensor in self.moved.items():
+                self.inputs[index].copy_(tensor)
+        self.moved.clear()
 
 
 @final

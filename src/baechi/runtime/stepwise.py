@@ -121,7 +121,8 @@ class Operators:
         def forward(call: Call) -> Any:
             runner = _Runner(self._module.graph_module, self.nodes, keep, self._seeds(seed), twin)
             returned = runner.run(*call.tensors, enable_io_processing=False)
-            return self._module.returned.fill(list(returned))
+            result, _ = self._module.returned.fill(list(returned), call.objects)
+            return result
 
         return forward
 

@@ -197,13 +197,14 @@ class TapeCode:
         A metered step counts a copy of it; but the caller must see what is written into his own.
         """
         tensor = step.inputs[index]
-        if step.meter is None:
-            return tensor.to(self.place)
-        if index in self.written or tensor.device != self.place:
-            moved = tensor.to(self.place)
+        if step.meter is not None and index not in self.written and tensor.device == self.place:
+            return step.meter.copy(self.device, tensor, moved=False)
+        moved = tensor.to(self.place)
+        if index in self.written and moved is not tensor:
+            step.moved[index] = moved.detach()
+        if step.meter is not None:
             step.meter.hold(self.device, moved)
-            return moved
-        return step.meter.copy(self.device, tensor, moved=False)
+        return moved
 
     def _value(
         self, output: Output, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]

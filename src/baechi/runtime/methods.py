@@ -1,0 +1,121 @@
+"""Methods of a model, run so that what they call of it is the placed model.
+
+`placed.generate(...)` is the model's own method on the model itself: its properties, its `super()`
+and its other methods are as ever. But while the method runs, in its thread alone, the model's
+`__call__` is the placed module's:
+
+    placed.generate(ids)
+      method of the model        self(...) -> Switch -> placed(...)
+        placed forward           self(...) -> Switch -> the model's own, as a trace wants it
+
+`self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock, get_ident
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+# Where torch keeps what a compiled module does when it is called; it is never pickled or copied.
+_CALL: Final = "_compiled_call_impl"
+_LOCK: Final = Lock()
+
+
+@final
+class Methods:
+    """The methods of a model that is placed.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._switch: _Switch | None = None
+
+    def routed(self, value: Any, placed: Callable[..., Any]) -> Any:
+        """The value; if it is a method of the model, then one that calls the placed one.
+
+        Args:
+            value: An attribute of the model.
+            placed: Where the calls go.
+        """
+        if not (inspect.ismethod(value) and value.__self__ is self._model):
+            return value
+
+        def steps(*args: Any, **kwargs: Any) -> Any:
+            rows = value(*args, **kwargs)
+            while True:  # between two rows the thread is the caller's
+                with self._running(placed):
+                    try:
+                        row = next(rows)
+                    except StopIteration as end:
+                        return end.value
+                yield row
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._running(placed):
+                return value(*args, **kwargs)
+
+        return functools.wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
+
+    @contextmanager
+    def _running(self, way: Callable[..., Any]) -> Iterator[None]:
+        """In this thread the model's calls go this way inside the block."""
+        slot = vars(self._model)
+        with _LOCK:
+            call = slot.get(_CALL)
+            if isinstance(call, _Switch):
+                switch = call
+            else:  # the same one each time: compilers around the call look at which it is
+                switch = slot[_CALL] = self._switch = self._switch or _Switch(self._model)
+                switch.before = call
+            ways = switch.ways.setdefault(get_ident(), [])
+            ways.append(way)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                ways.pop()
+                if not ways:
+                    del switch.ways[get_ident()]
+                if not switch.ways and slot.get(_CALL) is switch:
+                    del slot[_CALL]
+                    if switch.before is not None:
+                        slot[_CALL] = switch.before
+
+
+@final
+class _Switch:
+    """What a model does when it is called: in a thread that runs a method of it, what that wants.
+
+    Attributes:
+        before: What it did before, where it was not its own call.
+        ways: Of every thread what its methods want, the innermost last; None is the model's own.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.before: Callable[..., Any] | None = None
+        self.ways: dict[int, list[Callable[..., Any] | None]] = {}
+        self._own: Callable[..., Any] = model._call_impl
+        # What a compiler around the call would make of it is no step of a placed model.
+        self._call: Callable[..., Any] = torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        ways = self.ways.get(get_ident(), [])
+        way = ways[-1] if ways else None
+        if way is None:
+            return (self.before or self._own)(*args, **kwargs)
+        ways.append(None)
+        try:
+            return way(*args, **kwargs)
+        finally:
+            ways.pop()
