@@ -31,7 +31,10 @@ ENCODERS: dict[str, Row] = {
     "ConvBertForMaskedLM": ({"head_ratio": 2}, masked_lm),
     "NystromformerForMaskedLM": ({"num_landmarks": 4, "segment_means_seq_len": 16}, masked_lm),
     "ModernBertForMaskedLM": ({}, masked_lm),
-    "XLMRobertaForTokenClassification": ({"max_position_embeddings": 66}, masked_lm),
+    "XLMRobertaForTokenClassification": (
+        {"max_position_embeddings": 66, "num_labels": VOCABULARY},
+        masked_lm,
+    ),
     "SqueezeBertForMaskedLM": ({}, masked_lm),
     "MobileBertForMaskedLM": (
         {"embedding_size": 16, "intra_bottleneck_size": 16, "true_hidden_size": 16},
@@ -267,12 +270,16 @@ BOTH: dict[str, Row] = {
         {"block_size": 4, "num_random_blocks": 1},
         sequences,
     ),
-    "LongT5ForConditionalGeneration": ({"d_kv": 8, "local_radius": 4}, sequences),
+    "LongT5ForConditionalGeneration": (
+        {"d_kv": 8, "local_radius": 4, "decoder_start_token_id": 0},
+        sequences,
+    ),
     "MT5ForConditionalGeneration": ({"d_kv": 8}, sequences),
     "UMT5ForConditionalGeneration": ({"d_kv": 8}, sequences),
     "SwitchTransformersForConditionalGeneration": (
         {
             "d_kv": 8,
+            "decoder_start_token_id": 0,
             "num_experts": 4,
             "expert_capacity": 8,
             "num_sparse_encoder_layers": 1,
