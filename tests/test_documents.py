@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import baechi
@@ -32,7 +33,14 @@ class Masked(nn.Module):
         return Output(hidden.square().mean())
 
 
-@pytest.mark.parametrize(("document", "count"), [("README.md", 1), ("docs/guide.md", 3)])
+def writer() -> nn.Module:
+    """A model that generates text."""
+    sizes = {"vocab_size": 16, "n_positions": 32, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special)).eval()
+
+
+@pytest.mark.parametrize(("document", "count"), [("README.md", 1), ("docs/guide.md", 4)])
 def test_examples_run(
     document: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -41,7 +49,13 @@ def test_examples_run(
     assert len(blocks) == count
     names: dict[str, Any] = {}
     for block in blocks:
-        names |= {"baechi": baechi, "model": Masked(), "x": torch.randn(4, 64)}
+        model = writer() if "generate" in block else Masked()
+        names |= {
+            "baechi": baechi,
+            "model": model,
+            "x": torch.randn(4, 64),
+            "ids": torch.ones(1, 4).long(),
+        }
         names |= {"mask": torch.ones(4, 64), "devices": {"cpu:0": "1GiB", "cpu:1": "1GiB"}}
         exec(compile(block.replace("cuda:", "cpu:"), document, "exec"), names)
         if "placed" in names:
