@@ -153,6 +153,7 @@ def test_the_whole_way_from_a_model_to_a_report(files):
 
     text = run("probe", "cpu:0=1MiB", "cpu:1=2MiB", "-o", "two.json")
     assert "cpu:0 to cpu:1: no copy, after" in text
+    assert "of the receiver's time" in text
     cluster = baechi.load("two.json", Cluster)
     assert [device.memory_bytes for device in cluster.devices] == [2**20, 2**21]
 

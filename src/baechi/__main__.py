@@ -291,7 +291,8 @@ def probe(
                 names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
                 by_reference = link.bytes_per_s >= FREE_BYTES_PER_S
                 rate = "no copy" if by_reference else f"{link.bytes_per_s / 1e9:.2f} GB/s"
-                say(f"{names}: {rate}, after {format_ns(link.latency_ns)}")
+                busy = f"{format_ns(link.overhead_ns)} of the receiver's time"
+                say(f"{names}: {rate}, after {format_ns(link.latency_ns)}, {busy}")
     for remark in found.remarks:
         say(remark)
     write(cluster, out)
