@@ -6,12 +6,13 @@ out, so that every rung of the tracing ladder traces the same flat function.
 """
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from types import EllipsisType, NoneType
+from types import EllipsisType, MethodType, NoneType
 from typing import Any, final
 
 import torch
@@ -274,7 +275,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    signature = inspect.signature(model.forward)
+    signature = _signature(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
@@ -295,6 +296,17 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     names = tuple(map(_readable, _paths((positional, named), set())))
     objects = tuple(parts.objects)
     return Call(tuple(parts.tensors), structure, names, Autocast.current(), objects)
+
+
+def _signature(forward: Callable[..., Any]) -> inspect.Signature:
+    """Without `self`, looked up once for each function, since every call asks."""
+    function = getattr(forward, "__func__", None)
+    return inspect.signature(forward) if function is None else _signature_of_method(function)
+
+
+@functools.lru_cache(maxsize=64)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
 
 
 def _canonical_arguments(
