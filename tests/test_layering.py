@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "baechi"
 
 LAYERS = {
     0: "errors units values _core arrays graph devices topology constraints placement costs "
-    "measurement optimizers efficiency runtime.program",
+    "measurement optimizers efficiency signatures runtime.program",
     1: "serialization codec traced training coarsening restrictions problem linkage bounds "
     "linear_programs granularity link_fits profile_store device_kinds recomputation "
     "late_gradients",

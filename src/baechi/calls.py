@@ -6,13 +6,11 @@ out, so that every rung of the tracing ladder traces the same flat function.
 """
 
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum
-from types import EllipsisType, MethodType, NoneType
+from types import EllipsisType, NoneType
 from typing import Any, final
 
 import torch
@@ -22,6 +20,7 @@ from torch.utils import _pytree as pytree
 from baechi.autocast import Autocast
 from baechi.errors import InputError
 from baechi.objects import Watched
+from baechi.signatures import canonical_arguments, signature_of
 
 _PLAIN = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum),
@@ -275,7 +274,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    signature = _signature(model.forward)
+    signature = signature_of(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
@@ -283,7 +282,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
             "Give what one real call of the model gets."
         ) from None
-    positional, named = _canonical_arguments(signature, bound)
+    positional, named = canonical_arguments(signature, bound)
     parts = _Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
     structure = parts.structure((positional, named))
     for constant in structure.constants:
@@ -296,43 +295,6 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     names = tuple(map(_readable, _paths((positional, named), set())))
     objects = tuple(parts.objects)
     return Call(tuple(parts.tensors), structure, names, Autocast.current(), objects)
-
-
-def _signature(forward: Callable[..., Any]) -> inspect.Signature:
-    """Without `self`, looked up once for each function, since every call asks."""
-    function = getattr(forward, "__func__", None)
-    return inspect.signature(forward) if function is None else _signature_of_method(function)
-
-
-@functools.lru_cache(maxsize=64)
-def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(MethodType(function, object()))
-
-
-def _canonical_arguments(
-    signature: inspect.Signature, bound: inspect.BoundArguments
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """As many arguments by name as the signature allows, in the signature's order."""
-    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
-    has_rest = any(
-        kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(name)
-        for name, kind in kinds.items()
-    )
-    positional: list[Any] = []
-    named: dict[str, Any] = {}
-    for name, value in bound.arguments.items():
-        kind = kinds[name]
-        if kind is inspect.Parameter.VAR_POSITIONAL:
-            positional.extend(value)
-        elif kind is inspect.Parameter.VAR_KEYWORD:
-            named.update({key: value[key] for key in sorted(value)})
-        elif kind is inspect.Parameter.POSITIONAL_ONLY or (
-            has_rest and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
-        ):
-            positional.append(value)
-        else:
-            named[name] = value
-    return tuple(positional), named
 
 
 def _paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
