@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -206,8 +207,9 @@ def test_every_operator_of_every_model_runs_on_shapes_alone(name):
     traced = baechi.trace(model, args, kwargs)
     costs = baechi.estimate(traced, KIND).costs
     for op, cost in zip(traced.ops, costs, strict=True):
-        # The backward of this one reads values in some versions of transformers (5.17).
-        assert not cost.remark or "grouped_mm_fallback" in op.name
+        # The backward of this one reads values in transformers 5.17, and in 5.23 no more.
+        reads = "grouped_mm_fallback" in op.name and transformers.__version__.startswith("5.17.")
+        assert reads or not cost.remark
         assert op.differentiable or cost.backward_ns == 0
         assert cost.parameter_bytes == op.trained_bytes + op.frozen_bytes
         assert cost.saved_bytes == op.saved_bytes

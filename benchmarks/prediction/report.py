@@ -75,8 +75,7 @@ def disturbed_line(rows: Sequence[Row]) -> str:
     seen = errors(found)
     return (
         f"The machine was disturbed for {len(found)} of {len(rows)} rows. Their step times are "
-        f"{seen.median_time:.1%} off in the median and {seen.worst_time:+.1%} at worst, and count "
-        "for no target unless they are most."
+        f"{seen.median_time:.1%} off in the median and {seen.worst_time:+.1%} at worst."
     )
 
 
