@@ -1,15 +1,16 @@
 """Predicts and measures one model, on every number of devices, by every placement.
 
-The model is profiled as `place` does, at the threads that a logical device will have, right before
-it is measured. A profile is made in passes, whose lowest counts (`baechi.passes`), and so are the
-steps: every placement once, then every placement again, and the pass of the lowest median counts.
-Profiles and passes begin when the machine is quiet; a row of which it was not is `disturbed`.
+The model is profiled as `place` does, at the threads that a logical device will have. What disturbs
+a machine lengthens what is measured meanwhile and never shortens it, so profiles and steps are
+measured in turns, in passes over all placements, and of either the lowest counts: of a profile that
+of each operator, of steps the pass of the lowest median. So both are of the same minutes. Passes
+begin when the machine is quiet; a row of which no profile or no pass was is `disturbed`.
 """
 
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final, final
 
 import torch
@@ -22,9 +23,8 @@ MODES: Final = ("forward", "training")
 _FEW_CUTS: Final = 2  # per device: a model in so many pieces, in a row
 _BUDGET_NS: Final = 1_000_000_000  # of the timed steps of one placement
 _STEPS: Final = (3, 20)
-_PASSES: Final = (2, 4)  # at least, and at most where no second pass is near the lowest
+_PASSES: Final = (2, 6)  # at least, and at most where no second pass is near the lowest
 _NEAR: Final = 1.05
-_PROFILES: Final = 3  # at most, where none is of a quiet machine
 
 
 @final
@@ -42,11 +42,11 @@ class Row:
         ops: Of the graph.
         segments: That run one after another, backwards included.
         transfers: That the prediction has.
-        predicted_ns: The step.
+        predicted_ns: The step, by the lowest costs of all profiles.
         predicted_bytes: The peak of every device.
         measured: The pass of the lowest median step, and the highest peak of any pass.
         passes_ns: The median step of every pass, in the order in which they were made.
-        disturbed: Whether the machine was not quiet in its profile, or in every pass.
+        disturbed: Whether the machine was quiet in no profile, or in no pass.
     """
 
     model: str
@@ -87,16 +87,15 @@ def measure(
         model, args, kwargs = build(name, batch, training=training)
         say(f"{name} {batch} {mode}: tracing")
         traced = baechi.trace(model, args, kwargs)
-        profiles: dict[int | None, tuple[baechi.Profile, bool]] = {}
+        profiles: dict[int | None, _Profiled] = {}
         cases: list[_Case] = []
         for devices in counts:
             names = device_names(kind, devices)
             threads = max(total // devices, 1) if kind == "cpu" else None
             if threads not in profiles:
                 say(f"{name} {batch} {mode}: profiling")
-                profiles[threads] = _profile(traced, names[0], threads, quiet)
-            profile, calm = profiles[threads]
-            graph = traced.graph(profile, training=training)
+                profiles[threads] = _Profiled(traced, training, names[0], threads, quiet)
+            graph = profiles[threads].graph
             cluster = baechi.probe(names)
             for placement_name, placement in placements(graph, cluster):
                 placed = baechi.apply(
@@ -107,25 +106,54 @@ def measure(
                     # One device without workers computes in the caller's thread, with all of its.
                     threads_per_device=threads if devices > 1 else None,
                 )
-                schedule = baechi.simulate(graph, cluster, placement)
                 title = (name, batch, mode, devices, placement_name)
-                cases.append(_Case(title, graph, schedule, placed, calm))
-        yield from _measured(cases, quiet, say)
-        del model, traced, args, kwargs, cases
+                cases.append(_Case(title, profiles[threads], cluster, placement, placed))
+        yield from _measured(cases, list(profiles.values()), quiet, say)
+        del model, traced, args, kwargs, cases, profiles
         gc.collect()
 
 
-def _profile(
-    traced: baechi.Traced, device: str, threads: int | None, quiet: Quiet
-) -> tuple[baechi.Profile, bool]:
-    """A profile, and whether the machine was quiet before and after it."""
-    for _ in range(_PROFILES):
-        before = quiet.wait()
-        profile = baechi.profile(traced, device, threads=threads, progress=False, cache=False)
-        calm = before and quiet.is_now()
-        if calm:
-            break
-    return profile, calm
+@final
+class _Profiled:
+    """The lowest costs of some profiles of a model, at least one."""
+
+    def __init__(
+        self,
+        traced: baechi.Traced,
+        training: bool,
+        device: str,
+        threads: int | None,
+        quiet: Quiet,
+    ) -> None:
+        self._traced, self._training = traced, training
+        self._device, self._threads = device, threads
+        self._quiet = quiet
+        self._profile: baechi.Profile | None = None
+        self.calm = False
+        self.measure()
+
+    def measure(self) -> None:
+        """One more profile."""
+        before = self._quiet.wait()
+        found = baechi.profile(
+            self._traced, self._device, threads=self._threads, progress=False, cache=False
+        )
+        self.calm |= before and self._quiet.is_now()
+        self._profile = found if self._profile is None else _lower(self._profile, found)
+        self.graph = self._traced.graph(self._profile, training=self._training)
+
+
+def _lower(profile: baechi.Profile, other: baechi.Profile) -> baechi.Profile:
+    """The first one with the lower times of the two."""
+    costs = (
+        replace(
+            one,
+            forward_ns=min(one.forward_ns, two.forward_ns),
+            backward_ns=min(one.backward_ns, two.backward_ns),
+        )
+        for one, two in zip(profile.costs, other.costs, strict=True)
+    )
+    return replace(profile, costs=tuple(costs))
 
 
 def placements(
@@ -151,59 +179,76 @@ def _in_pieces(graph: baechi.OpGraph, cluster: baechi.Cluster) -> tuple[int, ...
 
 
 @final
-@dataclass
 class _Case:
     """A placed model, and its passes so far."""
 
-    title: tuple[str, int, str, int, str]
-    graph: baechi.OpGraph
-    schedule: baechi.Schedule
-    placed: baechi.PlacedModule
-    profiled_calmly: bool
-    measured_calmly: bool = False
-    passes: list[baechi.Measurement] = field(default_factory=list)
+    def __init__(
+        self,
+        title: tuple[str, int, str, int, str],
+        profiled: _Profiled,
+        cluster: baechi.Cluster,
+        placement: baechi.Placement,
+        placed: baechi.PlacedModule,
+    ) -> None:
+        self.title = title
+        self.placed = placed
+        self._profiled, self._cluster, self._placement = profiled, cluster, placement
+        # By the costs that the program was made with; its peaks are of the same order of operators.
+        self._schedule = baechi.simulate(profiled.graph, cluster, placement)
+        self._calm = False
+        self._passes: list[baechi.Measurement] = []
 
     @property
     def is_settled(self) -> bool:
         """Whether a second pass is near the lowest one, and one was calm."""
-        lowest, *others = sorted(found.step_ns for found in self.passes)
-        return self.measured_calmly and bool(others) and others[0] <= _NEAR * lowest
+        lowest, *others = sorted(found.step_ns for found in self._passes)
+        return self._calm and bool(others) and others[0] <= _NEAR * lowest
 
     def measure(self, quiet: Quiet) -> None:
         """One more pass."""
         fewest, most = _STEPS
-        steps = min(max(_BUDGET_NS // max(self.schedule.makespan_ns, 1), fewest), most)
+        steps = min(max(_BUDGET_NS // max(self._schedule.makespan_ns, 1), fewest), most)
         before = quiet.wait()
-        self.passes.append(self.placed.measure(steps))
-        self.measured_calmly |= before and quiet.is_now()
+        self._passes.append(self.placed.measure(steps))
+        self._calm |= before and quiet.is_now()
 
     def row(self) -> Row:
         """Prediction and measurement."""
-        best = min(self.passes, key=lambda found: found.step_ns)
-        peaks = zip(*(found.peak_bytes for found in self.passes), strict=True)
+        graph = self._profiled.graph
+        placement = replace(self._placement, graph_digest=graph.digest)  # the costs alone differ
+        best = min(self._passes, key=lambda found: found.step_ns)
+        peaks = zip(*(found.peak_bytes for found in self._passes), strict=True)
         phases = self.placed._current.executable.program.phases
         return Row(
             *self.title,
-            ops=len(self.graph.ops),
+            ops=len(graph.ops),
             segments=sum(len(phase.segments) for phase in phases),
-            transfers=len(self.schedule.transfers),
-            predicted_ns=self.schedule.makespan_ns,
-            predicted_bytes=self.schedule.peak_bytes,
+            transfers=len(self._schedule.transfers),
+            predicted_ns=baechi.simulate(graph, self._cluster, placement).makespan_ns,
+            predicted_bytes=self._schedule.peak_bytes,
             measured=replace(best, peak_bytes=tuple(map(max, peaks))),
-            passes_ns=tuple(found.step_ns for found in self.passes),
-            disturbed=not (self.profiled_calmly and self.measured_calmly),
+            passes_ns=tuple(found.step_ns for found in self._passes),
+            disturbed=not (self._profiled.calm and self._calm),
         )
 
 
-def _measured(cases: Sequence[_Case], quiet: Quiet, say: Callable[[str], None]) -> list[Row]:
+def _measured(
+    cases: Sequence[_Case],
+    profiles: Sequence[_Profiled],
+    quiet: Quiet,
+    say: Callable[[str], None],
+) -> list[Row]:
     """The rows, after as many passes as it takes."""
     fewest, most = _PASSES
     for count in range(most):
-        for case in cases:
-            if count < fewest or not case.is_settled:
-                name, batch, mode, devices, placement = case.title
-                say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
-                case.measure(quiet)
+        due = [case for case in cases if count < fewest or not case.is_settled]
+        if due and count:
+            for profiled in profiles:
+                profiled.measure()
+        for case in due:
+            name, batch, mode, devices, placement = case.title
+            say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
+            case.measure(quiet)
     rows = [case.row() for case in cases]
     for case in cases:
         case.placed.unplace()
