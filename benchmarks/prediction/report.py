@@ -16,12 +16,13 @@ from benchmarks.prediction.checks import (
 )
 from benchmarks.prediction.rows import Row
 
+from baechi.measurement import error_of
 from baechi.units import format_ns
 
 FAMILY_HEADER = ("mode", "devices", "placement", "rows", "time, median", "time, worst",
                  "peak, median", "peak, lowest", "peak, highest")  # fmt: skip
 ROW_HEADER = ("model", "batch", "mode", "devices", "placement", "segments", "predicted",
-              "measured", "highest pass", "error", "peak error, lowest", "highest")  # fmt: skip
+              "measured", "error", "errors of passes", "peak error, lowest", "highest")  # fmt: skip
 
 
 def family_rows(rows: Sequence[Row]) -> list[list[str]]:
@@ -50,8 +51,8 @@ def row_lines(rows: Sequence[Row]) -> list[list[str]]:
                 str(row.segments),
                 format_ns(row.predicted_ns),
                 format_ns(row.measured.step_ns),
-                format_ns(max(row.passes_ns)) + " (disturbed)" * row.disturbed,
-                f"{time_error(row):+.1%}",
+                f"{time_error(row):+.1%}" + " (disturbed)" * row.disturbed,
+                " ".join(f"{error_of(*each) or 0.0:+.0%}" for each in row.passes_ns),
                 f"{min(peaks):+.1%}",
                 f"{max(peaks):+.1%}",
             ]

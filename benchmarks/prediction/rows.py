@@ -1,10 +1,10 @@
 """Predicts and measures one model, on every number of devices, by every placement.
 
-The model is profiled as `place` does, at the threads that a logical device will have. What disturbs
-a machine lengthens what is measured meanwhile and never shortens it, so profiles and steps are
-measured in turns, in passes over all placements, and of either the lowest counts: of a profile that
-of each operator, of steps the pass of the lowest median. So both are of the same minutes. Passes
-begin when the machine is quiet; a row of which no profile or no pass was is `disturbed`.
+The model is profiled as `place` does, at the threads that a logical device will have. The speed of
+a machine that others share changes by the minute, which is no error of a prediction. So profiles
+and steps are measured in turns: every pass profiles anew, predicts every placement by that, and
+measures it. A row is the pass of the median error. Passes begin when the machine is quiet; a row of
+which no pass was is `disturbed`.
 """
 
 import gc
@@ -23,8 +23,7 @@ MODES: Final = ("forward", "training")
 _FEW_CUTS: Final = 2  # per device: a model in so many pieces, in a row
 _BUDGET_NS: Final = 1_000_000_000  # of the timed steps of one placement
 _STEPS: Final = (3, 20)
-_PASSES: Final = (2, 6)  # at least, and at most where no second pass is near the lowest
-_NEAR: Final = 1.05
+_PASSES: Final = 3  # an odd number, so that one has the median error
 
 
 @final
@@ -42,11 +41,12 @@ class Row:
         ops: Of the graph.
         segments: That run one after another, backwards included.
         transfers: That the prediction has.
-        predicted_ns: The step, by the lowest costs of all profiles.
+        predicted_ns: The step, in the pass of the median error.
         predicted_bytes: The peak of every device.
-        measured: The pass of the lowest median step, and the highest peak of any pass.
-        passes_ns: The median step of every pass, in the order in which they were made.
-        disturbed: Whether the machine was quiet in no profile, or in no pass.
+        measured: The same pass, with the highest peak of any.
+        passes_ns: Of every pass, in the order in which they were made, the step as predicted and
+            the median step.
+        disturbed: Whether the machine was quiet in no pass.
     """
 
     model: str
@@ -60,7 +60,7 @@ class Row:
     predicted_ns: int
     predicted_bytes: tuple[int, ...]
     measured: baechi.Measurement
-    passes_ns: tuple[int, ...]
+    passes_ns: tuple[tuple[int, int], ...]
     disturbed: bool
 
 
@@ -115,7 +115,12 @@ def measure(
 
 @final
 class _Profiled:
-    """The lowest costs of some profiles of a model, at least one."""
+    """A traced model with the costs that its operators had last.
+
+    Attributes:
+        graph: With these costs.
+        calm: Whether the machine was quiet before and after.
+    """
 
     def __init__(
         self,
@@ -128,32 +133,16 @@ class _Profiled:
         self._traced, self._training = traced, training
         self._device, self._threads = device, threads
         self._quiet = quiet
-        self._profile: baechi.Profile | None = None
-        self.calm = False
         self.measure()
 
     def measure(self) -> None:
-        """One more profile."""
+        """Measure every operator anew."""
         before = self._quiet.wait()
-        found = baechi.profile(
+        profile = baechi.profile(
             self._traced, self._device, threads=self._threads, progress=False, cache=False
         )
-        self.calm |= before and self._quiet.is_now()
-        self._profile = found if self._profile is None else _lower(self._profile, found)
-        self.graph = self._traced.graph(self._profile, training=self._training)
-
-
-def _lower(profile: baechi.Profile, other: baechi.Profile) -> baechi.Profile:
-    """The first one with the lower times of the two."""
-    costs = (
-        replace(
-            one,
-            forward_ns=min(one.forward_ns, two.forward_ns),
-            backward_ns=min(one.backward_ns, two.backward_ns),
-        )
-        for one, two in zip(profile.costs, other.costs, strict=True)
-    )
-    return replace(profile, costs=tuple(costs))
+        self.calm = before and self._quiet.is_now()
+        self.graph = self._traced.graph(profile, training=self._training)
 
 
 def placements(
@@ -196,39 +185,35 @@ class _Case:
         # By the costs that the program was made with; its peaks are of the same order of operators.
         self._schedule = baechi.simulate(profiled.graph, cluster, placement)
         self._calm = False
-        self._passes: list[baechi.Measurement] = []
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether a second pass is near the lowest one, and one was calm."""
-        lowest, *others = sorted(found.step_ns for found in self._passes)
-        return self._calm and bool(others) and others[0] <= _NEAR * lowest
+        self._passes: list[tuple[int, baechi.Measurement]] = []
 
     def measure(self, quiet: Quiet) -> None:
-        """One more pass."""
+        """One more pass, predicted by the last profile."""
+        graph = self._profiled.graph
+        placement = replace(self._placement, graph_digest=graph.digest)  # the costs alone differ
+        predicted_ns = baechi.simulate(graph, self._cluster, placement).makespan_ns
         fewest, most = _STEPS
-        steps = min(max(_BUDGET_NS // max(self._schedule.makespan_ns, 1), fewest), most)
+        steps = min(max(_BUDGET_NS // max(predicted_ns, 1), fewest), most)
         before = quiet.wait()
-        self._passes.append(self.placed.measure(steps))
-        self._calm |= before and quiet.is_now()
+        self._passes.append((predicted_ns, self.placed.measure(steps)))
+        self._calm |= self._profiled.calm and before and quiet.is_now()
 
     def row(self) -> Row:
         """Prediction and measurement."""
-        graph = self._profiled.graph
-        placement = replace(self._placement, graph_digest=graph.digest)  # the costs alone differ
-        best = min(self._passes, key=lambda found: found.step_ns)
-        peaks = zip(*(found.peak_bytes for found in self._passes), strict=True)
+        by_error = sorted(self._passes, key=lambda one: one[0] / one[1].step_ns)
+        predicted_ns, found = by_error[len(by_error) // 2]
+        peaks = zip(*(each.peak_bytes for _, each in self._passes), strict=True)
         phases = self.placed._current.executable.program.phases
         return Row(
             *self.title,
-            ops=len(graph.ops),
+            ops=len(self._profiled.graph.ops),
             segments=sum(len(phase.segments) for phase in phases),
             transfers=len(self._schedule.transfers),
-            predicted_ns=baechi.simulate(graph, self._cluster, placement).makespan_ns,
+            predicted_ns=predicted_ns,
             predicted_bytes=self._schedule.peak_bytes,
-            measured=replace(best, peak_bytes=tuple(map(max, peaks))),
-            passes_ns=tuple(found.step_ns for found in self._passes),
-            disturbed=not (self._profiled.calm and self._calm),
+            measured=replace(found, peak_bytes=tuple(map(max, peaks))),
+            passes_ns=tuple((predicted, each.step_ns) for predicted, each in self._passes),
+            disturbed=not self._calm,
         )
 
 
@@ -238,14 +223,11 @@ def _measured(
     quiet: Quiet,
     say: Callable[[str], None],
 ) -> list[Row]:
-    """The rows, after as many passes as it takes."""
-    fewest, most = _PASSES
-    for count in range(most):
-        due = [case for case in cases if count < fewest or not case.is_settled]
-        if due and count:
-            for profiled in profiles:
-                profiled.measure()
-        for case in due:
+    """The rows, after all passes."""
+    for count in range(_PASSES):
+        for profiled in profiles if count else ():  # those of the first pass are made
+            profiled.measure()
+        for case in cases:
             name, batch, mode, devices, placement = case.title
             say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
             case.measure(quiet)
