@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.autocast import Autocast
 from baechi.errors import InputError
-from baechi.objects import Watched
+from baechi.objects import Contents, Watched, can_hold, contents, empty, is_container, refill
 from baechi.signatures import canonical_arguments, signature_of
 
 _PLAIN = (
@@ -30,15 +30,6 @@ _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
     "with torch.utils._pytree; pass and return those."
 )
-
-
-@final
-@dataclass(frozen=True)
-class _DataclassNode:
-    """A dataclass instance that pytree does not know, taken apart."""
-
-    kind: type
-    names: tuple[str, ...]
 
 
 @final
@@ -54,16 +45,17 @@ class _Slot:
 @final
 @dataclass(frozen=True)
 class _Object:
-    """An object of any class, such as a cache of keys and values, without its tensors."""
+    """A list, a dict, or an object of any class such as a cache of keys, without its tensors."""
 
-    kind: type
-    attributes: "Structure"
+    like: Any
+    contents: Contents
+    values: "Structure"
 
     def fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
-        """A new object of the class, with these attributes; its `__init__` does not run."""
-        value: Any = object.__new__(self.kind)
+        """A new object of the class that holds these; its `__init__` does not run."""
+        value = empty(self.like)
         objects.append(value)
-        vars(value).update(self.attributes._fill(tensors, objects))
+        refill(value, self.contents, self.values._fill(tensors, objects))
         return value
 
 
@@ -101,7 +93,7 @@ class Structure:
     def _flat(self) -> Iterator[Any]:
         for leaf in self.leaves:
             if isinstance(leaf, _Object):
-                yield from leaf.attributes._flat()
+                yield from leaf.values._flat()
             else:
                 yield leaf
 
@@ -109,7 +101,8 @@ class Structure:
     def form(self) -> tuple[Any, ...]:
         """Equal for what is nested in the same way, in objects of the same classes."""
         inner = (leaf for leaf in self.leaves if isinstance(leaf, _Object))
-        return (str(self.spec), *((leaf.kind, leaf.attributes.form) for leaf in inner))
+        rows = ((type(leaf.like), leaf.contents, leaf.values.form) for leaf in inner)
+        return (str(self.spec), *rows)
 
     def fill(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
         """The nested value with `tensors` in its slots, and `objects` where these were given."""
@@ -117,7 +110,7 @@ class Structure:
 
     def _fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
         leaves = [_filled(leaf, tensors, objects) for leaf in self.leaves]
-        return _rebuild(pytree.tree_unflatten(leaves, self.spec))
+        return pytree.tree_unflatten(leaves, self.spec)
 
 
 def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
@@ -161,20 +154,30 @@ class _Parts:
         self._number = {id(each): i for i, each in enumerate(given)}
 
     def structure(self, value: Any) -> Structure:
-        leaves, spec = pytree.tree_flatten(_take_apart(value))
+        return self._structure(value, is_container)
+
+    def arguments(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Structure:
+        """Of a call, where the dict of named arguments is nobody's."""
+        return self._structure(
+            (positional, named), lambda value: value is not named and is_container(value)
+        )
+
+    def _structure(self, value: Any, is_leaf: Callable[[Any], bool]) -> Structure:
+        leaves, spec = pytree.tree_flatten(value, is_leaf)
         return Structure(tuple(map(self._slot, leaves)), spec)
 
     def _slot(self, leaf: Any) -> Any:
         if self._is_tensor(leaf):
             self.tensors.append(leaf)
             return _Slot(len(self.tensors) - 1)
-        if not (self._look_into and _is_object(leaf)):
+        if not (_is_object(leaf) if self._look_into else _is_plain_object(leaf)):
             return leaf
         if id(leaf) in self._number:
             return _Again(self._number[id(leaf)])
         self._number[id(leaf)] = len(self.objects)
         self.objects.append(leaf)
-        return _Object(type(leaf), self.structure(dict(vars(leaf))))
+        what, values = contents(leaf)
+        return _Object(empty(leaf), what, self.structure(values))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -185,44 +188,21 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
-def _take_apart(value: Any) -> Any:
-    """`value` with every dataclass that pytree does not know replaced by a tuple it knows."""
-    if _is_plain_dataclass(value):
-        names = tuple(f.name for f in dataclasses.fields(value) if f.init)
-        parts = [_take_apart(getattr(value, name)) for name in names]
-        return (_DataclassNode(type(value), names), *parts)
-    if type(value) in (list, tuple):
-        return type(value)(_take_apart(item) for item in value)
-    if type(value) is dict:
-        return {key: _take_apart(item) for key, item in value.items()}
-    return value
-
-
-def _rebuild(value: Any) -> Any:
-    """The inverse of `_take_apart`."""
-    if type(value) is tuple and value and isinstance(value[0], _DataclassNode):
-        node = value[0]
-        return node.kind(**dict(zip(node.names, map(_rebuild, value[1:]), strict=True)))
-    if type(value) in (list, tuple):
-        return type(value)(_rebuild(item) for item in value)
-    if type(value) is dict:
-        return {key: _rebuild(item) for key, item in value.items()}
-    return value
-
-
 def _is_plain(value: Any) -> bool:
     """Whether a trace may hold the value as it is."""
-    return isinstance(value, (*_PLAIN, _DataclassNode, _Again)) or callable(value)
+    return isinstance(value, (*_PLAIN, _Again, Contents)) or callable(value)
 
 
 def _is_object(value: Any) -> bool:
     """Whether the value can be looked into."""
-    return not _is_plain(value) and hasattr(value, "__dict__")
+    return _is_plain_object(value) or (not _is_plain(value) and can_hold(value))
 
 
-def _is_plain_dataclass(value: Any) -> bool:
-    known = type(value) in pytree.SUPPORTED_NODES
-    return dataclasses.is_dataclass(value) and not isinstance(value, type) and not known
+def _is_plain_object(value: Any) -> bool:
+    """Whether it is one that is all that it holds: a list, a dict, a dataclass."""
+    return is_container(value) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type | _Again | Contents)
+    )
 
 
 @final
@@ -233,14 +213,12 @@ class Call:
     Attributes:
         tensors: The tensors among the arguments, in order.
         structure: The arguments `(args, kwargs)` without them.
-        names: A readable name per tensor.
         autocast: What was on.
-        objects: The caller's objects that the structure looks into, in order.
+        objects: The caller's lists, dicts and objects that hold them, in order.
     """
 
     tensors: tuple[torch.Tensor, ...]
     structure: Structure
-    names: tuple[str, ...]
     autocast: Autocast
     objects: tuple[Any, ...] = ()
 
@@ -250,6 +228,18 @@ class Call:
         shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
         return (self.structure.form, constants, shapes, self.autocast)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A readable name per tensor."""
+        positional, named = self.structure.fill(self.tensors)
+        labels = (*(f"args.{i}" for i in range(len(positional))), *named)
+        seen: set[int] = set()
+        return tuple(
+            ".".join((label, *path))
+            for label, value in zip(labels, (*positional, *named.values()), strict=True)
+            for path in _paths(value, seen)
+        )
 
     @property
     def shapes(self) -> str:
@@ -284,7 +274,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         ) from None
     positional, named = canonical_arguments(signature, bound)
     parts = _Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
-    structure = parts.structure((positional, named))
+    structure = parts.arguments(positional, named)
     for constant in structure.constants:
         if not _is_plain(constant):
             raise InputError(
@@ -292,26 +282,21 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
                 f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
                 f"frozen into the trace. {_TAKEN_APART}"
             )
-    names = tuple(map(_readable, _paths((positional, named), set())))
-    objects = tuple(parts.objects)
-    return Call(tuple(parts.tensors), structure, names, Autocast.current(), objects)
+    return Call(tuple(parts.tensors), structure, Autocast.current(), tuple(parts.objects))
 
 
 def _paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
     """Where each tensor is, in the order of `_Parts`."""
-    rows, _ = pytree.tree_flatten_with_path(_take_apart(value))
+    rows, _ = pytree.tree_flatten_with_path(value, is_container)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
         if isinstance(leaf, torch.Tensor):
             yield keys
         elif _is_object(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
-            yield from ((*keys, *inner) for inner in _paths(dict(vars(leaf)), seen))
-
-
-def _readable(path: tuple[str, ...]) -> str:
-    """`input_ids` for `(1, 'input_ids')`, `args.0` for `(0, 0)`."""
-    return ".".join(path[1:] if path[0] == "1" else ("args", *path[1:]))
+            what, values = contents(leaf)
+            for label, held in zip(what.labels, values, strict=True):
+                yield from ((*keys, str(label), *inner) for inner in _paths(held, seen))
 
 
 def flat_model(
@@ -337,7 +322,7 @@ def flat_model(
     def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = structure.fill(tensors)
         parts = _Parts(_is_traceable, look_into=True)
-        parts.structure((args, kwargs))
+        parts.arguments(args, kwargs)
         watched = Watched(parts.objects)
         if around is None:
             result = model(*args, **kwargs)

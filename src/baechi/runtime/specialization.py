@@ -13,6 +13,7 @@ from baechi.errors import InputError
 from baechi.faithfulness import HOOKS
 from baechi.graph import OpGraph
 from baechi.metering import Meter
+from baechi.objects import is_container
 from baechi.partition import attribute
 from baechi.placement import Placement
 from baechi.propagation import named_state
@@ -110,7 +111,8 @@ class Specializations:
         mode = "training" if model.training else "evaluation"
         found = (special.executable.attributes.changed() for special in self)
         changed = next((f" Of its attributes, {text}." for text in found if text), "")
-        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in call.objects))
+        grown = (each for each in call.objects if not is_container(each))
+        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in grown))
         cache = (
             f" Its {kinds} may be what grows from call to call: of a cache of fixed size, as of "
             'generate(..., cache_implementation="static") of transformers, the steps of a '
