@@ -4,18 +4,19 @@ import itertools
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
 import zoo
 from baechi.device_kinds import find
 from baechi.efficiency import Kernel
-from baechi.workload import UNSEEN, workloads
+from baechi.workload import UNSEEN, UNSEEN_BACKWARD, workloads
 
 KIND = "H100-SXM-80GB"
 
@@ -255,6 +256,77 @@ def test_what_depends_on_values_is_guessed_from_its_bytes_and_says_so():
     told = [op.name for op, c in zip(traced.ops, profile.costs, strict=True) if c.remark == UNSEEN]
     assert len(told) == 2
     assert all(cost.forward_ns > 0 for cost in profile.costs if cost.remark)
+
+
+class _OneWay(torch.autograd.Function):
+    """Makes room that it does not keep, and refuses its backward, as reversible layers may."""
+
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.repeat(16, 1, 1).sin().sum(0)
+
+    @staticmethod
+    def backward(*_: Any) -> Tensor:
+        raise AssertionError("only in training")
+
+
+class OneWay(nn.Module):
+    """A layer in front of it, so that a gradient would go there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _OneWay.apply(self.first(x))
+
+
+def test_where_a_backward_refuses_the_forward_is_counted_as_it_is():
+    args = (torch.randn(64, 32),)
+    placed = baechi.place(
+        OneWay().eval(),
+        {"cpu:0": "1GiB"},
+        example_args=args,
+        training=False,
+        costs="estimate",
+        progress=False,
+    )
+    (seen,) = placed.measure(1).peak_bytes
+    (said,) = placed.schedule.peak_bytes
+    assert seen <= said <= 1.05 * seen
+    loads = workloads(placed.traced).values()
+    assert [load.remark for load in loads if load.remark] == [UNSEEN_BACKWARD]
+    placed.unplace()
+
+
+class Branching(nn.Module):
+    """Looks at a number in a tensor, so it stays whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.sum() > 0 else x
+
+
+class Device(nn.Module):
+    """An operator tells another a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branching = Branching()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return y.to(self.branching(x).device)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_one_operator_tells_another_need_not_be_a_tensor(measured: bool):
+    traced = baechi.trace(Device(), (torch.randn(4), torch.randn(8)))
+    assert traced.rung == "module granularity, opaque leaves"
+    if measured:
+        profile = baechi.profile(traced, "cpu", threads=1, progress=False, cache=False)
+    else:
+        profile = baechi.estimate(traced, "cpu")
+    (cost,) = [c for op, c in zip(traced.ops, profile.costs, strict=True) if op.name == "to"]
+    assert cost.remark == ""
 
 
 def test_estimating_is_deterministic_and_leaves_the_model_alone():

@@ -334,10 +334,13 @@ ALLOWED = {
     "runtime.graphed": {"runtime.steps", "runtime.tapes"},
     "runtime.replays": {"runtime.graphed", "runtime.steps", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
+    "runtime.landings": {"runtime.binding", "runtime.graphed", "runtime.steps"},
     "runtime.streams": {
         "runtime.binding",
         "runtime.fencing",
+        "runtime.graphed",
         "runtime.holding",
+        "runtime.landings",
         "runtime.replays",
         "runtime.steps",
         "runtime.workers",

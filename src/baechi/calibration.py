@@ -132,10 +132,10 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
     samples = []
     for key, load in workloads(traced).items():
         cost, op = profile.costs[first[key]], traced.ops[first[key]]
-        runs = [(load.forward, cost.forward_ns)]
-        runs += [(load.backward, cost.backward_ns)] if op.differentiable else []
+        runs = [(load.forward, cost.forward_ns)] if load.remark != UNSEEN else []
+        runs += [(load.backward, cost.backward_ns)] if op.differentiable and not load.remark else []
         for kernels, measured_ns in runs:
-            if kernels and measured_ns and load.remark != UNSEEN:
+            if kernels and measured_ns:
                 run = tuple(as_run(kernel, rounded) for kernel in kernels)
                 samples.append(_Sample(run, measured_ns, counts[key]))
     return samples

@@ -90,8 +90,11 @@ class Operands:
     def make(self, node: fx.Node, readers: Sequence[fx.Node]) -> Any:
         """A value for a node that the readers, nodes of one operator, read."""
         facts = self._module.facts.nodes[node]
-        if not facts.values:
+        if node.op == "get_attr" and not facts.values:
             return attribute(self._module.graph_module, str(node.target))
+        assert facts.structure is not None
+        if not facts.values:  # a number or a device that another operator tells
+            return facts.structure.fill([])
         if node in self._known:
             return pytree.tree_map_only(  # a copy: an operator may count in it
                 torch.Tensor, lambda t: t.to(self._device, copy=True), self._known[node]
@@ -104,7 +107,6 @@ class Operands:
                 even = torch.arange(1, groups + 1, device=self._device) * rows // groups
                 return even.to(ends.dtype)
         limit = min((self._index_limit(node, reader) for reader in readers), default=1)
-        assert facts.structure is not None
         return facts.structure.fill([self._made_up(value, limit) for value in facts.values])
 
     def _made_up(self, value: Value, limit: int) -> torch.Tensor:

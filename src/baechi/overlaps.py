@@ -2,10 +2,15 @@
 
     expand       a row that stands for many     the row crosses, and is expanded there
     as_strided   windows that overlap           the memory under them crosses, and is cut up there
+    two views    of one tensor, side by side    the same
 
-A copy of such a tensor as it is would be dense: larger than what it is a view of, on the link and
-on the device that gets it.
+Copies of them one by one would be dense: larger than what they are views of, on the link and on the
+device that gets them.
 """
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -16,7 +21,7 @@ def once(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     stride = tensor.stride()
     shape = [1 if step == 0 else n for n, step in zip(tensor.shape, stride, strict=True)]
-    extent = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    extent = _extent(tensor)
     count = torch.Size(shape).numel()
     if extent < count:
         return tensor.as_strided((extent,), (1,))
@@ -30,3 +35,65 @@ def laid_out(moved: torch.Tensor, part: torch.Tensor, tensor: torch.Tensor) -> t
     if part.dim() == tensor.dim():
         return moved.expand(tensor.shape)
     return moved.as_strided(tensor.shape, tensor.stride())
+
+
+def crossings(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
+    """Which tensors cross in one copy: those whose memory is less together than one by one.
+
+    Args:
+        tensors: By any numbers; each tuple of the result has some of these. O(tensors).
+    """
+    if len(tensors) == 1:
+        return [tuple(tensors)]
+    sharing: dict[Any, list[int]] = defaultdict(list)
+    for number, tensor in tensors.items():
+        sharing[_memory(tensor, number)].append(number)
+    rows: list[tuple[int, ...]] = []
+    for members in sharing.values():
+        views = [tensors[number] for number in members]
+        apart = sum(once(view).numel() for view in views)
+        if len(views) > 1 and spanned(views).numel() < apart:
+            rows.append(tuple(members))
+        else:
+            rows += [(number,) for number in members]
+    return rows
+
+
+def spanned(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The memory from the first element of some views of one tensor to their last.
+
+    Of a single view that view itself.
+    """
+    if len(views) == 1:
+        return views[0]
+    first = min(view.storage_offset() for view in views)
+    end = max(view.storage_offset() + _extent(view) for view in views)
+    return views[0].as_strided((end - first,), (1,), first)
+
+
+def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """A copy of `spanned(views)`, seen as each of the views is; none knows of the others' graphs.
+
+    They share memory and count each other's writes, as the views themselves do.
+    """
+    if len(views) == 1:
+        return (moved,)
+    shift = moved.storage_offset() - min(view.storage_offset() for view in views)
+    return tuple(
+        moved.as_strided(view.shape, view.stride(), view.storage_offset() + shift).detach()
+        for view in views
+    )
+
+
+def _memory(tensor: torch.Tensor, number: int) -> Any:
+    """What tensors must have in common to be views of one span."""
+    if tensor.layout is not torch.strided or tensor.numel() == 0:
+        return number
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """How many elements of memory lie from a tensor's first to its last."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((n - 1) * step for n, step in pairs)

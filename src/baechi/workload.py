@@ -34,6 +34,9 @@ from baechi.propagation import Value, quiet
 from baechi.traced import Traced
 
 UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"
+UNSEEN_BACKWARD: Final = (
+    "shapes alone do not run its backward: counted as reading and writing its tensors twice"
+)
 
 
 @final
@@ -110,8 +113,12 @@ def _count(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
     if not roots or not differentiable:
         return Workload(tuple(forward.kernels), workspace_bytes=scratch_bytes)
     seeds = [torch.ones_like(root) for root in roots]
-    with _Kernels() as backward:
-        gradients = torch.autograd.grad(roots, differentiable, seeds, allow_unused=True)
+    try:
+        with _Kernels() as backward:
+            gradients = torch.autograd.grad(roots, differentiable, seeds, allow_unused=True)
+    except Exception:  # reversible layers refuse it in evaluation mode
+        kernels = (tuple(forward.kernels), _unseen(module, nodes, True).backward)
+        return Workload(*kernels, scratch_bytes, remark=UNSEEN_BACKWARD)
     backward_bytes = backward.scratch_bytes
     del gradients
     kernels = (tuple(forward.kernels), tuple(backward.kernels))
@@ -165,7 +172,7 @@ class _Leaf(torch.nn.Module):
 def _fake(module: TracedModule, node: fx.Node) -> Any:
     """A value without memory for a node that an operator reads."""
     facts = module.facts.nodes[node]
-    if not facts.values:
+    if node.op == "get_attr" and not facts.values:
         return attribute(module.graph_module, str(node.target))
     assert facts.structure is not None
     return facts.structure.fill([_empty(value) for value in facts.values])

@@ -22,18 +22,21 @@ Whose memory a tensor is, and when it goes back, without `record_stream`:
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from baechi.metering import Meter
-from baechi.overlaps import laid_out, once
-from baechi.runtime.binding import Bound, Moves
+from baechi.overlaps import laid_out, once, spanned
+from baechi.runtime.binding import Bound
 from baechi.runtime.fencing import Fence
+from baechi.runtime.graphed import Statics
 from baechi.runtime.holding import Held
+from baechi.runtime.landings import Landings, move
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
@@ -111,7 +114,7 @@ class CudaExecutor:
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._landings: dict[tuple[int, ...], tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._landings = Landings()
         # Of every segment its tapes, with the slots that each is the last to read.
         self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
         # What a launch has read is read on CPUs; a stream may still have to.
@@ -208,7 +211,9 @@ class CudaExecutor:
                     self._run_tapes(step, phase, row.segment)
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
-                    _move(step, moves, lambda t, n: self._bring(step, t, row, streams, (phase, n)))
+                    made = step.meter is not None or self._places[row.src] != self._places[row.dst]
+                    send = partial(self._send, step, row, streams, phase)
+                    move(step, moves, send, together=made)
 
     def _run_tapes(self, step: Step, phase: int, segment: int) -> None:
         for index, last in self._runs[phase][segment]:
@@ -225,13 +230,30 @@ class CudaExecutor:
             return self._graphs.tape(step, index)
         return self._bound.tapes[index]
 
+    def _send(
+        self,
+        step: Step,
+        row: Copy,
+        streams: Streams,
+        phase: int,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of one crossing on the device that reads them."""
+        key = (step.differentiate, phase, number, row.tensor, row.dst)
+        replayed = self._graphs is not None and step.own.replayed
+        statics = self._graphs.statics(step) if replayed and self._graphs is not None else None
+        moved = self._bring(step, spanned(tensors), row, streams, key, statics)
+        return self._landings.views(moved, tensors, key, statics)
+
     def _bring(
         self,
         step: Step,
         tensor: torch.Tensor,
         row: Copy,
         streams: Streams,
-        number: tuple[int, int],
+        key: Hashable,
+        statics: Statics | None,
     ) -> torch.Tensor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
         way: _Way = step.own
@@ -251,8 +273,7 @@ class CudaExecutor:
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
             # nobody who computes.
             part = once(tensor)
-            key = (*number, row.tensor, row.dst)
-            room, moved = self._landing(step, part, tensor, place, key)
+            room, moved = self._landings.room(part, tensor, place, key, statics)
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
@@ -261,29 +282,6 @@ class CudaExecutor:
         if reader is not None:
             way.held.add(moved)
         return moved
-
-    def _landing(
-        self,
-        step: Step,
-        part: torch.Tensor,
-        tensor: torch.Tensor,
-        place: torch.device,
-        key: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where a part of a tensor is copied, static if the step is replayed; the tensor there."""
-        key = (step.differentiate, *key)
-        replayed = self._graphs is not None and step.own.replayed
-        layout = (tensor.shape, tensor.dtype, () if part is tensor else tensor.stride())
-        known = self._landings.get(key) if replayed else None
-        if known is None or known[0] != layout:
-            room = torch.empty(part.shape, dtype=part.dtype, device=place)
-            known = (layout, room, laid_out(room, part, tensor))
-        _, room, whole = known
-        if replayed:
-            assert self._graphs is not None
-            self._landings[key] = known
-            self._graphs.statics(step).add(whole)
-        return room, whole
 
     def _hold_seeds(self, step: Step, way: _Way) -> None:
         """Hold the caller's gradients: his memory, which lanes read that are not his."""
@@ -376,18 +374,6 @@ def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[A
 def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
     """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
     return contextlib.nullcontext() if meter is None else meter.counting(device)
-
-
-def _move(step: Step, moves: Moves, bring: Callable[[torch.Tensor, int], torch.Tensor]) -> None:
-    """Fill the slots on the other side; every tensor of a copy has a number."""
-    count = iter(range(1 << 30))
-    for src, dst in moves.slots:
-        step.slots[dst] = pytree.tree_map_only(
-            torch.Tensor, lambda tensor: bring(tensor, next(count)), step.slots[src]
-        )
-    for src, dst in moves.grads:
-        gradient = step.grads[src]
-        step.grads[dst] = None if gradient is None else bring(gradient, next(count))
 
 
 def _stream(place: torch.device) -> torch.cuda.Stream:
