@@ -21,6 +21,7 @@ class Stateful(nn.Module):
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
         self.register_buffer("mean", torch.zeros(8))
         self.seen: torch.Tensor | None = None
+        self.loose = [torch.zeros(8), torch.ones(8)]
         self.change = change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +36,11 @@ def replaced_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
 def remembered(model: Stateful, x: torch.Tensor) -> torch.Tensor:
     model.seen = x.detach() * 2
     return x + model.seen
+
+
+def written_but_no_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.loose[0].add_(1)
+    return x + model.loose[0] * model.loose[1]
 
 
 def grown_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +58,9 @@ def steps(model: nn.Module) -> list[torch.Tensor]:
     return values + [p.grad for p in model.parameters()] + list(model.state_dict().values())
 
 
-@pytest.mark.parametrize("change", [replaced_buffer, remembered], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "change", [replaced_buffer, remembered, written_but_no_buffer], ids=lambda f: f.__name__
+)
 def test_the_placed_model_does_it_too(change: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Stateful(change))

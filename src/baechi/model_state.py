@@ -1,8 +1,9 @@
 """What a forward does to its model and to torch, while a tracer runs it.
 
 A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
-that it puts elsewhere into the model would stay there as a fake: it is taken out. What torch.func
-began where a trace failed would go on: it is ended.
+that it puts elsewhere into the model would stay there as a fake: it is taken out. One that is there
+and is no buffer is real to a tracer, so a write would happen once too often: it is undone. What
+torch.func began where a trace failed would go on: it is ended.
 """
 
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 def unchanged(model: nn.Module) -> Iterator[None]:
     """Trace inside; the model and the state of torch.func are as before."""
     attributes = [(module, dict(vars(module))) for module in model.modules()]
+    loose = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _loose(model)]
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
@@ -56,6 +58,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         if hooks_off is None:
             torch._C._autograd._saved_tensors_hooks_enable()
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        for tensor, version, value in loose:
+            if tensor._version != version:
+                tensor.detach().copy_(value)
         for module, before in attributes:
             for name, value in list(vars(module).items()):
                 if value is not before.get(name) and _holds_fake(value):
@@ -63,6 +68,18 @@ def unchanged(model: nn.Module) -> Iterator[None]:
                         vars(module)[name] = before[name]
                     else:
                         del vars(module)[name]
+
+
+def _loose(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors in plain attributes of the model's modules, each once."""
+    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for leaf in pytree.tree_leaves(vars(module)):
+            counts = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
+            if counts and id(leaf) not in state:
+                found[id(leaf)] = leaf
+    return list(found.values())
 
 
 def _holds_fake(value: Any) -> bool:
