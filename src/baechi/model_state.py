@@ -6,7 +6,7 @@ and is no buffer is real to a tracer, so a write would happen once too often: it
 torch.func began where a trace failed would go on: it is ended.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,30 +15,74 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
+from baechi.propagation import Facts
+
 
 @contextmanager
-def buffers_in_place(model: nn.Module, *, keep: bool = True) -> Iterator[None]:
+def buffers_in_place(
+    model: nn.Module, *, keep: bool = True, replaced: list[str] | None = None
+) -> Iterator[None]:
     """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
+
+    Args:
+        model: Whose buffers.
+        keep: Whether what replaces a buffer can be kept.
+        replaced: Gets the names of those that were replaced.
 
     Raises:
         RuntimeError: The new value has another shape or type; or nothing shall be kept.
     """
-    owners = [(module, dict(module._buffers)) for module in model.modules()]
-    replaced: list[tuple[str, torch.Tensor | None, Any]] = []
+    owners = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    rows: list[tuple[str, torch.Tensor | None, Any]] = []
     try:
         yield
     finally:
-        for module, before in owners:
+        for path, module, before in owners:
             for name, buffer in before.items():
                 value = module._buffers.get(name)
                 if value is not buffer:
-                    replaced.append((name, buffer, value))
+                    rows.append((f"{path}.{name}".lstrip("."), buffer, value))
                     module._buffers[name] = buffer
-    for name, buffer, value in replaced:
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for name, buffer, value in rows:
         if not keep or buffer is None or _form(value) != _form(buffer):
             raise RuntimeError(f"forward replaces buffer {name!r}, which would be lost")
-        with torch.no_grad():
+        pairs.append((buffer, value))
+    if replaced is not None:
+        replaced[:] = [name for name, *_ in rows]
+    olds = {buffer.untyped_storage()._cdata for buffer, _ in pairs}
+    with torch.no_grad():
+        # One may become what another was, before that is written.
+        news = [v.clone() if v.untyped_storage()._cdata in olds else v for _, v in pairs]
+        for (buffer, _), value in zip(pairs, news, strict=True):
             buffer.copy_(value)
+
+
+def refuse_old_buffers(module: fx.GraphModule, facts: Facts, replaced: Sequence[str]) -> None:
+    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value.
+
+    Args:
+        module: The flat graph.
+        facts: Of it.
+        replaced: Names of buffers of the model.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    names = {f"model.{name}": name for name in replaced}
+    olds = {
+        value.storage: names[str(node.target)]
+        for node in module.graph.find_nodes(op="get_attr")
+        if str(node.target) in names
+        for value in facts.nodes[node].values
+    }
+    for result in next(iter(module.graph.find_nodes(op="output"))).all_input_nodes:
+        for value in facts.nodes[result].values:
+            if value.storage in olds:
+                raise RuntimeError(
+                    f"forward returns what buffer {olds[value.storage]!r} was before it replaces "
+                    "it; let it return a clone"
+                )
 
 
 def _form(value: Any) -> tuple[Any, ...]:
