@@ -269,6 +269,7 @@ ALLOWED = {
     "partition": {"asked_values", "propagation"},
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
+    "model_state": {"propagation"},
     "faithfulness": {"custom_functions", "scripted_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
@@ -364,6 +365,7 @@ ALLOWED = {
         "runtime.identity",
         "runtime.nodes",
         "runtime.replays",
+        "runtime.sharing",
         "runtime.steps",
         "runtime.streams",
         "runtime.workers",

@@ -20,7 +20,9 @@ class Stateful(nn.Module):
         super().__init__()
         self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
         self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("before", torch.ones(8))
         self.seen: torch.Tensor | None = None
+        self.loose = [torch.zeros(8), torch.ones(8)]
         self.change = change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,6 +37,22 @@ def replaced_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
 def remembered(model: Stateful, x: torch.Tensor) -> torch.Tensor:
     model.seen = x.detach() * 2
     return x + model.seen
+
+
+def written_but_no_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.loose[0].add_(1)
+    return x + model.loose[0] * model.loose[1]
+
+
+def shifted_buffers(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.before, model.mean = model.mean, x.detach().mean(0)
+    return x + model.before
+
+
+def exchanged_buffers(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.before, model.mean = model.mean + 1, model.before
+    model.before, model.mean = model.mean, model.before
+    return x + model.before + 2 * model.mean
 
 
 def grown_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
@@ -52,7 +70,16 @@ def steps(model: nn.Module) -> list[torch.Tensor]:
     return values + [p.grad for p in model.parameters()] + list(model.state_dict().values())
 
 
-@pytest.mark.parametrize("change", [replaced_buffer, remembered], ids=lambda f: f.__name__)
+KEPT = [
+    replaced_buffer,
+    remembered,
+    written_but_no_buffer,
+    shifted_buffers,
+    exchanged_buffers,
+]
+
+
+@pytest.mark.parametrize("change", KEPT, ids=lambda f: f.__name__)
 def test_the_placed_model_does_it_too(change: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), Stateful(change))
@@ -70,6 +97,19 @@ def test_a_buffer_that_grows_is_refused() -> None:
         baechi.trace(model, (X,))
     assert model.mean is mean
     assert mean.shape == (8,)
+
+
+class ReturnsTheOld(Stateful):
+    """Returns a buffer's old value beside the output, and replaces the buffer."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        old = self.mean[1:]
+        return super().forward(x), old
+
+
+def test_the_old_value_of_a_replaced_buffer_is_no_output() -> None:
+    with pytest.raises(baechi.TraceError, match="returns what buffer 'mean' was"):
+        baechi.trace(ReturnsTheOld(replaced_buffer), (X,))
 
 
 def test_the_model_holds_no_fake_tensor_after_a_trace() -> None:

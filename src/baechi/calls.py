@@ -224,8 +224,8 @@ class Call:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal keys can run the same traced program: shapes, dtypes, constants, autocast."""
-        shapes = tuple((tuple(tensor.shape), tensor.dtype) for tensor in self.tensors)
+        """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
+        shapes = tuple((tensor.shape, tensor.dtype, _layout(tensor)) for tensor in self.tensors)
         constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
         return (self.structure.form, constants, shapes, self.autocast)
 
@@ -246,6 +246,16 @@ class Call:
         """`input [2, 8], mask [8]`, for people."""
         rows = zip(self.names, self.tensors, strict=True)
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """Its strides where they matter: whether `contiguous` copies follows from them, for one.
+
+    None stands for a contiguous tensor.
+    """
+    if tensor.layout is not torch.strided or tensor.is_contiguous():
+        return None
+    return tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
 
 def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:

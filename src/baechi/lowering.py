@@ -211,15 +211,14 @@ class _Lowering:
         return any(value.storage in self._graded for value in self._facts.nodes[node].values)
 
     def _differentiable(self, storage: int) -> bool:
-        """Whether a gradient flows back; to a view of the caller's tensor, not to that itself."""
-        home = self._facts.storages[storage].node
-        if home is None:
+        """Whether a gradient flows back; to a view of what is given, not to that itself."""
+        op = self._parts.home(storage)
+        if op is None:
             return False
-        op = self._parts.op_of[home]
         return any(
             value.requires_grad
             for node in self._parts.nodes_of_op[op]
-            if node.op != "placeholder"
+            if node.op not in ("placeholder", "get_attr")
             for value in self._facts.nodes[node].values
             if value.storage == storage
         )

@@ -34,7 +34,7 @@ from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
-from baechi.model_state import buffers_in_place, unchanged
+from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
 from baechi.traced import Attempt, Traced
 
@@ -46,6 +46,7 @@ class _Capture:
 
     module: fx.GraphModule
     returned: Structure
+    replaced: tuple[str, ...] = ()  # buffers
 
 
 def trace(
@@ -111,6 +112,7 @@ def _finish(
     before: Attributes,
 ) -> Traced:
     facts = propagate(captured.module, call.tensors)
+    refuse_old_buffers(captured.module, facts, captured.replaced)
     call = _kept(call, captured.module, facts)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
     module = replace(module, attributes=before.settled())  # but for what forward sets itself
@@ -122,12 +124,14 @@ def _kept(call: Call, module: fx.GraphModule, facts: Facts) -> Call:
     """The example as it is before it runs: with copies of what forward writes into."""
     written = {storage for fact in facts.nodes.values() for storage in fact.writes}
     given = zip(module.graph.find_nodes(op="placeholder"), call.tensors, strict=True)
-    rows = (
-        tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        if any(value.storage in written for value in facts.nodes[node].values)
-        else tensor
-        for node, tensor in given
-    )
+    copies: dict[int, torch.Tensor] = {}  # of one tensor one
+    rows = []
+    for node, tensor in given:
+        if any(value.storage in written for value in facts.nodes[node].values):
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            rows.append(copies.setdefault(id(tensor), copy))
+        else:
+            rows.append(tensor)
     return replace(call, tensors=tuple(rows))
 
 
@@ -148,10 +152,12 @@ def _non_strict(
     call: Call,
     heard: list[tuple[torch.Size, bool]] | None = None,
 ) -> _Capture:
+    replaced: list[str] = []
+
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
         told = nullcontext() if heard is None else AskedValues(heard)
-        with buffers_in_place(model), branches.taken(), told:
+        with buffers_in_place(model, replaced=replaced), branches.taken(), told:
             yield
 
     flat, returned = flat_model(model, call, around)
@@ -159,7 +165,7 @@ def _non_strict(
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
     functions.restore(module)
-    return _Capture(_exported(module, call), returned[-1])
+    return _Capture(_exported(module, call), returned[-1], tuple(replaced))
 
 
 def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:

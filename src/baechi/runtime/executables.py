@@ -34,6 +34,7 @@ from baechi.runtime.identity import Identity
 from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
 from baechi.runtime.replays import Graphs
+from baechi.runtime.sharing import Sharing
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
 from baechi.runtime.workers import CpuExecutor
@@ -106,6 +107,7 @@ class Executable:
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
+        self._sharing = Sharing(self._module)
         self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
@@ -142,7 +144,9 @@ class Executable:
         return attribute(self._module.graph_module, str(node.target))
 
     def takes(self, call: Call) -> bool:
-        """Whether every gradient that the call may need was planned for."""
+        """Whether what it shares is as in the trace, and each gradient that it may need planned."""
+        if not self._sharing.allows(call.tensors):
+            return False
         if not (self.training and torch.is_grad_enabled()):
             return True
         planned = zip(call.tensors, self._module.call.tensors, strict=True)

@@ -100,9 +100,9 @@ class Specializations:
         changed = next((f": {text}" for text in found if text), "")
         return InputError(
             f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-            f"called with {call.shapes} in {mode} mode, it differs in shapes, dtypes, constants, "
-            "mode, autocast, submodules, hooks, in what needs a gradient, or in attributes of its "
-            f"modules{changed}. Trace and apply that call, or use `baechi.place`, which traces "
+            f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, constants, "
+            "mode, autocast, submodules, hooks, in what needs a gradient, in which arguments are one "
+            f"tensor or share memory that is written, or in attributes of its modules{changed}. Trace and apply that call, or use `baechi.place`, which traces "
             "each new one."
         )
 
