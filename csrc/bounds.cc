@@ -4,6 +4,7 @@
 #include <numeric>
 #include <queue>
 
+#include "held.h"
 #include "starts.h"
 
 namespace baechi {
@@ -47,8 +48,11 @@ int64_t preemptive(std::vector<Job>& jobs) {
 // What is known of a schedule in which these groups each share a device.
 class Relaxation {
  public:
-  Relaxation(const Problem& problem, const Sites& sites, const Effort& effort, Groups groups)
-      : problem_(problem), sites_(sites), effort_(effort), groups_(std::move(groups)) {
+  Relaxation(const Problem& problem, const Sites& sites, const Effort& effort,
+             const Moment& moment)
+      : problem_(problem), sites_(sites), effort_(effort), moment_(moment) {
+    groups_ = {problem.group.copy(), {}, sites.allowed};
+    weigh();
     update();
   }
 
@@ -313,38 +317,40 @@ class Relaxation {
       name[group] = name[to];
     }
     Groups next;
-    next.persistent.assign(names, 0);
     next.allowed.assign(static_cast<size_t>(sites_.count) * names, 1);
     for (size_t group = 0; group < count; ++group) {
-      next.persistent[name[group]] += groups_.persistent[group];
       for (int32_t site = 0; site < sites_.count; ++site) {
         next.allowed[static_cast<size_t>(site) * names + name[group]] &=
             groups_.allowed[site * count + group];
       }
     }
-    for (int32_t site = 0; site < sites_.count; ++site) {
-      for (int32_t group = 0; group < names; ++group) {
-        if (next.persistent[group] > sites_.memory[site]) {
-          next.allowed[static_cast<size_t>(site) * names + group] = 0;
-        }
-      }
-    }
     next.of = groups_.of;
     for (int32_t& group : next.of) group = name[group];
     groups_ = std::move(next);
+    weigh();
+  }
+
+  // What every group holds; it is not where it has no room.
+  void weigh() {
+    const int32_t count = static_cast<int32_t>(groups_.allowed.size() / sites_.count);
+    groups_.persistent = moment_.held(groups_.of, count);
+    for (int32_t site = 0; site < sites_.count; ++site) {
+      for (int32_t group = 0; group < count; ++group) {
+        if (groups_.persistent[group] > sites_.memory[site]) {
+          groups_.allowed[static_cast<size_t>(site) * count + group] = 0;
+        }
+      }
+    }
   }
 
   const Problem& problem_;
   const Sites& sites_;
   Effort effort_;
+  const Moment& moment_;
   Groups groups_;
   std::vector<int64_t> heads_, tails_;  // per [site * ops + op]
   int64_t path_ = 0;
 };
-
-Groups groups_of(const Problem& problem, const Sites& sites) {
-  return {problem.group.copy(), problem.group_persistent.copy(), sites.allowed};
-}
 
 // At most `guess`, and at most the makespan of every valid schedule.
 int64_t refute(const Relaxation& known, int64_t guess) {
@@ -363,7 +369,8 @@ int64_t refute(const Relaxation& known, int64_t guess) {
 
 Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
                     int64_t known) {
-  const Relaxation relaxation(problem, sites, effort, groups_of(problem, sites));
+  const Moment moment(problem);
+  const Relaxation relaxation(problem, sites, effort, moment);
   Bounds bounds{relaxation.path(), 0, 0, 0, 0};
   if (relaxation.refuted()) return bounds;
   bounds.group = relaxation.group();

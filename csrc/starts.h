@@ -15,7 +15,7 @@ inline int64_t add(int64_t a, int64_t b) {
 // The groups that ops are taken to share a device by, and where each could be.
 struct Groups {
   std::vector<int32_t> of;          // per op
-  std::vector<int64_t> persistent;  // per group
+  std::vector<int64_t> persistent;  // per group, with what it surely holds beside
   std::vector<uint8_t> allowed;     // allowed[site * count + group]
 
   int32_t count() const { return static_cast<int32_t>(persistent.size()); }
