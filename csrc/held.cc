@@ -1,91 +1,100 @@
-// Bytes that groups surely hold at a moment.
+// Bytes that groups surely hold at some moments.
 //
-// When an op of some time starts, its ancestors have ended, and neither it nor its descendants
-// have. A tensor of an ancestor that a group has made or read before, and will read again, is then
-// where that group is: it was there, and stays until its last reader there has ended. Tensors that
-// are never freed are where they were made. At the end of the step all of these are there, less
-// what the last ops still reuse. A tensor counts for one group, since there is one copy in a pool.
+// When an op of some time starts, it needs its outputs and workspace, its ancestors have ended, and
+// neither it nor its descendants have. A tensor of an ancestor that a group has made or read
+// before, and will read again, is then where that group is: it was there, and stays until its last
+// reader there has ended. Tensors that are never freed are where they were made. At the end of the
+// step all of these are there, less what the last ops still reuse. A tensor counts for one group,
+// since a pool has it once.
 #include "held.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace baechi {
 
 namespace {
 
-// Moments that are tried, and ops that may be walked over for them.
+// Ops whose start is tried at once, and ops that may be walked over for all of them.
 constexpr int32_t kTried = 16;
 constexpr int64_t kWalked = 1 << 22;
+// Moments of the ops that need the most.
+constexpr int32_t kLargest = 6;
 
 }  // namespace
 
-Moment::Moment(const Problem& problem) : problem_(problem), lasts_(problem.ops, 1) {
+Moments::Moments(const Problem& problem) : problem_(problem), lasts_(problem.ops, 1) {
   const size_t ops = static_cast<size_t>(problem.ops);
   for (size_t i = 0; i < problem.durations.size(); ++i) {
     if (problem.durations[i] == 0) lasts_[i % ops] = 0;
   }
-  choose(-1);
-  int64_t most = total();
-  int32_t best = -1;
-  // First all over the step, then between the neighbors of the best.
-  int32_t low = 0, high = problem.ops;
-  for (int round = 0; round < 3 && problem.groups < problem.ops; ++round) {
-    const int32_t tried = static_cast<int32_t>(
-        std::clamp<int64_t>(kWalked / (3 * std::max(1, problem.ops)), 1, kTried));
-    const int32_t step = std::max(1, (high - low) / tried);
-    int32_t middle = -1;
-    int64_t here = -1;
-    for (int32_t at = low + step / 2; at < high; at += step) {
-      int32_t op = at;
-      while (op < high && !lasts_[op]) ++op;
-      if (op == high) break;
-      choose(op);
-      const int64_t bytes = total();
-      if (bytes > here) {
-        here = bytes;
-        middle = op;
-      }
+  std::vector<int32_t> starts = {-1};
+  if (const int32_t op = fullest(); op >= 0) starts.push_back(op);
+  for (int32_t i = 0; i < kLargest; ++i) {
+    int32_t most = -1;
+    for (int32_t op = 0; op < problem.ops; ++op) {
+      if (!lasts_[op] || std::find(starts.begin(), starts.end(), op) != starts.end()) continue;
+      if (most < 0 || needs(op) > needs(most)) most = op;
     }
-    if (here > most) {
-      most = here;
-      best = middle;
-    }
-    if (middle < 0 || step == 1) break;
-    low = std::max(0, middle - step);
-    high = std::min(problem.ops, middle + step);
+    if (most >= 0) starts.push_back(most);
   }
-  choose(best);
+  for (int32_t op : starts) chosen_.push_back(at(op));
 }
 
-void Moment::choose(int32_t op) {
-  ends_ = op < 0;
-  if (ends_) {
-    before_ = lasts_;
-    after_.assign(problem_.ops, 0);
-    return;
+// First all over the step, then between the neighbors of the best; -1 where none is tried.
+int32_t Moments::fullest() const {
+  const std::vector<int32_t> of = problem_.group.copy();
+  std::vector<int64_t> bytes(problem_.groups);
+  int32_t low = 0, high = problem_.ops, best = -1;
+  int64_t most = -1;
+  const int32_t tried = static_cast<int32_t>(
+      std::clamp<int64_t>(kWalked / (3 * std::max(1, problem_.ops)), 1, kTried));
+  for (int32_t step = problem_.ops; step > 1;) {
+    step = std::max(1, (high - low) / tried);
+    for (int32_t next = low + step / 2; next < high; next += step) {
+      int32_t op = next;
+      while (op < high && !lasts_[op]) ++op;
+      if (op == high) break;
+      std::fill(bytes.begin(), bytes.end(), 0);
+      add(at(op), of, bytes.data(), 1);
+      const int64_t sum = std::accumulate(bytes.begin(), bytes.end(), int64_t{0});
+      if (sum > most) {
+        most = sum;
+        best = op;
+      }
+    }
+    if (best < 0 || tried < kTried) break;
+    low = std::max(0, best - step);
+    high = std::min(problem_.ops, best + step);
   }
-  before_.assign(problem_.ops, 0);
-  after_.assign(problem_.ops, 0);
-  after_[op] = 1;
-  for (int32_t i = op; i < problem_.ops; ++i) {
+  return best;
+}
+
+Moments::Moment Moments::at(int32_t op) const {
+  const size_t ops = static_cast<size_t>(problem_.ops);
+  if (op < 0) return {op, lasts_, std::vector<uint8_t>(ops, 0)};
+  Moment moment{op, std::vector<uint8_t>(ops, 0), std::vector<uint8_t>(ops, 0)};
+  moment.after[op] = 1;
+  for (int32_t i = op + 1; i < problem_.ops; ++i) {
     for (int32_t tensor : Row(problem_.inputs, i)) {
-      after_[i] |= after_[problem_.producer[tensor]];
+      moment.after[i] |= moment.after[problem_.producer[tensor]];
     }
   }
   for (int32_t i = op; i >= 0; --i) {
-    if (i != op && !before_[i]) continue;
-    for (int32_t tensor : Row(problem_.inputs, i)) before_[problem_.producer[tensor]] = 1;
+    if (i != op && !moment.before[i]) continue;
+    for (int32_t tensor : Row(problem_.inputs, i)) moment.before[problem_.producer[tensor]] = 1;
   }
+  return moment;
 }
 
-std::vector<int64_t> Moment::held(const std::vector<int32_t>& of, int32_t count) const {
-  std::vector<int64_t> bytes(count, 0);
-  std::vector<int32_t> seen(count, -1);
-  for (int32_t group = 0; group < problem_.groups; ++group) {
-    bytes[of[*problem_.group_ops.first(group)]] += problem_.group_persistent[group];
-  }
+void Moments::add(const Moment& moment, const std::vector<int32_t>& of, int64_t* held,
+                  int32_t stride) const {
+  std::vector<int32_t> seen(problem_.ops, -1);  // per group, the last tensor that it had
+  const auto bytes = [&](int32_t op) -> int64_t& {
+    return held[static_cast<int64_t>(of[op]) * stride];
+  };
   for (int32_t op = 0; op < problem_.ops; ++op) {
-    if (!before_[op]) continue;
+    if (!moment.before[op]) continue;
     int64_t stays = 0;
     for (int32_t tensor : Row(problem_.outputs, op)) {
       if (problem_.kept[tensor] || problem_.consumers.size(tensor) == 0) {
@@ -94,27 +103,30 @@ std::vector<int64_t> Moment::held(const std::vector<int32_t>& of, int32_t count)
       }
       seen[of[op]] = tensor;
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
-        if (before_[consumer]) seen[of[consumer]] = tensor;
+        if (moment.before[consumer]) seen[of[consumer]] = tensor;
       }
       for (int32_t consumer : Row(problem_.consumers, tensor)) {
-        if (after_[consumer] && seen[of[consumer]] == tensor) {
-          bytes[of[consumer]] += problem_.nbytes[tensor];
+        if (moment.after[consumer] && seen[of[consumer]] == tensor) {
+          bytes(consumer) += problem_.nbytes[tensor];
           break;
         }
       }
     }
-    // An op that ends the step may still reuse its inputs.
-    if (ends_) stays += std::min<int64_t>(0, problem_.workspace[op]);
-    bytes[of[op]] += std::max<int64_t>(0, stays);
+    if (moment.op < 0) stays += std::min<int64_t>(0, problem_.workspace[op]);
+    bytes(op) += std::max<int64_t>(0, stays);
   }
-  return bytes;
+  if (moment.op >= 0) bytes(moment.op) += needs(moment.op);
 }
 
-int64_t Moment::total() const {
-  int64_t sum = 0;
-  const std::vector<int32_t> of = problem_.group.copy();
-  for (int64_t bytes : held(of, problem_.groups)) sum += bytes;
-  return sum;
+std::vector<int64_t> Moments::held(const std::vector<int32_t>& of, int32_t groups) const {
+  const int32_t n = count();
+  std::vector<int64_t> bytes(static_cast<size_t>(groups) * n, 0);
+  for (int32_t group = 0; group < problem_.groups; ++group) {
+    const int64_t to = static_cast<int64_t>(of[*problem_.group_ops.first(group)]) * n;
+    for (int32_t i = 0; i < n; ++i) bytes[to + i] += problem_.group_persistent[group];
+  }
+  for (int32_t i = 0; i < n; ++i) add(chosen_[i], of, bytes.data() + i, n);
+  return bytes;
 }
 
 }  // namespace baechi

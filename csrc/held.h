@@ -8,28 +8,35 @@
 
 namespace baechi {
 
-// A time that every schedule has, and at which much memory is surely in use: that at which some op
-// starts, or the end of the step.
-class Moment {
+// Times that every schedule has, and at which much memory is surely in use: the end of the step,
+// the start of the op at which all groups together hold the most, and those of the ops that need
+// the most themselves.
+class Moments {
  public:
-  // The one at which the groups of the problem hold the most, of those that are tried. O((ops +
-  // consumers) * tried).
-  explicit Moment(const Problem& problem);
+  // O((ops + consumers) * moments that are tried).
+  explicit Moments(const Problem& problem);
 
-  // Bytes per group: no device whose memory they pass can have these groups together. `of` per op,
-  // the groups of the problem together.
-  std::vector<int64_t> held(const std::vector<int32_t>& of, int32_t count) const;
+  int32_t count() const { return static_cast<int32_t>(chosen_.size()); }
+  // Bytes per [group * count() + moment]: where those of some groups together pass a memory at one
+  // moment, they are not on one device. `of` per op, the groups of the problem together.
+  std::vector<int64_t> held(const std::vector<int32_t>& of, int32_t groups) const;
 
  private:
-  // Makes the op's start the moment, or, below 0, the end of the step.
-  void choose(int32_t op);
-  int64_t total() const;
+  struct Moment {
+    int32_t op;                   // that starts, or -1 at the end of the step
+    std::vector<uint8_t> before;  // per op, whether it has ended, or at the end of the step started
+    std::vector<uint8_t> after;   // per op, whether it has yet to end
+  };
+
+  Moment at(int32_t op) const;
+  int64_t needs(int32_t op) const { return problem_.output_bytes[op] + problem_.workspace[op]; }
+  int32_t fullest() const;
+  void add(const Moment& moment, const std::vector<int32_t>& of, int64_t* held,
+           int32_t stride) const;
 
   const Problem& problem_;
-  bool ends_ = true;             // whether it is the end of the step
-  std::vector<uint8_t> lasts_;   // per op, whether it takes time on every device
-  std::vector<uint8_t> before_;  // per op, whether it has ended, or at the end of the step started
-  std::vector<uint8_t> after_;   // per op, whether it has yet to end
+  std::vector<uint8_t> lasts_;  // per op, whether it takes time on every device
+  std::vector<Moment> chosen_;
 };
 
 }  // namespace baechi
