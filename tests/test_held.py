@@ -35,10 +35,12 @@ KEEPING = OpGraph(
 )
 # What an op needs while it runs.
 NEEDING = OpGraph((Op("a", 5, 60), Op("b", 7, 0, 60)), (Tensor(0, (1,), 9),))
-# A gradient that comes in the room of what was read.
+# What comes while something else goes is there when the op has ended, and so never within the step.
 REUSING = OpGraph(
-    (Op("a", 5), Op("b", 7, reused_bytes=60)), (Tensor(0, (1,), 60), Tensor(1, (), 60))
+    (Op("a", 5, 60), Op("b", 7, reused_bytes=60)), (Tensor(0, (1,), 9), Tensor(1, (), 60))
 )
+# Both groups have the one tensor before and after.
+SHARING = OpGraph(SAVING.ops, (Tensor(0, (1, 2, 3), 60), Tensor(1, (2,), 0), Tensor(2, (3,), 0)))
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,10 @@ def test_what_one_device_has_no_room_for_is_sent(graph, needed, together, apart)
     assert bound(graph, 119) == apart
 
 
-def test_what_is_reused_is_not_counted_twice():
-    assert alone(REUSING, 60) == (12, True)
-    assert bound(REUSING, 60) == 12
+@pytest.mark.parametrize(("graph", "needed", "together"), [(REUSING, 69, 12), (SHARING, 60, 20)])
+def test_what_is_there_once_is_counted_once(graph, needed, together):
+    assert alone(graph, needed) == (together, True)
+    assert bound(graph, needed) == together
 
 
 def test_no_time_is_no_moment():
