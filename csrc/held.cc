@@ -17,9 +17,9 @@ namespace {
 
 // Ops whose start is tried at once, and ops that may be walked over for all of them.
 constexpr int32_t kTried = 16;
-constexpr int64_t kWalked = 1 << 22;
-// Moments of the ops that need the most.
-constexpr int32_t kLargest = 6;
+constexpr int64_t kWalked = 1 << 20;
+// Moments of the ops that need the most; none where there are very many ops.
+constexpr int32_t kLargest = 6, kMost = 1 << 16;
 
 }  // namespace
 
@@ -29,8 +29,11 @@ Moments::Moments(const Problem& problem) : problem_(problem), lasts_(problem.ops
     if (problem.durations[i] == 0) lasts_[i % ops] = 0;
   }
   std::vector<int32_t> starts = {-1};
-  if (const int32_t op = fullest(); op >= 0) starts.push_back(op);
-  for (int32_t i = 0; i < kLargest; ++i) {
+  // Only groups of several ops hold something between two of them.
+  if (problem.groups < problem.ops) {
+    if (const int32_t op = fullest(); op >= 0) starts.push_back(op);
+  }
+  for (int32_t i = 0; i < kLargest && problem.ops <= kMost; ++i) {
     int32_t most = -1;
     for (int32_t op = 0; op < problem.ops; ++op) {
       if (!lasts_[op] || std::find(starts.begin(), starts.end(), op) != starts.end()) continue;
