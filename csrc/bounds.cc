@@ -4,6 +4,7 @@
 #include <numeric>
 #include <queue>
 
+#include "held.h"
 #include "starts.h"
 
 namespace baechi {
@@ -47,8 +48,11 @@ int64_t preemptive(std::vector<Job>& jobs) {
 // What is known of a schedule in which these groups each share a device.
 class Relaxation {
  public:
-  Relaxation(const Problem& problem, const Sites& sites, const Effort& effort, Groups groups)
-      : problem_(problem), sites_(sites), effort_(effort), groups_(std::move(groups)) {
+  Relaxation(const Problem& problem, const Sites& sites, const Effort& effort,
+             const Moments& moments)
+      : problem_(problem), sites_(sites), effort_(effort), moments_(moments) {
+    groups_ = {problem.group.copy(), {}, moments.count(), sites.allowed};
+    weigh();
     update();
   }
 
@@ -80,7 +84,7 @@ class Relaxation {
   // The work bound is the interval of the whole step, where a whole group picks its site.
   int64_t work() const {
     int64_t longest = 0;
-    const size_t count = groups_.persistent.size();
+    const size_t count = static_cast<size_t>(groups_.count());
     std::vector<int64_t> times(sites_.count * count, 0);
     for (int32_t site = 0; site < sites_.count; ++site) {
       for (int32_t op = 0; op < problem_.ops; ++op) {
@@ -128,7 +132,7 @@ class Relaxation {
   // that would make it too long. Returns whether anything changed.
   bool assume(int64_t guess) {
     effort_.window = std::min(effort_.window, kGuessWindow);
-    const size_t count = groups_.persistent.size();
+    const size_t count = static_cast<size_t>(groups_.count());
     bool changed = false;
     for (int32_t op = 0; op < problem_.ops; ++op) {
       for (int32_t site = 0; site < sites_.count; ++site) {
@@ -197,7 +201,7 @@ class Relaxation {
 
   Rows members() const {
     Rows rows;
-    rows.begin.assign(groups_.persistent.size() + 1, 0);
+    rows.begin.assign(static_cast<size_t>(groups_.count()) + 1, 0);
     for (int32_t group : groups_.of) ++rows.begin[group + 1];
     for (size_t i = 1; i < rows.begin.size(); ++i) rows.begin[i] += rows.begin[i - 1];
     std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
@@ -208,7 +212,7 @@ class Relaxation {
 
   // Of the k m + 1 longest groups, some device of m gets k + 1, at best the shortest of them.
   int64_t crowded(const std::vector<int64_t>& times) const {
-    const size_t count = groups_.persistent.size();
+    const size_t count = static_cast<size_t>(groups_.count());
     const size_t devices = static_cast<size_t>(sites_.devices);
     std::vector<int64_t> least;
     for (size_t group = 0; group < count; ++group) {
@@ -313,38 +317,43 @@ class Relaxation {
       name[group] = name[to];
     }
     Groups next;
-    next.persistent.assign(names, 0);
+    next.moments = groups_.moments;
     next.allowed.assign(static_cast<size_t>(sites_.count) * names, 1);
     for (size_t group = 0; group < count; ++group) {
-      next.persistent[name[group]] += groups_.persistent[group];
       for (int32_t site = 0; site < sites_.count; ++site) {
         next.allowed[static_cast<size_t>(site) * names + name[group]] &=
             groups_.allowed[site * count + group];
       }
     }
-    for (int32_t site = 0; site < sites_.count; ++site) {
-      for (int32_t group = 0; group < names; ++group) {
-        if (next.persistent[group] > sites_.memory[site]) {
-          next.allowed[static_cast<size_t>(site) * names + group] = 0;
-        }
-      }
-    }
     next.of = groups_.of;
     for (int32_t& group : next.of) group = name[group];
     groups_ = std::move(next);
+    weigh();
+  }
+
+  // What every group holds; it is not where it has no room.
+  void weigh() {
+    const int32_t count = static_cast<int32_t>(groups_.allowed.size() / sites_.count);
+    groups_.held = moments_.held(groups_.of, count);
+    for (int32_t group = 0; group < count; ++group) {
+      const int64_t* bytes = groups_.bytes(group);
+      const int64_t most = *std::max_element(bytes, bytes + groups_.moments);
+      for (int32_t site = 0; site < sites_.count; ++site) {
+        if (most > sites_.memory[site]) {
+          groups_.allowed[static_cast<size_t>(site) * count + group] = 0;
+        }
+      }
+    }
   }
 
   const Problem& problem_;
   const Sites& sites_;
   Effort effort_;
+  const Moments& moments_;
   Groups groups_;
   std::vector<int64_t> heads_, tails_;  // per [site * ops + op]
   int64_t path_ = 0;
 };
-
-Groups groups_of(const Problem& problem, const Sites& sites) {
-  return {problem.group.copy(), problem.group_persistent.copy(), sites.allowed};
-}
 
 // At most `guess`, and at most the makespan of every valid schedule.
 int64_t refute(const Relaxation& known, int64_t guess) {
@@ -363,7 +372,8 @@ int64_t refute(const Relaxation& known, int64_t guess) {
 
 Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
                     int64_t known) {
-  const Relaxation relaxation(problem, sites, effort, groups_of(problem, sites));
+  const Moments moments(problem);
+  const Relaxation relaxation(problem, sites, effort, moments);
   Bounds bounds{relaxation.path(), 0, 0, 0, 0};
   if (relaxation.refuted()) return bounds;
   bounds.group = relaxation.group();

@@ -56,7 +56,8 @@ class Starts {
         local_(problem.ops, 0),
         seen_(problem.ops, 0),
         below_(problem.ops, 0),
-        group_local_(groups.persistent.size(), 0) {}
+        group_local_(groups.count(), 0),
+        held_(groups.moments, 0) {}
 
   std::vector<int64_t> run() {
     for (int32_t i = 0; i < problem_.ops; ++i) {
@@ -142,7 +143,8 @@ class Starts {
     ++epoch_;
     serial_.clear();
     heap_.clear();
-    int64_t persistent = groups_.persistent[groups_.of[op]];
+    held_.assign(groups_.moments, 0);
+    hold(groups_.of[op]);
     group_local_[groups_.of[op]] = epoch_;
     reach(op, site, 0);
     int64_t best = kForever;
@@ -156,8 +158,7 @@ class Starts {
       const int32_t group = groups_.of[before];
       if (group_local_[group] != epoch_) {
         group_local_[group] = epoch_;
-        persistent += groups_.persistent[group];
-        if (persistent > sites_.memory[site]) return best;
+        if (hold(group) > sites_.memory[site]) return best;
       }
       if (start(before, site) == kForever) return best;
       local_[before] = epoch_;
@@ -168,6 +169,16 @@ class Starts {
       }
     }
     return best;
+  }
+
+  // Adds a group to those that are here; the most bytes that they hold at once.
+  int64_t hold(int32_t group) {
+    int64_t most = 0;
+    for (int32_t i = 0; i < groups_.moments; ++i) {
+      held_[i] += groups_.bytes(group)[i];
+      most = std::max(most, held_[i]);
+    }
+    return most;
   }
 
   // Offers the ops before `op`, which starts at least `distance` before the op that gathers.
@@ -201,6 +212,7 @@ class Starts {
   std::vector<int32_t> local_, seen_;
   std::vector<int64_t> below_;
   std::vector<int32_t> group_local_;
+  std::vector<int64_t> held_;  // per moment, what the gathered groups hold
   std::vector<std::pair<int64_t, int32_t>> heap_;
   Serial serial_;
 };

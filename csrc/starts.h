@@ -14,13 +14,17 @@ inline int64_t add(int64_t a, int64_t b) {
 
 // The groups that ops are taken to share a device by, and where each could be.
 struct Groups {
-  std::vector<int32_t> of;          // per op
-  std::vector<int64_t> persistent;  // per group
-  std::vector<uint8_t> allowed;     // allowed[site * count + group]
+  std::vector<int32_t> of;       // per op
+  std::vector<int64_t> held;     // held[group * moments + moment], bytes that are surely there then
+  int32_t moments = 1;           // times that every schedule has
+  std::vector<uint8_t> allowed;  // allowed[site * count() + group]
 
-  int32_t count() const { return static_cast<int32_t>(persistent.size()); }
+  int32_t count() const { return static_cast<int32_t>(held.size()) / moments; }
+  const int64_t* bytes(int32_t group) const {
+    return held.data() + static_cast<size_t>(group) * moments;
+  }
   bool possible(int32_t site, int32_t op) const {
-    return allowed[static_cast<size_t>(site) * persistent.size() + of[op]] != 0;
+    return allowed[static_cast<size_t>(site) * count() + of[op]] != 0;
   }
 };
 
