@@ -74,11 +74,12 @@ def operator_graph(
     if units is None:
         units = () if checkpoint is None else units_of(traced, checkpoint)
     groups, unit_of = groups_of(traced.ops, units), unit_of_ops(units)
+    graded = _graded_owners(traced) if training else frozenset()
     forward = [
         Op(
             name=op.name,
             time_ns=cost.forward_ns,
-            persistent_bytes=persistent_bytes(op, training=training, optimizer=optimizer),
+            persistent_bytes=persistent_bytes(op, training=index in graded, optimizer=optimizer),
             workspace_bytes=_forward_workspace(cost, training, index in unit_of),
             group=groups.get(index, op.group),
         )
@@ -102,8 +103,27 @@ def units_of(traced: Traced, checkpoint: str | Iterable[str]) -> tuple[Unit, ...
     return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
 
 
+def _graded_owners(traced: Traced) -> frozenset[int]:
+    """The ops that own a parameter which gets a gradient, by their own backward or a later op's.
+
+    An optimizer passes over the others, such as what runs under `no_grad`, and has no state.
+    """
+    reached = set(backward_ops(traced.ops, traced.tensors))
+    return frozenset(
+        index
+        for index, op in enumerate(traced.ops)
+        if index in reached or any(reader in reached for _, *later in op.lent for reader in later)
+    )
+
+
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Bytes that an operator's device holds for it: parameters, gradients and optimizer state."""
+    """Bytes that an operator's device holds for it: parameters, gradients and optimizer state.
+
+    Args:
+        op: The operator.
+        training: Whether its parameters get gradients.
+        optimizer: Whose state there is of those that do.
+    """
     if not training:
         return op.trained_bytes + op.frozen_bytes
     trained = op.trained

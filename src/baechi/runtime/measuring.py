@@ -184,7 +184,8 @@ class _Steps:
         forward_ns = reading(forward)
         if not self._executable.training:
             return forward_ns
-        roots = [tensor for tensor in outputs if tensor.requires_grad]
+        # What is returned twice has one gradient.
+        roots = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
         roots = next(([root] for root in roots if root.dim() == 0), roots)
         if not roots:
             return forward_ns
