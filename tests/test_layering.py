@@ -270,7 +270,7 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
     "model_state": {"propagation"},
-    "faithfulness": {"custom_functions", "scripted_functions"},
+    "faithfulness": {"calls", "custom_functions", "scripted_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
         "asked_values",

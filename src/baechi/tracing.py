@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, final
 
@@ -32,7 +32,7 @@ from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
-from baechi.faithfulness import refuse_unfaithful, watched
+from baechi.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
@@ -161,11 +161,25 @@ def _non_strict(
             yield
 
     flat, returned = flat_model(model, call, around)
+    _check_leaves(flat, call)
     with watched(model) as functions:
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
     functions.restore(module)
     return _Capture(_exported(module, call), returned[-1], tuple(replaced))
+
+
+def _check_leaves(flat: nn.Module, call: Call) -> None:
+    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
+    run = flat.forward
+
+    @wraps(run)
+    def forward(*tensors: torch.Tensor) -> Any:
+        outputs = run(*tensors)
+        refuse_new_leaves(call, tensors, outputs)
+        return outputs
+
+    flat.forward = forward  # type: ignore[method-assign]
 
 
 def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
@@ -278,7 +292,7 @@ class _ModuleTracer(fx.Tracer):
 
 _AUTOGRAD = (
     *(torch.autograd.grad, torch.autograd.backward),
-    *("backward", "register_hook", "retain_grad"),
+    *("backward", "register_hook", "requires_grad_", "retain_grad"),
 )
 
 
