@@ -24,6 +24,7 @@ from torch.jit._script import RecursiveScriptModule
 from baechi.calls import Call
 from baechi.custom_functions import CustomFunctions
 from baechi.errors import TraceError
+from baechi.gradient_mode import GradientMode
 from baechi.scripted_functions import run_scripted
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
@@ -76,11 +77,14 @@ def refuse_unfaithful(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]:
+def watched(
+    model: nn.Module, mode: GradientMode, *, keep: bool = True
+) -> Iterator[CustomFunctions]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
     Args:
         model: The model.
+        mode: The caller's mode of gradients, which the model's code hears.
         keep: Whether the tracer can take custom autograd functions as nodes.
 
     Yields:
@@ -119,6 +123,7 @@ def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
         replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
+        stack.enter_context(mode.heard())
         yield functions
     if lost:
         raise TraceError(
@@ -208,7 +213,7 @@ def _assigned(name: str) -> property:
     """An attribute of proxies that can be read, and not assigned."""
 
     def read(proxy: fx.Proxy) -> fx.Proxy:
-        return fx.proxy.Attribute(proxy, name)  # type: ignore[no-untyped-call]
+        return fx.proxy.Attribute(proxy, name)
 
     return property(read, lambda *_: _refuse(f"Tensor.{name} = ..."))
 
