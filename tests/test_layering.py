@@ -26,9 +26,9 @@ LAYERS = {
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
     "calls ctc_loss faithfulness gradient_mode custom_functions scripted_functions model_state "
-    "propagation partition naming lowering extraction metering saving profiling bench passes copying "
-    "torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration recurrent runtime.edges",
+    "propagation partition naming lowering extraction metering saving profiling bench passes "
+    "copying torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence "
+    "isolation in_place workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
