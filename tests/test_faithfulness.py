@@ -188,6 +188,41 @@ def adapted(net: Net) -> None:
     net.a, net.c = Adapter(net.a), Adapter(net.c)
 
 
+def asking_for_gradients(x: torch.Tensor) -> torch.Tensor:
+    x = x.detach().requires_grad_()
+    return torch.autograd.grad((x**3).sum(), x, create_graph=True)[0]
+
+
+def written_behind_autograd(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x.data.add_(1)
+    return x * x.data
+
+
+def with_other_data(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    x.data = x.data * 2
+    return x
+
+
+class SetsInput(Middle):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x.requires_grad_())
+
+
+class ReturnsLeaf(Middle):
+    def forward(self, x: torch.Tensor) -> Any:
+        leaf = self.a(x).detach().requires_grad_()
+        return self.c(leaf), leaf
+
+
+class OfWeightData(Net):
+    """A weight without its gradient, as some write it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x @ self.b.weight.data
+
+
 HONORED: dict[str, Callable[[], nn.Module]] = {
     "forward hook": changed(lambda n: n.a.register_forward_hook(lambda _m, _i, out: out * 2)),
     "forward hook that counts": changed(counted),
@@ -237,6 +272,10 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
     "gradient inside without a graph": lambda: Middle(
         lambda x: x + torch.autograd.grad((x**3).sum(), x)[0]
     ),
+    "gradient of a leaf inside": lambda: Middle(asking_for_gradients),
+    "data of a weight": OfWeightData,
+    "data written": lambda: Middle(written_behind_autograd),
+    "data replaced in a submodule": lambda: Middle(InSubmodule(with_other_data)),
     "complex numbers": lambda: Middle(lambda x: torch.fft.irfft(torch.fft.rfft(x), n=4)),
 }
 
@@ -254,6 +293,15 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "the Net has a backward pre hook",
     ),
     "tensor hook": (lambda: Middle(hooked_inside), "Tensor.register_hook"),
+    "data replaced": (lambda: Middle(with_other_data), "Tensor.data = "),
+    "input that begins to need a gradient": (
+        lambda: SetsInput(torch.tanh),
+        "sets requires_grad of its argument 'x'",
+    ),
+    "output that begins to need a gradient": (
+        lambda: ReturnsLeaf(torch.tanh),
+        "whose requires_grad it sets itself",
+    ),
     "saved tensors": (lambda: Middle(with_own_saving), "saved_tensors_hooks"),
     "lazy module": (lambda: Middle(nn.LazyLinear(4)), "middle.weight.* has no shape"),
     "backward inside": (lambda: Middle(going_back), r"backward\(\)"),

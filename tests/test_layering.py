@@ -25,10 +25,10 @@ LAYERS = {
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
-    "calls ctc_loss faithfulness custom_functions scripted_functions model_state propagation "
-    "partition naming lowering extraction metering saving profiling bench passes copying "
-    "torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration recurrent runtime.edges",
+    "calls ctc_loss faithfulness gradient_mode custom_functions scripted_functions model_state "
+    "propagation partition naming lowering extraction metering saving profiling bench passes "
+    "copying torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence "
+    "isolation in_place workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -270,7 +270,7 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
     "model_state": {"propagation"},
-    "faithfulness": {"custom_functions", "scripted_functions"},
+    "faithfulness": {"calls", "custom_functions", "gradient_mode", "scripted_functions"},
     "eager_branches": {"known_values"},
     "tracing": {
         "asked_values",
@@ -280,6 +280,7 @@ ALLOWED = {
         "eager_branches",
         "effectless",
         "faithfulness",
+        "gradient_mode",
         "lowering",
         "model_state",
         "propagation",

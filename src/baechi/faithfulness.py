@@ -9,19 +9,22 @@ Seen with torch 2.13; `tests/test_faithfulness.py` has a case of each.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, final
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.jit._script import RecursiveScriptModule
 
+from baechi.calls import Call
 from baechi.custom_functions import CustomFunctions
 from baechi.errors import TraceError
+from baechi.gradient_mode import GradientMode
 from baechi.scripted_functions import run_scripted
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
@@ -74,11 +77,14 @@ def refuse_unfaithful(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]:
+def watched(
+    model: nn.Module, mode: GradientMode, *, keep: bool = True
+) -> Iterator[CustomFunctions]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
     Args:
         model: The model.
+        mode: The caller's mode of gradients, which the model's code hears.
         keep: Whether the tracer can take custom autograd functions as nodes.
 
     Yields:
@@ -112,8 +118,12 @@ def watched(model: nn.Module, *, keep: bool = True) -> Iterator[CustomFunctions]
         replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
         # The one function that every way of asking for gradients calls.
         replace(torch.autograd, "_engine_run_backward", _engine)
+        stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
+        for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
+            stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
         replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
         replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
+        stack.enter_context(mode.heard())
         yield functions
     if lost:
         raise TraceError(
@@ -176,6 +186,66 @@ def _engine(own: Callable[..., Any]) -> Callable[..., Any]:
         return tuple(None if grad is None else grad.detach() for grad in gradients)
 
     return run
+
+
+@final
+class _Data:
+    """`Tensor.data` while a tracer runs, which would see its values as a constant."""
+
+    def __init__(self) -> None:
+        self._own: Any = torch._C.TensorBase.data
+        self._tracer = threading.get_ident()
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        """What has no gradient; in the graph, where it is traced."""
+        if tensor is None:
+            return self
+        traced = isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer
+        return tensor.detach() if traced else self._own.__get__(tensor, owner)
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        if isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer:
+            _refuse("Tensor.data = ...")
+        self._own.__set__(tensor, value)
+
+
+def _assigned(name: str) -> property:
+    """An attribute of proxies that can be read, and not assigned."""
+
+    def read(proxy: fx.Proxy) -> fx.Proxy:
+        return fx.proxy.Attribute(proxy, name)
+
+    return property(read, lambda *_: _refuse(f"Tensor.{name} = ..."))
+
+
+def refuse_new_leaves(
+    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Refuse what begins to need a gradient in forward, and whose gradient the caller would see.
+
+    Args:
+        call: The call that is traced.
+        inputs: The tracer's tensors for its tensors, after forward.
+        outputs: What forward returned.
+
+    Raises:
+        TraceError: It is an argument, or a result that is a leaf.
+    """
+    for name, given, tensor in zip(call.names, call.tensors, inputs, strict=True):
+        if tensor.requires_grad and tensor.is_leaf and not given.requires_grad:
+            raise TraceError(
+                f"forward sets requires_grad of its argument {name!r}, which the placed model "
+                "would not do to the caller's. Let the caller set it, or let forward detach the "
+                "argument first."
+            )
+    for tensor in outputs:
+        new = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
+        if new and not isinstance(tensor, nn.Parameter) and all(tensor is not t for t in inputs):
+            raise TraceError(
+                f"forward returns a tensor of shape {list(tensor.shape)} whose requires_grad it "
+                "sets itself: the placed model would give it no gradient. Let it return what it "
+                "computed, or let the caller set requires_grad."
+            )
 
 
 def _enter_no_grad(self: Any) -> None:

@@ -40,6 +40,7 @@ class TracedModule:
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
             others is where its readers are.
         attributes: Of the model's modules, for whose values this holds.
+        gradients: Whether forward was told that gradients are on; None if it did not ask.
     """
 
     model: nn.Module
@@ -50,6 +51,7 @@ class TracedModule:
     nodes: tuple[tuple[fx.Node, ...], ...]
     travelling: frozenset[fx.Node]
     attributes: Attributes
+    gradients: bool | None = None
 
 
 def lower(

@@ -37,7 +37,7 @@ from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
 from baechi.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced import Traced
-from baechi.tracing import trace
+from baechi.tracing import traced_for
 from baechi.values import check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -184,17 +184,18 @@ class _Maker:
         self, model: nn.Module, call: Call, earlier: Sequence[Specialization]
     ) -> Specialization:
         homes = first_homes(special.executable.homes for special in earlier)
+        gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad():
-            return self._made(model, call, homes)
+            return self._made(model, call, homes, gradients)
 
-    def _made(self, model: nn.Module, call: Call, homes: Homes) -> Specialization:
+    def _made(self, model: nn.Module, call: Call, homes: Homes, gradients: bool) -> Specialization:
         say = _say if self.progress else _hush
         call = _beside(model, call)
         say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-        traced = trace(model, args, kwargs)
+        traced = traced_for(model, args, kwargs, gradients=gradients)
         graph, placement = self._solved(traced, homes, say)
         unsplit = Unsplit(model) if self.verify else None
         placed = apply(

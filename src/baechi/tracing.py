@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any, final
 
@@ -32,7 +32,8 @@ from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
-from baechi.faithfulness import refuse_unfaithful, watched
+from baechi.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
+from baechi.gradient_mode import GradientMode
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
@@ -66,6 +67,17 @@ def trace(
         InputError: The arguments do not fit the model's signature.
         TraceError: No rung could trace it; says why each failed and at which line of the model.
     """
+    return traced_for(model, args, kwargs, gradients=torch.is_grad_enabled())
+
+
+def traced_for(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    gradients: bool,
+) -> Traced:
+    """What `trace` gives, for a caller who has gradients on or off."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
@@ -74,18 +86,20 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
-        return _climb(model, replace(call, tensors=tuple(map(_versioned, call.tensors))))
+        call = replace(call, tensors=tuple(map(_versioned, call.tensors)))
+        return _climb(model, call, GradientMode(gradients))
 
 
-def _climb(model: nn.Module, call: Call) -> Traced:
+def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
     before = Attributes(model)
-    for rung, capture in _ladder():
+    for rung, capture in _ladder(mode):
         try:
             with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
-                return _finish(model, call, captured, (*attempts, Attempt(rung)), before)
+                traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
+                return replace(traced, module=replace(traced.module, gradients=mode.told))
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
@@ -147,6 +161,7 @@ _BUFFERS_KEPT = partial(buffers_in_place, keep=False)
 
 
 def _non_strict(
+    mode: GradientMode,
     branches: EagerBranches,
     model: nn.Module,
     call: Call,
@@ -161,14 +176,28 @@ def _non_strict(
             yield
 
     flat, returned = flat_model(model, call, around)
-    with watched(model) as functions:
+    _check_leaves(flat, call)
+    with watched(model, mode) as functions:
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
     functions.restore(module)
     return _Capture(_exported(module, call), returned[-1], tuple(replaced))
 
 
-def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
+def _check_leaves(flat: nn.Module, call: Call) -> None:
+    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
+    run = flat.forward
+
+    @wraps(run)
+    def forward(*tensors: torch.Tensor) -> Any:
+        outputs = run(*tensors)
+        refuse_new_leaves(call, tensors, outputs)
+        return outputs
+
+    flat.forward = forward
+
+
+def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
     """Trace with the truth values that a real run of the example hears.
 
     Raises:
@@ -183,14 +212,16 @@ def _told(branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
         torch.func.functional_call(flat, copies, inputs)
     if not asked.heard:
         raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(branches, model, call, asked.heard)
+    return _non_strict(mode, branches, model, call, asked.heard)
 
 
-def _strict(model: nn.Module, call: Call) -> _Capture:
+def _strict(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
     # Dynamo reads the model's code; what it would lose is seen when that code runs.
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    with watched(model, keep=False):
+    with watched(model, mode, keep=False):
         _run_fake(flat, call)
+    if mode.told is False:
+        raise RuntimeError("forward asks whether gradients are on, and dynamo knows the tracer's")
     flat, _ = flat_model(model, call)
     program = torch.export.export(flat, call.tensors, strict=True)
     return _Capture(_exported(program.module(), call), returned[-1])
@@ -278,7 +309,7 @@ class _ModuleTracer(fx.Tracer):
 
 _AUTOGRAD = (
     *(torch.autograd.grad, torch.autograd.backward),
-    *("backward", "register_hook", "retain_grad"),
+    *("backward", "register_hook", "requires_grad_", "retain_grad"),
 )
 
 
@@ -287,21 +318,21 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), *autocast
 
 
-def _symbolic(model: nn.Module, call: Call) -> _Capture:
+def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    module = _symbolic_module(model, flat, _ModuleTracer(model))
+    module = _symbolic_module(model, flat, _ModuleTracer(model), mode)
     _refuse_frozen(module, propagate(module, call.tensors))
     return _Capture(module, returned[-1])
 
 
-def _opaque(model: nn.Module, call: Call) -> _Capture:
+def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
     """Trace with ever more submodules opaque, the innermost that fails each time."""
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
     opaque: frozenset[str] = frozenset()
     while True:
         tracer = _ModuleTracer(model, opaque)
         try:
-            module = _symbolic_module(model, flat, tracer)
+            module = _symbolic_module(model, flat, tracer, mode)
             _refuse_frozen(module, propagate(module, call.tensors))
             return _Capture(module, returned[-1])
         except TraceError:
@@ -313,8 +344,10 @@ def _opaque(model: nn.Module, call: Call) -> _Capture:
             opaque |= {inner}
 
 
-def _symbolic_module(model: nn.Module, flat: nn.Module, tracer: _ModuleTracer) -> fx.GraphModule:
-    with watched(model), _NothingDrawn():  # type: ignore[no-untyped-call]
+def _symbolic_module(
+    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode
+) -> fx.GraphModule:
+    with watched(model, mode), _NothingDrawn():  # type: ignore[no-untyped-call]
         graph = tracer.trace(flat)
     return fx.GraphModule(flat, graph)
 
@@ -342,16 +375,16 @@ def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
             raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
 
 
-def _ladder() -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
+def _ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
     """The rungs, each after the one before it has failed."""
     branches = EagerBranches()
-    yield "torch.export (non-strict)", partial(_non_strict, branches)
+    yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
     while branches.concede():
-        yield f"torch.export (non-strict){branches}", partial(_non_strict, branches)
-    yield "torch.export (strict)", _strict
-    yield "torch.fx.symbolic_trace", _symbolic
-    yield "module granularity, opaque leaves", _opaque
-    yield "torch.export (non-strict), values told", partial(_told, EagerBranches())
+        yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
+    yield "torch.export (strict)", partial(_strict, mode)
+    yield "torch.fx.symbolic_trace", partial(_symbolic, mode)
+    yield "module granularity, opaque leaves", partial(_opaque, mode)
+    yield "torch.export (non-strict), values told", partial(_told, mode, EagerBranches())
 
 
 def _reason(error: Exception, model: nn.Module) -> str:

@@ -144,7 +144,13 @@ class Executable:
         return attribute(self._module.graph_module, str(node.target))
 
     def takes(self, call: Call) -> bool:
-        """Whether what it shares is as in the trace, and each gradient that it may need planned."""
+        """Whether what it shares is as in the trace, and each gradient that it may need planned.
+
+        The mode of gradients must be the trace's if forward asks for it.
+        """
+        told = self._module.gradients
+        if told is not None and told != torch.is_grad_enabled():
+            return False
         if not self._sharing.allows(call.tensors):
             return False
         if not (self.training and torch.is_grad_enabled()):

@@ -1,7 +1,7 @@
 """Which arguments of a call are one tensor, or share memory.
 
-A trace that is given one tensor for two arguments does not tell them apart. And one that writes into
-an argument knows only of those readers that shared its memory then.
+A trace that is given one tensor for two arguments does not tell them apart. And one that writes
+into an argument knows only of those readers that shared its memory then.
 """
 
 from collections.abc import Sequence

@@ -90,7 +90,12 @@ class Specializations:
 
     def add(self, key: Any, special: Specialization) -> None:
         """Take one more, instead of one for the same but for what needs a gradient."""
-        others = [s for s in self._rows.get(key, ()) if not s.executable.attributes.hold()]
+        told = special.traced.module.gradients
+        others = [
+            other
+            for other in self._rows.get(key, ())
+            if not other.executable.attributes.hold() or other.traced.module.gradients != told
+        ]
         self._rows[key] = [*others, special]
 
     def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
@@ -100,10 +105,11 @@ class Specializations:
         changed = next((f": {text}" for text in found if text), "")
         return InputError(
             f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
-            f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, constants, "
-            "mode, autocast, submodules, hooks, in what needs a gradient, in which arguments are one "
-            f"tensor or share memory that is written, or in attributes of its modules{changed}. Trace and apply that call, or use `baechi.place`, which traces "
-            "each new one."
+            f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, "
+            "constants, mode, autocast, submodules, hooks, in whether gradients are on, in what "
+            "needs a gradient, in which arguments are one tensor or share memory that is written, "
+            f"or in attributes of its modules{changed}. Trace and apply that call, or use "
+            "`baechi.place`, which traces each new one."
         )
 
     def too_many(self, model: nn.Module, call: Call) -> InputError:

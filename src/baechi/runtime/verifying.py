@@ -71,10 +71,11 @@ def verify(
         InputError: The model draws random numbers, and its devices draw others than its present
             one.
     """
+    told = module.gradients
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(executable.training),
+        torch.set_grad_enabled(executable.training if told is None else told),
         torch.random.fork_rng(gpus),
     ):
         _Verification(unsplit, executable, module, call, torch.initial_seed()).run(every)
