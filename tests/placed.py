@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
-from baechi.calls import tensors_in
+from baechi.structures import tensors_in
 from baechi.torch_devices import torch_threads
 
 EXACT = {"rtol": 0.0, "atol": 0.0}

@@ -13,12 +13,12 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
-from baechi.calls import tensors_in
 from baechi.runtime.binding import bind
 from baechi.runtime.executors import graphs_of
 from baechi.runtime.nodes import Way
 from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.streams import CudaExecutor
+from baechi.structures import tensors_in
 from placed import place_on
 from recording import CpuRecorder
 

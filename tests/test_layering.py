@@ -25,6 +25,7 @@ LAYERS = {
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
+    "structures "
     "calls ctc_loss faithfulness gradient_mode custom_functions scripted_functions model_state "
     "propagation partition naming lowering extraction metering saving profiling bench passes "
     "copying torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence "
@@ -262,13 +263,14 @@ ALLOWED = {
         "scheduling.wishes",
     },
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
-    "calls": {"autocast", "objects"},
-    "propagation": {"calls"},
-    "kernels": {"calls"},
+    "structures": {"objects"},
+    "calls": {"autocast", "objects", "structures"},
+    "propagation": {"structures"},
+    "kernels": {"structures"},
     "extraction": {"asked_values"},
     "partition": {"asked_values", "propagation"},
     "naming": {"propagation"},
-    "lowering": {"attributes", "calls", "naming", "partition", "propagation"},
+    "lowering": {"attributes", "calls", "naming", "partition", "propagation", "structures"},
     "model_state": {"propagation"},
     "faithfulness": {"calls", "custom_functions", "gradient_mode", "scripted_functions"},
     "eager_branches": {"known_values"},
@@ -284,10 +286,11 @@ ALLOWED = {
         "lowering",
         "model_state",
         "propagation",
+        "structures",
     },
-    "operands": {"calls", "lowering", "partition", "propagation"},
+    "operands": {"structures", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
-    "isolation": {"calls", "extraction", "lowering", "timing"},
+    "isolation": {"extraction", "lowering", "structures", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},
     "metering": {"overlaps"},
@@ -305,7 +308,7 @@ ALLOWED = {
     "passes": {"timing"},
     "profiling": {"bench", "lowering", "passes", "torch_devices", "value_dependence"},
     "workload": {
-        "calls",
+        "structures",
         "extraction",
         "kernels",
         "lowering",

@@ -10,8 +10,8 @@ from benchmarks.runtime.peaks import step_peaks
 import baechi
 import zoo
 from baechi import Constraints
-from baechi.calls import tensors_in
 from baechi.partition import attribute
+from baechi.structures import tensors_in
 from baechi.training import backward_ops
 from placed import cpus
 

@@ -9,8 +9,8 @@ from torch import nn
 
 import baechi
 import zoo
-from baechi.calls import tensors_in
 from baechi.recomputation import module_paths
+from baechi.structures import tensors_in
 from baechi.training import BACKWARD, LOSS, RECOMPUTE, backward_ops, mirrored, recomputed, units_of
 from placed import cpus, place_on
 

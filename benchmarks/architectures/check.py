@@ -15,7 +15,7 @@ from benchmarks.architectures.catalog import example
 from torch import nn
 
 import baechi
-from baechi.calls import tensors_in
+from baechi.structures import tensors_in
 from baechi.torch_devices import torch_threads
 
 DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}

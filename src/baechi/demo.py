@@ -216,7 +216,7 @@ def _train(
     """Five steps from the model's present weights; a placed model's steps are then measured."""
     import torch
 
-    from baechi.calls import tensors_in
+    from baechi.structures import tensors_in
 
     if job.optimizer == "momentum":
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)

@@ -24,9 +24,9 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from baechi.calls import tensors_in
 from baechi.extraction import extract, located, opaque_leaves
 from baechi.lowering import TracedModule
+from baechi.structures import tensors_in
 from baechi.timing import Run
 
 # Fewer bytes of parameters come from memory in a small part of what the operator takes.

@@ -14,8 +14,8 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from baechi.calls import tensors_in
 from baechi.efficiency import Kernel
+from baechi.structures import tensors_in
 
 _DTYPES: Final = {
     torch.float64: "fp64",

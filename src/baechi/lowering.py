@@ -17,11 +17,12 @@ import torch
 from torch import fx, nn
 
 from baechi.attributes import Attributes
-from baechi.calls import Call, Structure
+from baechi.calls import Call
 from baechi.naming import op_key, op_name, source_line, unique
 from baechi.optimizers import TrainedParameter
 from baechi.partition import Partition, UnionFind, attribute
 from baechi.propagation import Facts
+from baechi.structures import Structure
 from baechi.traced import TracedOp, TracedTensor
 
 

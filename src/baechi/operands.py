@@ -15,10 +15,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from baechi.calls import tensors_in
 from baechi.lowering import TracedModule
 from baechi.partition import attribute
 from baechi.propagation import Value
+from baechi.structures import tensors_in
 
 # A known value larger than this is made up instead: evaluating must not need the model's memory.
 _MAX_KNOWN_BYTES: Final = 1 << 28

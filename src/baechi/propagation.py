@@ -20,7 +20,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from baechi.calls import Structure, flatten, tensors_in
+from baechi.structures import Structure, flatten, tensors_in
 
 
 @final

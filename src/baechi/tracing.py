@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.asked_values import AskedValues
 from baechi.attributes import Attributes
-from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.calls import Call, canonical_call, flat_model
 from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
@@ -37,6 +37,7 @@ from baechi.gradient_mode import GradientMode
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
+from baechi.structures import Structure
 from baechi.traced import Attempt, Traced
 
 

@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.calls import tensors_in
 from baechi.efficiency import Kernel
 from baechi.errors import InputError
 from baechi.extraction import extract, opaque_leaves
@@ -31,6 +30,7 @@ from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
 from baechi.propagation import Value, quiet
+from baechi.structures import tensors_in
 from baechi.traced import Traced
 
 UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"

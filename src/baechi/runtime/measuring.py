@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from baechi.calls import Call, canonical_call, tensors_in
+from baechi.calls import Call, canonical_call
 from baechi.costs import OpCost, Profile
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -34,6 +34,7 @@ from baechi.measurement import Measurement
 from baechi.metering import Meter
 from baechi.placement import Placement
 from baechi.runtime.executables import Executable
+from baechi.structures import tensors_in
 from baechi.torch_devices import torch_threads
 from baechi.traced import Traced
 

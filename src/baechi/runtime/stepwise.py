@@ -12,12 +12,13 @@ from typing import Any, Final, final
 import torch
 from torch import fx
 
-from baechi.calls import Call, tensors_in
+from baechi.calls import Call
 from baechi.lowering import TracedModule
 from baechi.naming import op_name, source_line
 from baechi.partition import attribute
 from baechi.runtime.binding import Bound
 from baechi.runtime.tapes import TapeCode
+from baechi.structures import tensors_in
 
 # What these give is whatever was in memory.
 _UNWRITTEN: Final = ("empty", "new_empty")

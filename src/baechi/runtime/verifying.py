@@ -19,13 +19,14 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from baechi.calls import Call, tensors_in
+from baechi.calls import Call
 from baechi.errors import ExecutionError, InputError
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
 from baechi.recurrent import compact
 from baechi.runtime.executables import Executable
 from baechi.runtime.stepwise import Difference, Operators, Values, difference
+from baechi.structures import tensors_in
 
 
 @final
