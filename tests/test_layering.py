@@ -24,7 +24,8 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
+    4: "tracing conversions repeated_reads eager_branches known_values asked_values attributes "
+    "effectless autocast objects "
     "calls ctc_loss faithfulness custom_functions scripted_functions model_state propagation "
     "partition naming lowering extraction metering saving profiling bench passes copying "
     "torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence isolation "
@@ -275,6 +276,7 @@ ALLOWED = {
         "asked_values",
         "attributes",
         "calls",
+        "conversions",
         "ctc_loss",
         "eager_branches",
         "effectless",
@@ -282,6 +284,7 @@ ALLOWED = {
         "lowering",
         "model_state",
         "propagation",
+        "repeated_reads",
     },
     "operands": {"calls", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
@@ -322,7 +325,7 @@ ALLOWED = {
         "runtime.failures",
         "runtime.steps",
     },
-    "runtime.gradients": {"runtime.tapes"},
+    "runtime.gradients": {"runtime.reductions", "runtime.tapes"},
     "runtime.binding": {
         "runtime.again",
         "runtime.compiled",

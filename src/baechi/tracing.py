@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baechi.asked_values import AskedValues
 from baechi.attributes import Attributes
 from baechi.calls import Call, Structure, canonical_call, flat_model
+from baechi.conversions import effectless_conversions_skipped
 from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
@@ -36,6 +37,7 @@ from baechi.faithfulness import refuse_unfaithful, watched
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
+from baechi.repeated_reads import read_once
 from baechi.traced import Attempt, Traced
 
 
@@ -82,7 +84,7 @@ def _climb(model: nn.Module, call: Call) -> Traced:
     before = Attributes(model)
     for rung, capture in _ladder():
         try:
-            with quiet(), unchanged(model), ctc_losses_known():
+            with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
                 captured = capture(model, call)
                 return _finish(model, call, captured, (*attempts, Attempt(rung)), before)
         except (InputError, TraceError, torch.OutOfMemoryError):
@@ -110,7 +112,7 @@ def _finish(
     attempts: tuple[Attempt, ...],
     before: Attributes,
 ) -> Traced:
-    facts = propagate(captured.module, call.tensors)
+    facts = propagate(read_once(captured.module), call.tensors)
     call = _kept(call, captured.module, facts)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
     module = replace(module, attributes=before.settled())  # but for what forward sets itself
