@@ -325,7 +325,7 @@ ALLOWED = {
         "runtime.failures",
         "runtime.steps",
     },
-    "runtime.gradients": {"runtime.reductions", "runtime.tapes"},
+    "runtime.gradients": {"runtime.strided", "runtime.tapes"},
     "runtime.binding": {
         "runtime.again",
         "runtime.compiled",

@@ -22,9 +22,23 @@ class Scaled(nn.Module):
         return self.last(rows * torch.rsqrt((rows * rows).sum(-1, keepdim=True) + 1e-6)).tanh()
 
 
-def test_a_value_times_itself_beside_another_reader() -> None:
+class Stacked(nn.Module):
+    """Joins a value three times with itself, and has another reader of it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.first(x)
+        other = rows.tanh()
+        return self.last(torch.stack([rows, rows, rows])).tanh() * other
+
+
+@pytest.mark.parametrize("kind", [Scaled, Stacked])
+def test_a_value_that_is_read_twice_beside_another_reader(kind: type[nn.Module]) -> None:
     torch.manual_seed(0)
-    model, args = Scaled(), (torch.randn(64, 16),)
+    model, args = kind(), (torch.randn(64, 16),)
     with one_thread():
         expected = step(copy.deepcopy(model), args, {})
         for seed in range(6):
@@ -44,7 +58,7 @@ class Other(nn.Module):
         return written + square @ square + square
 
 
-@pytest.mark.parametrize(("model", "count"), [(Scaled(), 1), (Other(), 0)])
+@pytest.mark.parametrize(("model", "count"), [(Scaled(), 1), (Stacked(), 2), (Other(), 0)])
 def test_only_where_the_order_of_adding_up_is_told_by_it(model: nn.Module, count: int) -> None:
     traced = baechi.trace(model, (torch.randn(16, 16, requires_grad=True),))
     names = [str(node.target) for node in traced.module.graph_module.graph.nodes]

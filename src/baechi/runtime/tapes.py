@@ -37,7 +37,7 @@ class Entry:
         value: Whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
         given: Whether it is the caller's tensor.
-        as_it_lies: Whether its gradient goes on as it lies in memory (`reductions`).
+        as_it_lies: Whether its gradient goes on as it lies in memory (`strided`).
     """
 
     argument: int
