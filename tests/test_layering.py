@@ -30,6 +30,12 @@ LAYERS = {
     "propagation partition naming lowering extraction metering saving profiling bench passes "
     "copying torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence "
     "isolation in_place workspace kernels workload estimation calibration recurrent runtime.edges",
+    4: "tracing conversions repeated_reads eager_branches known_values asked_values attributes "
+    "effectless autocast objects "
+    "calls ctc_loss faithfulness custom_functions scripted_functions model_state propagation "
+    "partition naming lowering extraction metering saving profiling bench passes copying "
+    "torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence isolation "
+    "in_place workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -278,6 +284,7 @@ ALLOWED = {
         "asked_values",
         "attributes",
         "calls",
+        "conversions",
         "ctc_loss",
         "eager_branches",
         "effectless",
@@ -287,6 +294,7 @@ ALLOWED = {
         "model_state",
         "propagation",
         "structures",
+        "repeated_reads",
     },
     "operands": {"structures", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},
@@ -327,7 +335,7 @@ ALLOWED = {
         "runtime.failures",
         "runtime.steps",
     },
-    "runtime.gradients": {"runtime.tapes"},
+    "runtime.gradients": {"runtime.strided", "runtime.tapes"},
     "runtime.binding": {
         "runtime.again",
         "runtime.compiled",

@@ -29,7 +29,7 @@ ENCODERS: dict[str, Row] = {
     "FunnelForMaskedLM": ({"block_sizes": [1, 1], "d_head": 8}, masked_lm),
     "XLNetLMHeadModel": ({"d_head": 8}, unmasked_lm),
     "ConvBertForMaskedLM": ({"head_ratio": 2}, masked_lm),
-    "NystromformerForMaskedLM": ({"num_landmarks": 4, "segment_means_seq_len": 16}, masked_lm),
+    "NystromformerForMaskedLM": ({"num_landmarks": 4, "segment_means_seq_len": 16}, unmasked_lm),
     "ModernBertForMaskedLM": ({}, masked_lm),
     "XLMRobertaForTokenClassification": (
         {"max_position_embeddings": 66, "num_labels": VOCABULARY},
@@ -128,7 +128,7 @@ DECODERS: dict[str, Row] = {
     "DbrxForCausalLM": (
         {
             "max_seq_len": 64,
-            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+            "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
             "ffn_config": {
                 "ffn_hidden_size": 32,
                 "moe_num_experts": 4,
@@ -254,7 +254,7 @@ BOTH: dict[str, Row] = {
     "M2M100ForConditionalGeneration": ({}, sequences),
     "FSMTForConditionalGeneration": (
         {"langs": ["en", "de"], "src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY},
-        sequences,
+        lambda: {**sequences(), "decoder_input_ids": tokens(length=8)},
     ),
     "WhisperForConditionalGeneration": ({"max_source_positions": 32}, _features),
     "Speech2TextForConditionalGeneration": (

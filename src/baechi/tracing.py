@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baechi.asked_values import AskedValues
 from baechi.attributes import Attributes
 from baechi.calls import Call, canonical_call, flat_model
+from baechi.conversions import effectless_conversions_skipped
 from baechi.ctc_loss import ctc_losses_known
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
@@ -37,6 +38,7 @@ from baechi.gradient_mode import GradientMode
 from baechi.lowering import lower
 from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
 from baechi.propagation import Facts, named_state, propagate, quiet
+from baechi.repeated_reads import read_once
 from baechi.structures import Structure
 from baechi.traced import Attempt, Traced
 
@@ -97,7 +99,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     before = Attributes(model)
     for rung, capture in _ladder(mode):
         try:
-            with quiet(), unchanged(model), ctc_losses_known():
+            with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
                 captured = capture(model, call)
                 traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
                 return replace(traced, module=replace(traced.module, gradients=mode.told))
@@ -126,7 +128,7 @@ def _finish(
     attempts: tuple[Attempt, ...],
     before: Attributes,
 ) -> Traced:
-    facts = propagate(captured.module, call.tensors)
+    facts = propagate(read_once(captured.module), call.tensors)
     refuse_old_buffers(captured.module, facts, captured.replaced)
     call = _kept(call, captured.module, facts)
     ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)

@@ -23,6 +23,7 @@ from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.partition import attribute
 from baechi.runtime.program import Program
+from baechi.runtime.strided import as_they_lie
 from baechi.runtime.tapes import Entry
 
 _ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
@@ -116,6 +117,7 @@ class Gradients:
         # Storages that a gradient flows through at some time: a write may begin it.
         facts = self._facts.values()
         self._graded = {v.storage for fact in facts for v in fact.values if v.requires_grad}
+        self._as_they_lie = as_they_lie(layout.module.facts.nodes)
         self._readers: dict[int, list[fx.Node]] = defaultdict(list)  # of state, by identity
         for node in layout.position:
             if node.op == "get_attr":
@@ -213,7 +215,8 @@ class Gradients:
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
                     slot = self._from_reader(node, leaf, position, tape, readers)
-                    rows.append((Entry(argument, leaf, 0, slot), node))
+                    entry = Entry(argument, leaf, 0, slot, as_it_lies=node in self._as_they_lie)
+                    rows.append((entry, node))
         return rows
 
     def _from_reader(

@@ -37,6 +37,7 @@ class Entry:
         value: Whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
         given: Whether it is the caller's tensor.
+        as_it_lies: Whether its gradient goes on as it lies in memory (`strided`).
     """
 
     argument: int
@@ -44,6 +45,7 @@ class Entry:
     value: int
     grad: int
     given: bool = False
+    as_it_lies: bool = False
 
 
 @final
@@ -338,16 +340,15 @@ class TapeCode:
             step.origins[self.index] = []
         outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
-        targets: list[int] = []
+        targets: list[tuple[int, bool]] = []  # a slot, and whether its gradient gets its own room
         for edge, entry in zip(record.entered, self.entries, strict=False):
             if edge is not None:
                 inputs.append(edge)
-                targets.append(entry.grad)
-        entered = len(targets)
+                targets.append((entry.grad, not entry.as_it_lies))
         for parameter, slot in self.parameters:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
-                targets.append(slot)
+                targets.append((slot, False))
         del record
         if not outputs or not inputs:
             return
@@ -370,8 +371,8 @@ class TapeCode:
                 )
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device, running) from error
-        for number, (slot, gradient) in enumerate(zip(targets, found, strict=True)):
-            step.grads[slot] = compact(gradient) if number < entered else gradient
+        for (slot, alone), gradient in zip(targets, found, strict=True):
+            step.grads[slot] = compact(gradient) if alone else gradient
 
     def _collect(
         self, step: Step, record: Record

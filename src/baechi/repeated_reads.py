@@ -1,0 +1,59 @@
+"""Values that one operator reads twice, as `x * x` and `stack([x, x])` do.
+
+Autograd adds each of the two gradients by itself to those of the value's other readers:
+
+    x * x, then x * s      (gradient of s's reader + one) + other
+
+A reader on another tape gives back one gradient for each tensor that it reads, the sum of both. So
+where a value has another reader, each further reading of an operator is of an alias of its own.
+Only of operators that compute number by number, and of joins: others may be many in one, with an
+order inside.
+"""
+
+import operator
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+_PYTHONS: Final = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
+_TORCHS: Final = frozenset({torch.add, torch.sub, torch.mul, torch.div, torch.cat, torch.stack})
+_JOINS: Final = frozenset({torch.ops.aten.cat.default, torch.ops.aten.stack.default})
+
+
+def read_once(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: such operators read aliases beside the value itself."""
+    for node in list(module.graph.nodes):
+        for value in node.all_input_nodes if _is_one_node(node.target) else ():
+            places = [given for given in _flat(node.args) if given is value]
+            if len(places) > 1 and len(value.users) > 1 and value.op != "get_attr":
+                _read_aliases(node, value, len(places) - 1)
+    module.recompile()
+    return module
+
+
+def _read_aliases(node: fx.Node, value: fx.Node, n: int) -> None:
+    """Let a node read a value once, and `n` aliases of it.
+
+    Autograd goes backward over the latest alias first: that is the one which is read first.
+    """
+    aliases: list[fx.Node] = []
+    with node.graph.inserting_before(node):
+        for _ in range(n):
+            alias = node.graph.call_function(torch.ops.aten.alias.default, (value,))
+            alias.meta = {**node.meta, "val": value.meta.get("val")}
+            aliases.append(alias)
+    readings = [*aliases, value]
+    node.args = fx.node.map_arg(node.args, lambda one: readings.pop() if one is value else one)
+
+
+def _flat(args: Any) -> list[Any]:
+    return [leaf for arg in args for leaf in (arg if isinstance(arg, list | tuple) else (arg,))]
+
+
+def _is_one_node(target: Any) -> bool:
+    """Whether an operator is one node of autograd's graph, which gives gradients in order."""
+    if isinstance(target, torch._ops.OpOverload):
+        pointwise = torch.Tag.pointwise in target.tags and not target._schema.is_mutable
+        return pointwise or target in _JOINS
+    return target in _PYTHONS or target in _TORCHS
