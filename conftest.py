@@ -10,10 +10,10 @@ import pytest
 # Where an optional package is missing, as on a machine that is there for its GPU alone, the tests
 # of what needs it are left out.
 _NEEDS = {
-    "tests/test_quality.py": "plotly",
-    "tests/test_service.py": "fastapi",
+    "tests/test_quality.py": ("plotly",),
+    "tests/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
 }
-collect_ignore = [path for path, package in _NEEDS.items() if find_spec(package) is None]
+collect_ignore = [path for path, names in _NEEDS.items() if None in map(find_spec, names)]
 _GPUS = {"gpu": 1, "multigpu": 2}
 # Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
 # wait five minutes for them when a test run ends.

@@ -69,6 +69,7 @@ def cpus(n: int, memory: int | str = "8GiB", link: baechi.Link = LINK) -> baechi
 def place_on(
     traced: baechi.Traced,
     devices: int,
+    /,
     placer: Any,
     *,
     training: bool = True,
@@ -83,7 +84,7 @@ def place_on(
         placer: As in `baechi.solve`.
         training: As in `Traced.graph`.
         checkpoint: As in `Traced.graph`.
-        options: As in `baechi.apply`.
+        options: As in `baechi.apply`, whose `devices` may be other torch devices.
     """
     graph = traced.graph(made_up_profile(traced), training=training, checkpoint=checkpoint)
     cluster = cpus(devices)

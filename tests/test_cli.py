@@ -134,6 +134,7 @@ def test_help_loads_no_torch():
 
 
 def test_the_whole_way_from_a_model_to_a_report(files):
+    pytest.importorskip("plotly")
     text = run("trace", "model.py:tiny", "-o", "t.trace.json")
     assert "Net: " in text
     assert "wrote t.trace.json" in text
@@ -392,6 +393,8 @@ def test_what_does_not_fit_leaves_with_code_3(files):
 )
 @pytest.mark.usefixtures("files")
 def test_bad_input_is_one_message_and_code_2(words, said):
+    if words[0] == "serve":
+        pytest.importorskip("uvicorn")
     text = run(*words, code=2)
     assert text.startswith("error: ")
     assert said in text

@@ -51,6 +51,7 @@ def table(path):
 
 
 def test_it_writes_jobs_cluster_summary_and_plot(run, tmp_path):
+    pytest.importorskip("plotly")
     result = run("--policy", "fifo", "--scheme", "count")
     assert "4 jobs on 4 GPUs of 1 node" in result.output
     assert "refused job 3: asks for 9 GPUs of 4" in result.output
@@ -80,6 +81,7 @@ def test_it_writes_jobs_cluster_summary_and_plot(run, tmp_path):
 
 
 def test_the_same_input_gives_the_same_bytes(run, tmp_path):
+    pytest.importorskip("plotly")
     files = ("job.csv", "cluster.csv", "summary.json", "plot.html")
     options = ("--policy", "sjf", "--scheme", "random", "--seed", "5")
     run(*options)
@@ -180,6 +182,7 @@ def test_the_folder_must_be_one(run, tmp_path):
 
 
 def test_pictures_have_every_policy_and_few_points():
+    pytest.importorskip("plotly")
     jobs = [Job(f"job{i}", 1, i, 3) for i in range(5000)]
     result = simulate_cluster(jobs, Fleet.uniform(1, 1, 2), Fifo())
     figure = cluster_figure([result, result])

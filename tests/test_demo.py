@@ -12,6 +12,10 @@ import baechi
 from baechi import ExecutionError, InputError, demo
 from baechi.demo import STEPS, Job, Training, demo_jobs, run, show
 
+drawn = pytest.mark.skipif(
+    importlib.util.find_spec("plotly") is None, reason="plotly is not installed"
+)
+
 
 class Branches(torch.nn.Module):
     def __init__(self):
@@ -46,6 +50,7 @@ def told():
     return Console(file=io.StringIO(), width=80)
 
 
+@drawn
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
 def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optimizer):
     threads = torch.get_num_threads()
@@ -79,6 +84,7 @@ def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optim
     assert torch.get_num_threads() == threads
 
 
+@drawn
 def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
     rows = show(JOB, tmp_path, told)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -95,6 +101,7 @@ def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
     assert json.loads((tmp_path / "toy.trace.json").read_text())["traceEvents"]
 
 
+@drawn
 def test_a_wrong_result_is_an_error(tmp_path, told, monkeypatch):
     real, calls = demo._train, []
 
@@ -119,6 +126,7 @@ def test_missing_gradients_are_no_equality():
     assert demo._compare(one, one) == (0.0, True)
 
 
+@drawn
 def test_what_the_demo_needs_is_checked_first(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="the demo needs torch: pip install torch"):

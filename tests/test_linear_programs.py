@@ -113,6 +113,7 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, solver):
 
 
 def test_a_solver_says_why_it_stopped():
+    pytest.importorskip("cvxopt")
     program = solver_rows(layered(300, 10, 1)).program
     stopped = Highs(iterations_per_row=0).solve(program)
     assert stopped.values is None
@@ -176,6 +177,7 @@ def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width
 
 
 def test_equal_programs_have_equal_answers():
+    pytest.importorskip("cvxopt")
     program = layered(300, 10, 1)
     rows = solver_rows(program)
     for solver in (Highs(), Cvxopt()):

@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 from html.parser import HTMLParser
+from importlib.util import find_spec
 
 import pytest
 from hypothesis import assume, given, settings
@@ -42,6 +43,7 @@ from baechi.traced import Attempt, Traced, TracedOp
 from strategies import clusters, graphs, placements
 
 MIB = 1024**2
+drawn = pytest.mark.skipif(find_spec("plotly") is None, reason="plotly is not installed")
 
 # a -> b, a -> c; b on the other device. 1 byte per ns and no latency: a transfer of n bytes, n ns.
 GRAPH = OpGraph(
@@ -133,6 +135,7 @@ def test_device_facts_add_up(plan):
     ]
 
 
+@drawn
 @given(plans())
 @settings(max_examples=25, deadline=None)  # plotly is slow
 def test_every_plan_can_be_drawn_and_told(plan):
@@ -282,6 +285,7 @@ def page_of(path):
     return page
 
 
+@drawn
 def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
     path = tmp_path / "plan.html"
     write_html(path, *PARTS, traced=TRACED, measured=MEASURED)
@@ -305,12 +309,14 @@ def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
     assert "Plotly.newPlot" in path.read_text()
 
 
+@drawn
 def test_the_page_is_the_same_every_time(tmp_path):
     for name in ("one.html", "two.html"):
         write_html(tmp_path / name, *PARTS, traced=TRACED)
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
+@drawn
 def test_names_cannot_break_out_of_the_page(tmp_path):
     evil = "</script><script>alert(1)</script><img src=x>"
     graph = OpGraph((Op(evil, 1),))
@@ -323,6 +329,7 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
     assert all(tag != "img" for tag, _ in page_of(tmp_path / "evil.html").tags)
 
 
+@drawn
 def test_the_pictures_hold_every_op_transfer_and_limit():
     plan = Plan(*PARTS, TRACED)
     points = [t for t in graph_figure(plan).data if t.mode == "markers" and t.name]
