@@ -106,7 +106,7 @@ def favorite_children(
     problem: Problem,
     solver: str | LinearSolver = "auto",
     exact_size: int = 500_000,
-    tolerance: float = 0.0025,
+    tolerance: float = 0.004,
 ) -> Favorites:
     """The favorite child of every op.
 
