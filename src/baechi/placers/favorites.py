@@ -53,7 +53,7 @@ from baechi.problem import Problem
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
 # Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and
 # first-order on larger ones.
-_AFFORDABLE: Final = 600e6
+_AFFORDABLE: Final = 700e6
 _AFFORDABLE_LARGE: Final = 200e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
 _INTERIOR_TOLERANCE: Final = 1e-7
