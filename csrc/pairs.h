@@ -8,7 +8,7 @@
 namespace baechi {
 
 // A product further than so many times off the aim is corrected.
-constexpr double kFar = 10;
+constexpr double kFar = 3;
 
 inline double between(double from, double to, double weight) { return from + weight * (to - from); }
 

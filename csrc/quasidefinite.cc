@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "dissection.h"
 #include "front.h"
+#include "minimum_degree.h"
 
 namespace baechi {
 
@@ -23,42 +23,18 @@ constexpr int kRefinements = 2;
 // Where a factorization takes less, another order is not worth the search for it.
 constexpr double kCheap = 3e7;
 
-// Unknowns by degree, the least first, then the one that came last.
-class Buckets {
- public:
-  explicit Buckets(size_t size) : first_(size, -1), next_(size, -1), before_(size, -1) {}
-  void insert(int32_t i, int32_t degree) {
-    next_[i] = first_[degree], before_[i] = -1 - degree - 1;
-    if (next_[i] >= 0) before_[next_[i]] = i;
-    first_[degree] = i, least_ = std::min(least_, degree);
-  }
-  void erase(int32_t i) {
-    if (next_[i] >= 0) before_[next_[i]] = before_[i];
-    (before_[i] >= 0 ? next_[before_[i]] : first_[-before_[i] - 2]) = next_[i];
-  }
-  int32_t least() {
-    while (first_[least_] < 0) ++least_;
-    return first_[least_];
-  }
-
- private:
-  std::vector<int32_t> first_, next_, before_;
-  int32_t least_ = 0;
-};
-
 }  // namespace
 
 Quasidefinite::Quasidefinite(int32_t size, std::vector<Entry> entries,
                              const std::vector<double>& position)
     : size_(size), entries_(std::move(entries)) {
   const std::vector<std::vector<int32_t>> near = neighbors();
-  const std::vector<int32_t> at_once(near.size(), 0);
-  order(near, at_once);
-  if (const double before = work_; before > kCheap) {
-    order(near, dissect(near, position));
-    if (work_ > before) order(near, at_once);
+  Elimination best = least_degree_first(near, std::vector<int32_t>(near.size(), 0));
+  if (best.work > kCheap) {
+    Elimination other = least_degree_first(near, dissect(near, position));
+    if (other.work < best.work) best = std::move(other);
   }
-  place_entries();
+  amalgamate(best);
 }
 
 std::vector<std::vector<int32_t>> Quasidefinite::neighbors() const {
@@ -71,110 +47,31 @@ std::vector<std::vector<int32_t>> Quasidefinite::neighbors() const {
   return near;
 }
 
-// Minimum degree on the quotient graph: an eliminated unknown is an element, the clique of the
-// unknowns that it leaves behind; elements inside of another one are dropped. An unknown's degree
-// is estimated from its own neighbors and the sizes of its elements beyond the newest one. Degrees
-// count all unknowns, but only those of the lowest stage are to be had, until none is left of it.
-void Quasidefinite::order(std::vector<std::vector<int32_t>> near,
-                          const std::vector<int32_t>& stage) {
+// Gives every unknown its place, and columns with nearly the same rows one front.
+void Quasidefinite::amalgamate(const Elimination& order) {
+  // Children right before parents, the highest last, so that it may be merged with its parent.
   const size_t n = static_cast<size_t>(size_);
-  std::vector<std::vector<int32_t>> elements(n);
-  rows_.assign(n, {});
-  Buckets buckets(n);
-  std::vector<int32_t> degree(n), beyond(n, 0), seen(n, -1), in(n, -1), sequence, by_stage(n);
-  for (size_t i = 0; i < n; ++i) degree[i] = static_cast<int32_t>(near[i].size());
-  std::iota(by_stage.begin(), by_stage.end(), 0);
-  std::stable_sort(by_stage.begin(), by_stage.end(),
-                   [&](int32_t a, int32_t b) { return stage[a] < stage[b]; });
-  std::vector<char> dead(n, 0), absorbed(n, 0);
-  int32_t now = 0, open = 0;
-  for (int32_t step = 0; step < size_; ++step) {
-    if (step == open)
-      for (now = stage[by_stage[open]]; open < size_ && stage[by_stage[open]] == now; ++open)
-        buckets.insert(by_stage[open], degree[by_stage[open]]);
-    const int32_t pivot = buckets.least();
-    buckets.erase(pivot);
-    dead[pivot] = 1, in[pivot] = step;
-    sequence.push_back(pivot);
-    std::vector<int32_t>& clique = rows_[pivot];
-    const auto join = [&](const std::vector<int32_t>& more) {
-      for (int32_t i : more)
-        if (!dead[i] && in[i] != step) in[i] = step, clique.push_back(i);
-    };
-    join(near[pivot]);
-    for (int32_t e : elements[pivot]) {
-      if (absorbed[e]) continue;
-      join(rows_[e]);
-      absorbed[e] = 1;
-    }
-    for (int32_t i : clique)
-      for (int32_t e : elements[i]) {
-        if (absorbed[e]) continue;
-        if (seen[e] != step) seen[e] = step, beyond[e] = static_cast<int32_t>(rows_[e].size());
-        --beyond[e];
-      }
-    const int32_t others = static_cast<int32_t>(clique.size()) - 1;
-    for (int32_t i : clique) {
-      auto& own = elements[i];
-      own.erase(std::remove_if(own.begin(), own.end(),
-                               [&](int32_t e) { return absorbed[e] || beyond[e] == 0; }),
-                own.end());
-      auto& beside = near[i];
-      beside.erase(
-          std::remove_if(beside.begin(), beside.end(), [&](int32_t j) { return in[j] == step; }),
-          beside.end());
-      int32_t sum = others + static_cast<int32_t>(beside.size());
-      for (int32_t e : own) sum += beyond[e];
-      own.push_back(pivot);
-      if (stage[i] == now) buckets.erase(i);
-      degree[i] = std::min({sum, degree[i] + others, size_ - step - 2});
-      if (stage[i] == now) buckets.insert(i, degree[i]);
-    }
-  }
-  // The tree: a column's parent is the first unknown below it. Children right before parents, the
-  // largest last, so that it may be merged with its parent.
-  std::vector<int32_t> turn(n), parent(n, -1), stack;
-  for (int32_t t = 0; t < size_; ++t) turn[sequence[t]] = t;
   std::vector<std::vector<int32_t>> children(n);
-  for (int32_t p : sequence) {
-    for (int32_t i : rows_[p])
-      if (parent[p] < 0 || turn[i] < turn[parent[p]]) parent[p] = i;
-    if (parent[p] >= 0)
-      children[parent[p]].push_back(p);
-    else
-      stack.push_back(p);
-  }
+  std::vector<int32_t> stack, at(n);
+  for (int32_t i : order.sequence)
+    (order.parent[i] < 0 ? stack : children[order.parent[i]]).push_back(i);
   for (auto& family : children)
     std::stable_sort(family.begin(), family.end(),
-                     [&](int32_t a, int32_t b) { return rows_[a].size() < rows_[b].size(); });
+                     [&](int32_t a, int32_t b) { return order.height[a] < order.height[b]; });
   place_.assign(n, 0);
-  for (int32_t at = size_; !stack.empty();) {
-    const int32_t p = stack.back();
+  for (int32_t place = size_; !stack.empty();) {
+    const int32_t i = stack.back();
     stack.pop_back();
-    place_[p] = --at;
-    stack.insert(stack.end(), children[p].begin(), children[p].end());
+    place_[i] = --place, at[place] = i;
+    stack.insert(stack.end(), children[i].begin(), children[i].end());
   }
-  std::vector<std::vector<int32_t>> by_place(n);
-  std::vector<int32_t> parent_place(n, -1);
-  for (int32_t p = 0; p < size_; ++p) {
-    auto& rows = by_place[place_[p]] = std::move(rows_[p]);
-    for (int32_t& row : rows) row = place_[row];
-    std::sort(rows.begin(), rows.end());
-    if (parent[p] >= 0) parent_place[place_[p]] = place_[parent[p]];
-  }
-  rows_ = std::move(by_place);
-  amalgamate(parent_place);
-}
-
-void Quasidefinite::amalgamate(const std::vector<int32_t>& parent) {
-  front_of_.assign(parent.size(), 0), fronts_.clear(), work_ = 0;
+  std::vector<int32_t> front_of(n);
   int64_t zeros = 0;
   for (int32_t j = 0; j < size_; ++j) {
     bool merge = false;
-    if (j > 0 && parent[j - 1] == j) {
-      const Front& last = fronts_.back();
-      const int64_t columns = last.columns, height = static_cast<int64_t>(rows_[j].size());
-      const int64_t more = columns * (height + 1 - static_cast<int64_t>(rows_[j - 1].size()));
+    if (j > 0 && order.parent[at[j - 1]] == at[j]) {
+      const int64_t columns = fronts_.back().columns, height = order.height[at[j]];
+      const int64_t more = columns * (height + 1 - order.height[at[j - 1]]);
       const int64_t all = (columns + 1) * height + (columns + 1) * (columns + 2) / 2;
       merge = more == 0 || columns + height < kSmall ||
               static_cast<double>(zeros + more) <= kZeros * static_cast<double>(all);
@@ -182,43 +79,37 @@ void Quasidefinite::amalgamate(const std::vector<int32_t>& parent) {
     }
     if (!merge) fronts_.push_back({j, 0, -1, {}, {}, {}, {}}), zeros = 0;
     ++fronts_.back().columns;
-    front_of_[j] = static_cast<int32_t>(fronts_.size()) - 1;
+    front_of[j] = static_cast<int32_t>(fronts_.size()) - 1;
   }
   for (Front& front : fronts_) {
     const int32_t last = front.first + front.columns - 1;
-    front.below = rows_[last];
-    if (parent[last] >= 0) {
-      front.parent = front_of_[parent[last]];
-      const Front& above = fronts_[front.parent];
-      const int32_t shift = above.columns;
-      for (int32_t row : front.below) {
-        if (row < above.first + shift) {
-          front.places.push_back(row - above.first);
-        } else {
-          const auto& rest = rows_[above.first + shift - 1];
-          const auto found = std::lower_bound(rest.begin(), rest.end(), row);
-          front.places.push_back(shift + static_cast<int32_t>(found - rest.begin()));
-        }
-      }
-    }
+    for (int32_t i : order.rows[order.leader[at[last]]])
+      if (place_[i] > last) front.below.push_back(place_[i]);
+    std::sort(front.below.begin(), front.below.end());
+    if (order.parent[at[last]] >= 0) front.parent = front_of[place_[order.parent[at[last]]]];
     for (size_t height = front.below.size(), c = 0; c < static_cast<size_t>(front.columns); ++c)
       work_ += 0.5 * static_cast<double>((height + c) * (height + c));
   }
-  rows_.clear();
+  for (Front& front : fronts_)
+    for (int32_t row : front.below) front.places.push_back(place_in(fronts_[front.parent], row));
+  place_entries(front_of);
+}
+
+// Of a row, in a front that has it.
+int32_t Quasidefinite::place_in(const Front& front, int32_t row) {
+  if (row < front.first + front.columns) return row - front.first;
+  const auto found = std::lower_bound(front.below.begin(), front.below.end(), row);
+  return front.columns + static_cast<int32_t>(found - front.below.begin());
 }
 
 // Where in its front every entry is: of its two unknowns, the first to go is the column.
-void Quasidefinite::place_entries() {
+void Quasidefinite::place_entries(const std::vector<int32_t>& front_of) {
   for (size_t k = 0; k < entries_.size(); ++k) {
     const auto [i, j] = entries_[k];
     const auto [column, row] = std::minmax(place_[i], place_[j]);
-    Front& front = fronts_[front_of_[column]];
+    Front& front = fronts_[front_of[column]];
     const int64_t height = front.columns + static_cast<int64_t>(front.below.size());
-    int64_t at = row - front.first;
-    if (at >= front.columns)
-      at = front.columns +
-           (std::lower_bound(front.below.begin(), front.below.end(), row) - front.below.begin());
-    front.entries.emplace_back(k, (column - front.first) * height + at);
+    front.entries.emplace_back(k, (column - front.first) * height + place_in(front, row));
   }
 }
 

@@ -7,6 +7,8 @@
 #include <utility>
 #include <vector>
 
+#include "minimum_degree.h"
+
 namespace baechi {
 
 // L D L^T of a quasidefinite matrix: D has the signs that are told, in any order of elimination
@@ -42,19 +44,17 @@ class Quasidefinite {
   };
 
   std::vector<std::vector<int32_t>> neighbors() const;
-  void order(std::vector<std::vector<int32_t>> near, const std::vector<int32_t>& stage);
-  void amalgamate(const std::vector<int32_t>& parent);
-  void place_entries();
+  void amalgamate(const Elimination& order);
+  void place_entries(const std::vector<int32_t>& front_of);
+  static int32_t place_in(const Front& front, int32_t row);
   void substitute(std::vector<double>& x) const;
 
   int32_t size_;
   double work_ = 0;
   std::vector<Entry> entries_;
-  std::vector<int32_t> place_;              // of every unknown, in the order of elimination
-  std::vector<std::vector<int32_t>> rows_;  // below every column; by unknown, then by place
-  std::vector<Front> fronts_;               // children before parents
-  std::vector<int32_t> front_of_;           // by place
-  std::vector<double> diagonal_, values_;   // of the last factorization
+  std::vector<int32_t> place_;             // of every unknown, in the order of elimination
+  std::vector<Front> fronts_;              // children before parents
+  std::vector<double> diagonal_, values_;  // of the last factorization
 };
 
 }  // namespace baechi

@@ -191,7 +191,7 @@ def test_where_a_solver_stops_the_first_order_method_goes_on_and_says_so():
     graph = OpGraph(ops, tuple(Tensor(i, (i + 1, i + 2), 9) for i in range(28)))
     found = favorite_children(Problem(graph, CLUSTER), Highs(iterations_per_row=0))
     assert found.method.startswith("first-order (highs stopped: ")
-    assert found.bound_ns <= found.objective_ns <= 1.0025 * found.bound_ns
+    assert found.bound_ns <= found.objective_ns <= 1.004 * found.bound_ns
 
 
 def test_unknown_solvers_are_refused():

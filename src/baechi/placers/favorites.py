@@ -53,7 +53,7 @@ from baechi.problem import Problem
 NAMES: Final = ("auto", "interior-point", *SOLVERS, "first-order")
 # Multiplications of one iteration: above, HiGHS is faster on graphs that it can solve at all, and
 # first-order on larger ones.
-_AFFORDABLE: Final = 600e6
+_AFFORDABLE: Final = 700e6
 _AFFORDABLE_LARGE: Final = 200e6
 # What HiGHS promises of its rows; most programs end with a gap that is ten times smaller.
 _INTERIOR_TOLERANCE: Final = 1e-7
@@ -106,7 +106,7 @@ def favorite_children(
     problem: Problem,
     solver: str | LinearSolver = "auto",
     exact_size: int = 500_000,
-    tolerance: float = 0.0025,
+    tolerance: float = 0.004,
 ) -> Favorites:
     """The favorite child of every op.
 

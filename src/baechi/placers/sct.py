@@ -56,7 +56,7 @@ class MSCT(Placer):
     retries: int = 16
     solver: str | LinearSolver = "auto"
     exact_size: int = 500_000
-    tolerance: float = 0.0025
+    tolerance: float = 0.004
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
