@@ -24,18 +24,12 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing eager_branches known_values asked_values attributes effectless autocast objects "
-    "structures "
-    "calls ctc_loss faithfulness gradient_mode custom_functions scripted_functions model_state "
-    "propagation partition naming lowering extraction metering saving profiling bench passes "
-    "copying torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence "
-    "isolation in_place workspace kernels workload estimation calibration recurrent runtime.edges",
-    4: "tracing conversions repeated_reads eager_branches known_values asked_values attributes "
-    "effectless autocast objects "
-    "calls ctc_loss faithfulness custom_functions scripted_functions model_state propagation "
-    "partition naming lowering extraction metering saving profiling bench passes copying "
-    "torch_devices overlaps timing cuda_graphs cuda_timing operands value_dependence isolation "
-    "in_place workspace kernels workload estimation calibration recurrent runtime.edges",
+    4: "tracing rungs conversions repeated_reads eager_branches known_values asked_values "
+    "attributes effectless autocast objects structures calls ctc_loss faithfulness gradient_mode "
+    "custom_functions scripted_functions model_state propagation partition naming lowering "
+    "extraction metering saving profiling bench passes copying torch_devices overlaps timing "
+    "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
+    "workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -280,21 +274,29 @@ ALLOWED = {
     "model_state": {"propagation"},
     "faithfulness": {"calls", "custom_functions", "gradient_mode", "scripted_functions"},
     "eager_branches": {"known_values"},
-    "tracing": {
+    "rungs": {
         "asked_values",
+        "calls",
+        "eager_branches",
+        "effectless",
+        "faithfulness",
+        "gradient_mode",
+        "model_state",
+        "propagation",
+        "structures",
+    },
+    "tracing": {
         "attributes",
         "calls",
         "conversions",
         "ctc_loss",
-        "eager_branches",
-        "effectless",
         "faithfulness",
         "gradient_mode",
         "lowering",
         "model_state",
         "propagation",
-        "structures",
         "repeated_reads",
+        "rungs",
     },
     "operands": {"structures", "lowering", "partition", "propagation"},
     "value_dependence": {"operands"},

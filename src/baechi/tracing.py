@@ -1,56 +1,32 @@
-"""From a model to a `Traced`: the ladder of tracers.
+"""From a model to a `Traced`: up the ladder of tracers (`rungs`), until one can.
 
-    torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
-    the same, exporting said     where the branches of an eager run cannot be traced
-    torch.export, strict         through the byte code; sees some Python that non-strict does not
-    torch.fx.symbolic_trace      torch.nn modules as leaves
-    module granularity           submodules that cannot be traced are opaque leaves
-    torch.export, values told    truth values of the example's tensors, each with a check
-
-Each rung traces the same flat function (`calls.flat_model`). The rung taken, and why those above
-failed, with the model's own line, are kept in `Traced.attempts`.
+The rung taken, and why those above failed, with the model's own line, are kept in
+`Traced.attempts`.
 """
 
-import inspect
 import linecache
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial, wraps
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.asked_values import AskedValues
 from baechi.attributes import Attributes
-from baechi.calls import Call, canonical_call, flat_model
+from baechi.calls import Call, canonical_call
 from baechi.conversions import effectless_conversions_skipped
 from baechi.ctc_loss import ctc_losses_known
-from baechi.eager_branches import EagerBranches
-from baechi.effectless import without_effectless
 from baechi.errors import InputError, TraceError
-from baechi.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
+from baechi.faithfulness import refuse_unfaithful
 from baechi.gradient_mode import GradientMode
 from baechi.lowering import lower
-from baechi.model_state import buffers_in_place, refuse_old_buffers, unchanged
-from baechi.propagation import Facts, named_state, propagate, quiet
+from baechi.model_state import refuse_old_buffers, unchanged
+from baechi.propagation import Facts, propagate, quiet
 from baechi.repeated_reads import read_once
-from baechi.structures import Structure
+from baechi.rungs import Capture, ladder, own_modules
 from baechi.traced import Attempt, Traced
-
-
-@final
-@dataclass(frozen=True)
-class _Capture:
-    """What a rung yields: a flat graph, and the structure around its outputs."""
-
-    module: fx.GraphModule
-    returned: Structure
-    replaced: tuple[str, ...] = ()  # buffers
 
 
 def trace(
@@ -97,7 +73,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     """What the first rung yields that can."""
     attempts: list[Attempt] = []
     before = Attributes(model)
-    for rung, capture in _ladder(mode):
+    for rung, capture in ladder(mode):
         try:
             with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
                 captured = capture(model, call)
@@ -124,7 +100,7 @@ def _versioned(tensor: torch.Tensor) -> torch.Tensor:
 def _finish(
     model: nn.Module,
     call: Call,
-    captured: _Capture,
+    captured: Capture,
     attempts: tuple[Attempt, ...],
     before: Attributes,
 ) -> Traced:
@@ -152,244 +128,6 @@ def _kept(call: Call, module: fx.GraphModule, facts: Facts) -> Call:
     return replace(call, tensors=tuple(rows))
 
 
-# Their fake kernels know nothing of autocast (2.13): `submodule.forward` is right, as a leaf.
-_RECURRENT = tuple(
-    f"aten.{name}.{overload}"
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for overload in ("input", "data")
-)
-
-
-_BUFFERS_KEPT = partial(buffers_in_place, keep=False)
-
-
-def _non_strict(
-    mode: GradientMode,
-    branches: EagerBranches,
-    model: nn.Module,
-    call: Call,
-    heard: list[tuple[torch.Size, bool]] | None = None,
-) -> _Capture:
-    replaced: list[str] = []
-
-    @contextmanager
-    def around(model: nn.Module) -> Iterator[None]:
-        told = nullcontext() if heard is None else AskedValues(heard)
-        with buffers_in_place(model, replaced=replaced), branches.taken(), told:
-            yield
-
-    flat, returned = flat_model(model, call, around)
-    _check_leaves(flat, call)
-    with watched(model, mode) as functions:
-        program = torch.export.export(flat, call.tensors, strict=False)
-    module = program.module()
-    functions.restore(module)
-    return _Capture(_exported(module, call), returned[-1], tuple(replaced))
-
-
-def _check_leaves(flat: nn.Module, call: Call) -> None:
-    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
-    run = flat.forward
-
-    @wraps(run)
-    def forward(*tensors: torch.Tensor) -> Any:
-        outputs = run(*tensors)
-        refuse_new_leaves(call, tensors, outputs)
-        return outputs
-
-    flat.forward = forward
-
-
-def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call) -> _Capture:
-    """Trace with the truth values that a real run of the example hears.
-
-    Raises:
-        RuntimeError: It hears none.
-    """
-    flat, _ = flat_model(model, call)
-    state = named_state(flat)
-    copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
-    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
-    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), AskedValues() as asked:
-        torch.func.functional_call(flat, copies, inputs)
-    if not asked.heard:
-        raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, asked.heard)
-
-
-def _strict(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
-    # Dynamo reads the model's code; what it would lose is seen when that code runs.
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    with watched(model, mode, keep=False):
-        _run_fake(flat, call)
-    if mode.told is False:
-        raise RuntimeError("forward asks whether gradients are on, and dynamo knows the tracer's")
-    flat, _ = flat_model(model, call)
-    program = torch.export.export(flat, call.tensors, strict=True)
-    return _Capture(_exported(program.module(), call), returned[-1])
-
-
-def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """What `torch.export` made, without what has no effect.
-
-    Raises:
-        TypeError: An operator's fake tensors are not what it gives.
-    """
-    for node in module.graph.nodes:
-        if call.autocast.dtypes and str(node.target) in _RECURRENT:
-            raise TypeError(
-                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-            )
-    return without_effectless(module)
-
-
-def _run_fake(flat: nn.Module, call: Call) -> None:
-    """Run the flat model on fake tensors, for the structure that it returns."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes: dict[str, torch.Tensor] = {
-            name: mode.from_tensor(tensor) for name, tensor in named_state(flat).items()
-        }
-        inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
-        torch.func.functional_call(flat, fakes, inputs)
-
-
-@final
-class _ModuleTracer(fx.Tracer):
-    """fx's tracer, with buffers as nodes and with chosen submodules as opaque leaves."""
-
-    proxy_buffer_attributes = True
-
-    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
-        super().__init__()
-        self._own = _own_modules(model)
-        self._opaque = opaque
-        self._modes = _modes()
-        self.path: list[str] = []
-
-    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that knows the model's own line, as those of `torch.export` do.
-
-        Raises:
-            RuntimeError: fx would lose what it does, or the mode that it runs in.
-        """
-        if _modes() != self._modes:
-            raise RuntimeError("forward switches gradients or autocast, which fx would lose")
-        if target in _AUTOGRAD:
-            raise RuntimeError("forward looks at autograd's graph, which a trace does not have")
-        node = super().create_node(kind, target, *args, **kwargs)
-        frame = inspect.currentframe()
-        while frame is not None and frame.f_globals.get("__name__") not in self._own:
-            frame = frame.f_back
-        if frame is not None and node.op not in ("placeholder", "output"):
-            code = frame.f_code
-            row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
-            node.stack_trace = "".join(traceback.format_list([row]))
-        return node
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return module_qualified_name in self._opaque or super().is_leaf_module(
-            m, module_qualified_name
-        )
-
-    def call_module(
-        self,
-        m: nn.Module,
-        forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        path = self.path_of_module(m)
-        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
-            return super().call_module(m, forward, args, kwargs)
-        self.path.append(path)
-        result = super().call_module(m, forward, args, kwargs)
-        self.path.pop()  # not in a `finally`: after an error the path says where it was
-        return result
-
-
-_AUTOGRAD = (
-    *(torch.autograd.grad, torch.autograd.backward),
-    *("backward", "register_hook", "requires_grad_", "retain_grad"),
-)
-
-
-def _modes() -> tuple[Any, ...]:
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), *autocast
-
-
-def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    module = _symbolic_module(model, flat, _ModuleTracer(model), mode)
-    _refuse_frozen(module, propagate(module, call.tensors))
-    return _Capture(module, returned[-1])
-
-
-def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> _Capture:
-    """Trace with ever more submodules opaque, the innermost that fails each time."""
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    opaque: frozenset[str] = frozenset()
-    while True:
-        tracer = _ModuleTracer(model, opaque)
-        try:
-            module = _symbolic_module(model, flat, tracer, mode)
-            _refuse_frozen(module, propagate(module, call.tensors))
-            return _Capture(module, returned[-1])
-        except TraceError:
-            raise
-        except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
-            inner = tracer.path[-1] if tracer.path else "model"
-            if inner == "model":
-                raise
-            opaque |= {inner}
-
-
-def _symbolic_module(
-    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode
-) -> fx.GraphModule:
-    with watched(model, mode), _NothingDrawn():  # type: ignore[no-untyped-call]
-        graph = tracer.trace(flat)
-    return fx.GraphModule(flat, graph)
-
-
-@final
-class _NothingDrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What fx does not see runs once, when it traces: random numbers would be frozen."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise RuntimeError("forward draws random numbers, which fx would freeze")
-        return func(*args, **(kwargs or {}))
-
-
-def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse writes into a tensor that forward makes: to fx it is one constant of all calls.
-
-    Raises:
-        RuntimeError: There is one.
-    """
-    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
-    for node in module.graph.find_nodes(op="get_attr"):
-        made = str(node.target).startswith("_tensor_constant")
-        if made and any(value.storage in written for value in facts.nodes[node].values):
-            raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
-
-
-def _ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], _Capture]]]:
-    """The rungs, each after the one before it has failed."""
-    branches = EagerBranches()
-    yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
-    while branches.concede():
-        yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
-    yield "torch.export (strict)", partial(_strict, mode)
-    yield "torch.fx.symbolic_trace", partial(_symbolic, mode)
-    yield "module granularity, opaque leaves", partial(_opaque, mode)
-    yield "torch.export (non-strict), values told", partial(_told, mode, EagerBranches())
-
-
 def _reason(error: Exception, model: nn.Module) -> str:
     """The error in a line or two, with the innermost line that is the model's own."""
     first = next((line for line in str(error).splitlines() if line.strip()), "")
@@ -398,15 +136,9 @@ def _reason(error: Exception, model: nn.Module) -> str:
     return f"{reason} (at {own})" if own else reason
 
 
-def _own_modules(model: nn.Module) -> set[str]:
-    """The Python modules of the model's classes, without torch's."""
-    names = {type(part).__module__ for part in model.modules()}
-    return {name for name in names if not name.startswith("torch.")}
-
-
 def _own_frame(error: Exception, model: nn.Module) -> str:
     """The innermost frame of the error that is in a file of one of the model's classes."""
-    modules = _own_modules(model)
+    modules = own_modules(model)
     own = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if frame.f_globals.get("__name__", "") in modules:
