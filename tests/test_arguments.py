@@ -164,6 +164,22 @@ def test_containers_of_other_classes() -> None:
     assert got[4].default_factory is not None
 
 
+class Sized(nn.Module):
+    """Takes a size and returns one."""
+
+    def forward(self, x: Tensor, size: torch.Size) -> tuple[Tensor, torch.Size]:
+        return x.expand(size), x.shape
+
+
+def test_sizes_stay_sizes() -> None:
+    size = torch.Size([3, 2])
+    placed = at_random(Sized(), (torch.ones(1, 2), size), seed=0)
+    out, shape = placed(torch.ones(1, 2), size)
+    assert out.shape == size
+    assert type(shape) is torch.Size
+    assert shape == (1, 2)
+
+
 class Twice(nn.Module):
     """Is given one list under two names."""
 

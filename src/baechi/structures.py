@@ -145,12 +145,12 @@ class Parts:
 
     def structure(self, value: Any) -> Structure:
         """Of a value of any kind."""
-        return self._structure(value, is_container)
+        return self._structure(value, _is_leaf)
 
     def arguments(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Structure:
         """Of a call, where the dict of named arguments is nobody's."""
         return self._structure(
-            (positional, named), lambda value: value is not named and is_container(value)
+            (positional, named), lambda value: value is not named and _is_leaf(value)
         )
 
     def _structure(self, value: Any, is_leaf: Callable[[Any], bool]) -> Structure:
@@ -179,6 +179,11 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def _is_leaf(value: Any) -> bool:
+    """Whether pytree is not to open it: it would make a tuple of a size."""
+    return is_container(value) or isinstance(value, torch.Size)
+
+
 def is_plain(value: Any) -> bool:
     """Whether a trace may hold the value as it is."""
     return isinstance(value, (*_PLAIN, _Again, Contents)) or callable(value)
@@ -198,7 +203,7 @@ def _is_plain_object(value: Any) -> bool:
 
 def paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
     """Where each tensor is, in the order of `Parts`."""
-    rows, _ = pytree.tree_flatten_with_path(value, is_container)
+    rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
         if isinstance(leaf, torch.Tensor):
