@@ -334,13 +334,15 @@ ALLOWED = {
     "runtime.tapes": {
         "runtime.again",
         "runtime.compiled",
+        "runtime.ends",
         "runtime.failures",
         "runtime.steps",
     },
-    "runtime.gradients": {"runtime.strided", "runtime.tapes"},
+    "runtime.gradients": {"runtime.ends", "runtime.strided"},
     "runtime.binding": {
         "runtime.again",
         "runtime.compiled",
+        "runtime.ends",
         "runtime.gradients",
         "runtime.steps",
         "runtime.tapes",

@@ -20,10 +20,11 @@ from baechi.lowering import TracedModule
 from baechi.naming import op_name
 from baechi.runtime.again import Again
 from baechi.runtime.compiled import CompiledTape, CompileOptions
+from baechi.runtime.ends import Entry, Output
 from baechi.runtime.gradients import Gradients, Layout
 from baechi.runtime.program import Copy, Free, Place, Program
 from baechi.runtime.steps import Sizes
-from baechi.runtime.tapes import Entry, Output, TapeCode
+from baechi.runtime.tapes import TapeCode
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many
 # bytes of them; below, the Python that this takes costs more than the memory is worth.

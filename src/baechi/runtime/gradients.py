@@ -22,9 +22,9 @@ from baechi.extraction import Extract, opaque_leaves
 from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.partition import attribute
+from baechi.runtime.ends import Entry
 from baechi.runtime.program import Program
 from baechi.runtime.strided import as_they_lie
-from baechi.runtime.tapes import Entry
 
 _ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
 _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
