@@ -142,7 +142,7 @@ def test_favorites(benchmark: Any, shape: str, links: str, n_ops: int) -> None:
 
 @pytest.mark.benchmark(timer=time.process_time)
 @pytest.mark.parametrize("ratio", [0.1, 1, 2, 10])
-@pytest.mark.parametrize("width", [10, 30, 100, 200, 300, 500, 1_000])
+@pytest.mark.parametrize("width", [10, 30, 100, 200, 300, 400, 500, 600, 700, 1_000])
 def test_exact_by_width(benchmark: Any, width: int, ratio: float) -> None:
     n_ops, mean_op_s, mean_bytes = 5_000, 505e-6, 2**20
     link = baechi.Link(latency_ns=10_000, bytes_per_s=int(mean_bytes / (ratio * mean_op_s)))
