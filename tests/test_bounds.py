@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from baechi import (
     METF,
     Cluster,
+    Constraints,
     Device,
     InputError,
     Link,
@@ -25,8 +26,10 @@ from baechi import (
 )
 from baechi.bounds import lower_bound_ns, parts
 from baechi.placers.packing import Packing
+from baechi.placers.search import FAST, improved
 from baechi.problem import Problem
 from baechi.simulation import overflows
+from baechi.solving import find
 from strategies import clusters, dense, graphs, placements, tight
 
 LINK = Link(10, 10**9)
@@ -259,6 +262,25 @@ def test_memory_prices_come_near_the_linear_program():
         assert bounds["memory"] >= bounds["work"] - 1 or seed in (3, 8)
         ratios.append(bounds["memory"] / optimum)
     assert sum(ratios) / len(ratios) > 0.95
+
+
+def test_a_group_that_no_device_can_hold_together_leaves_a_bound():
+    """What no schedule can do is no length: a search would have it as its target."""
+    graph = OpGraph(
+        (
+            Op("a", 5, persistent_bytes=20),
+            Op("b", 5, persistent_bytes=10),
+            Op("c", 5, group="g"),
+            Op("d", 5, group="g"),
+        ),
+        (Tensor(0, (2,), 1), Tensor(1, (3,), 1)),
+    )
+    cluster = Cluster((Device("large", 25), Device("small", 12)), ((None, None), (None, None)))
+    problem = Problem(graph, cluster, Constraints(pins={"b": "small"}))
+    assert parts(problem)["path"] == 10
+    assert lower_bound_ns(problem) == 15
+    assert find(problem) is None
+    assert improved(problem, [], FAST) is None
 
 
 def test_more_equal_devices_than_ops_change_nothing():

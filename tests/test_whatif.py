@@ -154,6 +154,38 @@ def test_a_decision_is_found_where_the_solver_finds_a_placement(data):
     assert found
 
 
+def test_devices_without_memory_are_asked_for_what_needs_none():
+    """The two with memory are not enough: what needs none takes a place of its own."""
+    ops = (
+        Op("op0", 0, group="g"),
+        Op("op1", 0),
+        Op("op2", 0),
+        Op("op3", 1, persistent_bytes=22, workspace_bytes=37, group="h"),
+        Op("op4", 0, persistent_bytes=33, group="h"),
+        Op("op5", 0),
+        Op("op6", 3, persistent_bytes=22, workspace_bytes=29),
+        Op("op7", 0, persistent_bytes=29, group="g"),
+        Op("op8", 0),
+    )
+    tensors = (
+        Tensor(0, (), 0),
+        Tensor(3, (), 0),
+        Tensor(0, (), 7),
+        Tensor(0, (), 11),
+        Tensor(6, (7,), 26),
+        Tensor(0, (1, 2, 3), 33),
+        Tensor(0, (1, 2, 3), 0),
+        Tensor(8, (), 0),
+    )
+    graph = OpGraph(ops, tensors)
+    memory = (131, 0, 0, 0, 123)
+    devices = tuple(Device(f"d{at}", nbytes) for at, nbytes in enumerate(memory))
+    site = Site.of(Topology(devices, ("n",) * 5, ("s",) * 5, Link(0, 10**9), None, None), "whole")
+    snapshot = Snapshot(site, 0, (Use(),) * 5)
+    assert find(Problem(graph, snapshot.residual())) is not None
+    assert explore(graph, snapshot, Wish(effort="balanced"))
+
+
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_is_missing_is_enough(data):

@@ -57,7 +57,7 @@ def parts(problem: Problem) -> dict[str, int]:
     sites = _Sites(problem, limited=True)
     if sites.allowed.any(axis=0).all():
         found = _parts(problem, sites)
-        if found["path"] < _FOREVER:
+        if max(found.values()) < _FOREVER:
             return found
     return _parts(problem, _Sites(problem, limited=False))
 

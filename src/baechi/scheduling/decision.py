@@ -28,7 +28,7 @@ from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements, is_hopeless
 from baechi.problem import Problem
 from baechi.restrictions import known_to
-from baechi.scheduling.candidates import WIDE, Candidate, Demand, candidates
+from baechi.scheduling.candidates import Candidate, Demand, candidates
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
 from baechi.scheduling.snapshot import Snapshot, claims_of
 from baechi.scheduling.wishes import Wish
@@ -287,13 +287,16 @@ def _solved(
 ) -> list[_Found]:
     """What fits on the sets with the most memory, or on all that is left.
 
+    A device without memory may still help: ops that need none go there, and others meet elsewhere.
+
     First the dense packings, which take milliseconds; then, unless the effort is fast, the full
     solver, which takes up to a second before it gives up.
     """
     ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.promise_ns))
     sets = [row.rooms for row in ranked[:_SOLVED]]
-    if not wish.same and len(rooms) > WIDE and _may_hold(graph, rooms):
-        sets.append(tuple(range(len(rooms))))
+    everything = tuple(range(len(rooms)))
+    if untried and not wish.same and everything not in sets:
+        sets.append(everything)
     problems = [(row, _problem(graph, snapshot, rooms, row, wish)) for row in sets]
     problems = [(row, problem) for row, problem in problems if not is_hopeless(problem)]
     for solver in (_packed,) if wish.effort == "fast" else (_packed, find):
@@ -308,13 +311,6 @@ def _packed(problem: Problem) -> Placement | None:
     """The shortest packing; `None` where none is found, or the number of devices is limited."""
     narrowed = linked(problem) if problem.max_devices is None else None
     return None if narrowed is None else shortest(arrangements(narrowed, HASTY))
-
-
-def _may_hold(graph: OpGraph, rooms: Sequence[Room]) -> bool:
-    """Whether all devices together have what the graph cannot do without."""
-    demand = Demand.of(graph)
-    memory = [room.device.memory_bytes for room in rooms]
-    return sum(memory) >= demand.total_bytes and max(memory) >= demand.largest_bytes
 
 
 def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
