@@ -35,6 +35,28 @@ def test_caches_are_emptied_but_for_activations_where_parameters_are_large(width
     assert calls == ([[tuple(x.shape)]] * 2 if cold else [])
 
 
+class _Turned(nn.Module):
+    """Two products of the same shapes: with a view of a parameter, and with an activation."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(512, 512))
+
+    def forward(self, x, y):
+        return x @ self.weight.t(), x @ y.t()
+
+
+def test_a_view_of_a_parameter_is_as_cold_and_as_lasting_as_the_parameter():
+    x, y = (torch.randn(512, 512, requires_grad=True) for _ in range(2))
+    traced = baechi.trace(_Turned(), (x, y))
+    rows = zip(traced.ops, traced.module.nodes, strict=True)
+    products = [(op, nodes) for op, nodes in rows if "matmul" in op.key or "mm." in op.key]
+    assert len({op.key for op, _ in products}) == 2
+    make, setting = Operands(traced.module, CPU).make, Setting(lambda but: None, 0.5)  # noqa: ARG005
+    found = [Alone(traced.module, nodes, make, CPU, setting) for _, nodes in products]
+    assert [(alone.single, alone.fresh) for alone in found] == [(True, 0.5), (False, 0.0)]
+
+
 def test_gradients_of_parameters_are_in_new_memory_where_asked():
     alone, x = linear(64, Setting(None, 0.5))
     held = [run() for _ in range(8) for run in alone.fresh_backward_runs(1)]

@@ -1,10 +1,10 @@
 """Predicts and measures one model, on every number of devices, by every placement.
 
 The model is profiled as `place` does, at the threads that a logical device will have. The speed of
-a machine that others share changes by the minute, which is no error of a prediction. So profiles
-and steps are measured in turns: every pass profiles anew, predicts every placement by that, and
-measures it. A row is the pass of the median error. Passes begin when the machine is quiet; a row of
-which no pass was is `disturbed`.
+a machine that others share changes by the minute, which is no error of a prediction. So costs
+and steps are measured in turns: every pass profiles and probes anew, predicts every placement by
+that, and measures it. A row is the pass of the median error. Passes begin when the machine is
+quiet; a row of which no pass was is `disturbed`.
 """
 
 import gc
@@ -108,7 +108,7 @@ def measure(
                 )
                 title = (name, batch, mode, devices, placement_name)
                 cases.append(_Case(title, profiles[threads], cluster, placement, placed))
-        yield from _measured(cases, list(profiles.values()), quiet, say)
+        yield from _measured(cases, list(profiles.values()), kind, quiet, say)
         del model, traced, args, kwargs, cases, profiles
         gc.collect()
 
@@ -179,19 +179,19 @@ class _Case:
         placement: baechi.Placement,
         placed: baechi.PlacedModule,
     ) -> None:
-        self.title = title
+        self.title, self.devices = title, title[3]
         self.placed = placed
-        self._profiled, self._cluster, self._placement = profiled, cluster, placement
+        self._profiled, self._placement = profiled, placement
         # By the costs that the program was made with; its peaks are of the same order of operators.
         self._schedule = baechi.simulate(profiled.graph, cluster, placement)
         self._calm = False
         self._passes: list[tuple[int, baechi.Measurement]] = []
 
-    def measure(self, quiet: Quiet) -> None:
-        """One more pass, predicted by the last profile."""
+    def measure(self, cluster: baechi.Cluster, quiet: Quiet) -> None:
+        """One more pass, predicted by the last profile and what the links cost now."""
         graph = self._profiled.graph
         placement = replace(self._placement, graph_digest=graph.digest)  # the costs alone differ
-        predicted_ns = baechi.simulate(graph, self._cluster, placement).makespan_ns
+        predicted_ns = baechi.simulate(graph, cluster, placement).makespan_ns
         fewest, most = _STEPS
         steps = min(max(_BUDGET_NS // max(predicted_ns, 1), fewest), most)
         before = quiet.wait()
@@ -220,6 +220,7 @@ class _Case:
 def _measured(
     cases: Sequence[_Case],
     profiles: Sequence[_Profiled],
+    kind: str,
     quiet: Quiet,
     say: Callable[[str], None],
 ) -> list[Row]:
@@ -227,10 +228,12 @@ def _measured(
     for count in range(_PASSES):
         for profiled in profiles if count else ():  # those of the first pass are made
             profiled.measure()
+        sizes = {case.devices for case in cases}
+        clusters = {size: baechi.probe(device_names(kind, size)) for size in sorted(sizes)}
         for case in cases:
             name, batch, mode, devices, placement = case.title
             say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
-            case.measure(quiet)
+            case.measure(clusters[case.devices], quiet)
     rows = [case.row() for case in cases]
     for case in cases:
         case.placed.unplace()

@@ -85,13 +85,18 @@ class Alone:
         self._stays = [node.op == "get_attr" for node in part.inputs]
         self._inputs = [located(make(node, nodes), device) for node in part.inputs]
         parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
-        wanted = self._read(part.inputs) + [(p, True) for p in parameters]
+        read = [
+            (tensor, module.facts.is_state(node))
+            for node, value in zip(part.inputs, self._inputs, strict=True)
+            for tensor in tensors_in(value)
+        ]
+        wanted = read + [(p, True) for p in parameters]
         self.known = [t for t, _ in wanted]
         self.known += [b for leaf in leaves.values() for b in leaf.buffers()]
         wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
-        self._activations = [t for t, is_state in self._read(part.inputs) if not is_state]
+        self._activations = [t for t, is_state in read if not is_state]
         # Autograd forbids in-place writes to a leaf, and what has got a gradient by one is of that
         # run; so an operator that writes gets copies.
         facts = module.facts.nodes
@@ -101,17 +106,12 @@ class Alone:
         self._overwritten = [
             any(value.storage in graded for value in facts[node].values) for node in part.inputs
         ]
-        state = [t for t, is_state in self._read(part.inputs) if is_state] + parameters
+        state = [t for t, is_state in read if is_state] + parameters
         state_bytes = sum(tensor.nbytes for tensor in state)
         self._evict = setting.evict if state_bytes >= _MIN_COLD_BYTES else None
         self.fresh = setting.fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
         self._held_bytes = 0
-
-    def _read(self, nodes: Sequence[fx.Node]) -> list[tuple[torch.Tensor, bool]]:
-        """The tensors among the inputs, and whether each is state of the model."""
-        pairs = zip(nodes, self._inputs, strict=True)
-        return [(t, node.op == "get_attr") for node, value in pairs for t in tensors_in(value)]
 
     def forward_runs(self, n: int) -> list[Run]:
         """As many forwards, building autograd's graph as a training step does."""

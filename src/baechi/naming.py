@@ -14,15 +14,18 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 
 
 def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
-    """Operators, arguments and shapes of an operator as text; names left out."""
+    """Operators, arguments and shapes of an operator as text; names left out.
+
+    What is read of the model's state says so: it comes from memory, not from an operator before.
+    """
     local = {node: i for i, node in enumerate(nodes)}
 
     def show(argument: Any) -> Any:
         if isinstance(argument, fx.Node):
             if argument in local:
                 return f"%{local[argument]}"
-            values = facts.nodes[argument].values
-            return "<" + " ".join(map(_show_value, values)) + ">"
+            values = " ".join(map(_show_value, facts.nodes[argument].values))
+            return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
         return repr(argument)
 
     rows = []

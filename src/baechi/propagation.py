@@ -73,6 +73,11 @@ class Facts:
     nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
     storages: list[Storage] = field(default_factory=list)
 
+    def is_state(self, node: fx.Node) -> bool:
+        """Whether a node's value lies in a parameter or buffer: is one, or a view of one."""
+        values = self.nodes[node].values
+        return any(self.storages[value.storage].attribute is not None for value in values)
+
 
 # A recurrent or attention kernel draws only where its dropout is positive and it is in training.
 _PROBABILITIES = ("p", "dropout", "dropout_p")
