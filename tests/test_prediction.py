@@ -13,6 +13,7 @@ from benchmarks.prediction.plot import peak_points, svg, time_points
 from benchmarks.prediction.report import (
     disturbed_line,
     family_rows,
+    read_rows,
     row_lines,
     segment_line,
     write_files,
@@ -123,6 +124,8 @@ def test_pictures_show_every_point_inside(tmp_path):
     result = json.loads((tmp_path / "result.json").read_text())
     assert len(result["rows"]) == 2
     assert "a command" in (tmp_path / "tables.md").read_text()
+    assert read_rows(tmp_path) == table  # what a run goes on from
+    assert read_rows(tmp_path / "nowhere") == []
 
 
 def test_logical_devices_have_names_that_torch_knows():

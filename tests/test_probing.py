@@ -102,14 +102,14 @@ def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing() -> N
 def test_a_hand_over_is_what_more_cuts_take_longer(
     monkeypatch: pytest.MonkeyPatch, few: tuple[int, int], many: tuple[int, int], found: Handover
 ) -> None:
-    monkeypatch.setattr(measured, "_steps", lambda _modules: [few, many])
+    monkeypatch.setattr(measured, "_steps", lambda _modules, _x: [few, many])
     assert handover() == found
 
 
 def test_the_clock_tells_the_chain_that_the_hand_over_was_measured_on() -> None:
     link = Link(15, FREE_BYTES_PER_S, overhead_ns=35)
     cluster = baechi.Cluster.uniform(2, "1GiB", link)
-    traced = measured._traced_chain()
+    traced = measured._traced_chain(torch.zeros(8, 16, requires_grad=True))
     rows = [measured._placement(traced, pieces) for pieces in (2, len(traced.ops))]
     few, many = (baechi.simulate(graph, cluster, placement) for graph, placement in rows)
     more = len(many.transfers) - len(few.transfers)

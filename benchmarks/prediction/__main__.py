@@ -15,11 +15,12 @@ from benchmarks.prediction.report import (
     ROW_HEADER,
     disturbed_line,
     family_rows,
+    read_rows,
     row_lines,
     segment_line,
     write_files,
 )
-from benchmarks.prediction.rows import MODES, Row, measure
+from benchmarks.prediction.rows import MODES, measure
 from benchmarks.quiet import Quiet
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -41,6 +42,9 @@ def main(
         float, typer.Option(help="Seconds, in all, to wait for the machine to be quiet.")
     ] = 900.0,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what the folder has, and measure the rest.")
+    ] = False,
 ) -> None:
     """Writes a table, pictures and every sample; fails where a prediction misses its target."""
     console = Console(width=160 if not sys.stdout.isatty() else None)
@@ -60,7 +64,10 @@ def main(
         torch.set_num_threads(threads)
     command = shlex.join(["python3", "-m", "benchmarks.prediction", *sys.argv[1:]])
     quiet = Quiet(patience)
-    rows: list[Row] = []
+    rows = read_rows(out) if resume else []
+    kept = {(row.model, row.batch) for row in rows}
+    cases = [case for case in cases if case not in kept]
+    found = checks(rows, kind)
     columns = (
         BarColumn(),
         MofNCompleteColumn(),

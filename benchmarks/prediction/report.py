@@ -16,7 +16,7 @@ from benchmarks.prediction.checks import (
 )
 from benchmarks.prediction.rows import Row
 
-from baechi.measurement import error_of
+from baechi.measurement import Measurement, error_of
 from baechi.units import format_ns
 
 FAMILY_HEADER = ("mode", "devices", "placement", "rows", "time, median", "time, worst",
@@ -100,6 +100,23 @@ def write_files(rows: Sequence[Row], found: Sequence[Check], folder: Path, comma
         _table(ROW_HEADER, row_lines(rows)),
     ]
     (folder / "tables.md").write_text("\n".join(parts))
+
+
+def read_rows(folder: Path) -> list[Row]:
+    """The rows that `write_files` wrote; none where it has not."""
+    path = folder / "result.json"
+    found = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [
+        Row(
+            **{
+                **row,
+                "predicted_bytes": tuple(row["predicted_bytes"]),
+                "passes_ns": tuple(map(tuple, row["passes_ns"])),
+                "measured": Measurement(**row["measured"]),
+            }
+        )
+        for row in found
+    ]
 
 
 def _table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:

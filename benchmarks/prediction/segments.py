@@ -3,8 +3,11 @@
 `python3 -m benchmarks.prediction.segments`: a model on two logical devices of one thread each, with
 few cuts and with as many as there are groups; the least CPU time of a few steps, which take turns,
 and the difference per segment that runs. It has nothing of what workers wait for each other.
+
+`--chain`: what `probe` measures, for chains of shorter and of longer operators.
 """
 
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -17,9 +20,12 @@ from rich.console import Console
 from rich.table import Table
 
 import baechi
+from baechi.runtime.handover import handover
 
 _WARM_UP = 2
 _STEPS = 11
+_CHAINS = ((8, 128), (32, 256), (64, 384), (128, 512))
+_TIMES = 5
 
 
 def least_cpu_ns(
@@ -49,11 +55,43 @@ def _step_cpu_ns(
     return time.process_time_ns() - start
 
 
+def _linear_ns(rows: int, width: int) -> int:
+    """What one operator of a chain takes alone, the median."""
+    x, weight = torch.zeros(rows, width), torch.eye(width)
+    readings = []
+    for _ in range(100):
+        start = time.perf_counter_ns()
+        torch.nn.functional.linear(x, weight)
+        readings.append(time.perf_counter_ns() - start)
+    return int(statistics.median(readings))
+
+
+def print_chains() -> None:
+    """Prints a line per chain."""
+    table = Table(title=f"A hand-over in chains of linear operators, {_TIMES} times each")
+    for column in ("rows", "weights", "operator", "work, us", "wait, us"):
+        table.add_column(column, justify="right")
+    for rows, width in _CHAINS:
+        found = [handover(rows, width) for _ in range(_TIMES)]
+        work, wait = (
+            " ".join(f"{ns / 1e3:.0f}" for ns in sorted(column))
+            for column in zip(*((each.busy_ns, each.wait_ns) for each in found), strict=True)
+        )
+        weights = f"{4 * width * width >> 10} KiB"
+        took = f"{_linear_ns(rows, width) / 1e3:.0f} us"
+        table.add_row(str(rows), weights, took, work, wait)
+    Console(width=100).print(table)
+
+
 def main(
     models: Annotated[str, typer.Option(help="With commas.")] = "llama,vit",
+    chain: Annotated[bool, typer.Option("--chain", help="Chains of operators alone.")] = False,
 ) -> None:
     """Prints a line per model and mode."""
     torch.set_num_threads(1)
+    if chain:
+        print_chains()
+        return
     table = Table(title="CPU time of a step on two devices, and of one more segment")
     for column in ("model", "mode", "segments, few", "CPU", "many", "CPU", "per segment"):
         table.add_column(column, justify="right")

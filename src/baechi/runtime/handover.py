@@ -31,11 +31,12 @@ from baechi.traced import Attempt, Traced
 from baechi.training import backward_ops
 
 _OPS: Final = 24
-# Real operators have parameters, whose gradients each segment hands on, and leave nothing of Python
-# in the first cache: 64 KiB of weights. Without them a hand-over takes two thirds of the time. With
-# more, operators take so long that their own unrest hides what is looked for.
-_ROWS: Final = 8
-_WIDTH: Final = 128
+# A hand-over costs the more the longer operators take: a worker whose core has been idle goes on
+# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average,
+# and have parameters, whose gradients each segment hands on. With longer ones their own unrest
+# hides what is looked for.
+_ROWS: Final = 32
+_WIDTH: Final = 256
 _WARM_UP: Final = 3
 _ROUNDS: Final = 16
 
@@ -57,9 +58,9 @@ class Handover:
 class _Chain(nn.Module):
     """Small linear operators one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        eye = torch.eye(_WIDTH)  # drawn weights would change the caller's random state
+        eye = torch.eye(width)  # drawn weights would change the caller's random state
         self.weights = nn.ParameterList(nn.Parameter(eye.clone()) for _ in range(_OPS))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,16 +69,21 @@ class _Chain(nn.Module):
         return x
 
 
-def handover() -> Handover:
+def handover(rows: int = _ROWS, width: int = _WIDTH) -> Handover:
     """One hand-over between two logical CPU devices, measured.
 
-    A few tenths of a second; leaves torch's threads and random state as they were.
+    About half a second; leaves torch's threads and random state as they were.
+
+    Args:
+        rows: Of what the operators read.
+        width: Of that, and of their square weights.
     """
-    traced = _traced_chain()
+    x = torch.zeros(rows, width, requires_grad=True)
+    traced = _traced_chain(x)
     few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
     placed = [_placed(traced, *row) for row in (few, many)]
     try:
-        few_step, many_step = _steps(placed)
+        few_step, many_step = _steps(placed, x)
     finally:
         for module in placed:
             module.unplace()
@@ -89,10 +95,10 @@ def handover() -> Handover:
     return Handover(max(whole_ns - busy_ns, 0), busy_ns)
 
 
-def _traced_chain() -> Traced:
+def _traced_chain(x: torch.Tensor) -> Traced:
     """The chain, traced by fx: its graph is the same on every rung, and this one needs no time."""
-    model = _Chain()
-    call = canonical_call(model, (_input(),), {})
+    model = _Chain(x.shape[1])
+    call = canonical_call(model, (x,), {})
     with quiet():
         flat, returned = flat_model(model, call)
         module = fx.GraphModule(flat, fx.Tracer().trace(flat))
@@ -100,10 +106,6 @@ def _traced_chain() -> Traced:
         ops, tensors, lowered = lower(model, module, facts, call, returned[-1])
     attempts = (Attempt("torch.fx.symbolic_trace"),)
     return Traced("Chain", ops, tensors, attempts, model.training, lowered)
-
-
-def _input() -> torch.Tensor:
-    return torch.zeros(_ROWS, _WIDTH, requires_grad=True)
 
 
 def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
@@ -131,13 +133,12 @@ def _placed(traced: Traced, graph: OpGraph, placement: Placement) -> PlacedModul
     return apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
 
 
-def _steps(modules: Sequence[PlacedModule]) -> list[tuple[int, int]]:
+def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, int]]:
     """Of each one's steps the time, and the time of processors: ns, the lower quartiles.
 
     Other processes disturb these least. The modules take turns, so that what disturbs one disturbs
     all.
     """
-    x = _input()
     seed = torch.zeros_like(x)
     readings: list[list[tuple[int, int]]] = [[] for _ in modules]
     for _ in range(_WARM_UP + _ROUNDS):
