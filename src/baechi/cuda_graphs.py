@@ -75,8 +75,8 @@ class CudaRecorder:
         """End a capture in which something failed.
 
         Its pool may be left without graphs, and torch refuses to begin with one that was used and
-        is used no more; or the allocator of pinned memory goes on with it (`_clear`), and refuses
-        to begin twice (`create_or_incref_pool`, `begin_allocate_to_pool`). So the next gets another.
+        is used no more (`create_or_incref_pool`); or the allocator of pinned memory goes on with it
+        (`_clear`), and refuses to begin twice (`begin_allocate_to_pool`). So the next gets another.
         """
         self._pool = torch.cuda.graph_pool_handle()
         try:

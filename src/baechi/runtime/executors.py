@@ -87,6 +87,7 @@ def graphs_of(
             code,
             alone=lanes[code.place] == 1,
             on_cuda=recorder is not None or code.place.type == "cuda",
+            several=len(lanes) > 1 and len(program.phases) > 1,
         )
         for code in bound.tapes
     ]
