@@ -1,5 +1,6 @@
 """What may be a CUDA graph, and the reasons that are given for what may not."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch.nn import functional
 import baechi
 from baechi.runtime.capturing import check_wish, obstacle
 from baechi.runtime.executables import Executable
-from placed import cpus, made_up_profile
+from baechi.runtime.executors import graphs_of
+from placed import cpus, made_up_profile, place_on
 
 
 class Says(nn.Module):
@@ -70,6 +72,7 @@ def test_most_operators_may_be_captured(function: Any) -> None:
         (lambda x: torch.multinomial(x.exp(), 2), "reads values on the host"),
         (lambda x: x if x.isnan().any() else x.relu(), "reads values on the host"),
         (lambda x: x.masked_fill(x > 0, 0)[torch.ones(3, dtype=torch.bool)], "mask"),
+        (lambda x: x.as_strided((2, 2), (4, 1)), "reads memory as it lies"),
         (silent, "baechi_tests's own; nobody knows"),
         (
             lambda x: functional.embedding(x.argmax(1), torch.ones(4, 2), sparse=True),
@@ -90,6 +93,22 @@ def test_lanes_of_one_gpu_draw_eagerly() -> None:
     (found,) = reasons(draws, alone=False)
     assert "dropout" in found
     assert "share where its generator is" in found
+
+
+def test_compiled_tapes_of_several_gpus_run_eagerly() -> None:
+    x = torch.ones(2, 4)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    places = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    for compiled in (False, True):
+        options = {"compile": {"backend": "aot_eager"}} if compiled else {}
+        placed = place_on(baechi.trace(model, (x,)), 2, baechi.RandomPlacer(0), **options)
+        executable = placed._current.executable
+        tapes = [replace(t, place=places[t.device]) for t in executable._way.bound.tapes]
+        bound = replace(executable._way.bound, tapes=tuple(tapes))
+        graphs = graphs_of(placed.traced.module, executable.program, bound, places)
+        threads = "torch.compile keeps no graph for the threads of several devices"
+        assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}
+        placed.unplace()
 
 
 def test_a_wish_that_no_device_fulfils_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.runtime.compiled import compile_options
 from placed import EXACT, assert_same_values, cpus, place_on
 from test_transparency import ALL, Case, assert_same_step, case, infer, train
 
@@ -195,7 +196,26 @@ def test_each_tape_compiles_once_for_a_mode_in_the_caller_s_thread() -> None:
         with torch.inference_mode():
             module(x)
 
-    for run in (lambda: module(x).sum().backward(), infers, infers_for_good):
+    def infers_deterministically() -> None:
+        torch.use_deterministic_algorithms(True)
+        try:
+            infers()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    def infers_frozen() -> None:
+        model.requires_grad_(False)
+        infers()
+        model.requires_grad_(True)
+
+    def infers_of_inference() -> None:
+        with torch.inference_mode():
+            y = x.clone()
+        with torch.no_grad():
+            module(y)
+
+    runs = (infers, infers_for_good, infers_deterministically, infers_frozen, infers_of_inference)
+    for run in (lambda: module(x).sum().backward(), *runs):
         before = len(compiled_by)
         for _ in range(3):
             run()
@@ -203,6 +223,18 @@ def test_each_tape_compiles_once_for_a_mode_in_the_caller_s_thread() -> None:
         assert len(compiled_by) > before
     assert set(compiled_by) == {threading.current_thread()}
     module.unplace()
+
+
+@pytest.mark.parametrize("how", [{"backend": "cudagraphs"}, {"mode": "reduce-overhead"}, True])
+def test_what_records_cuda_graphs_of_its_own_is_refused_on_cuda(how: Any) -> None:
+    from torch._inductor import config
+
+    places = [torch.device("cpu"), torch.device("cuda", 0)]
+    compile_options(True, places)
+    with config.patch({"triton.cudagraphs": how is True}):
+        compile_options(how, places[:1])
+        with pytest.raises(baechi.InputError, match="records CUDA graphs of its own"):
+            compile_options(how, places)
 
 
 def test_autocast_is_honoured_as_on_the_unsplit_model() -> None:

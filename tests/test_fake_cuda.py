@@ -104,6 +104,28 @@ def test_lanes_wait_for_what_they_use(
         torch.testing.assert_close(other, one)
 
 
+@pytest.mark.parametrize(("devices", "graphs"), [(3, False), (1, True), (3, True)])
+@pytest.mark.parametrize("training", [False, True])
+def test_calls_on_streams_that_know_nothing_of_each_other(
+    devices: int, graphs: bool, training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share lanes, and what CUDA graphs leave in place."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    x = torch.ones(2, 8)
+    placed = again_at_random(baechi.trace(model, (x,)), seed=0, devices=devices)
+    kept = []
+    with sanitized(monkeypatch) as sanitizer:
+        on_streams(placed, graphs)
+        streams = [Stream(Gpu()), Stream(Gpu())]
+        for number in range(WARM_UP + 4):
+            with torch.cuda.stream(streams[number % 2]), torch.set_grad_enabled(training):
+                kept.append(placed(x))
+                if training:
+                    kept += torch.autograd.grad(kept[-1].sum(), list(placed.parameters()))
+    assert not sanitizer.found
+
+
 def found_in_two_steps(traced: baechi.Traced, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     placed = again_at_random(traced, seed=6, devices=3)
     with sanitized(monkeypatch) as sanitizer:

@@ -219,6 +219,32 @@ def test_each_step_may_train_other_outputs(seed: int) -> None:
         assert_same(*rows)
 
 
+class Fan(nn.Module):
+    """Two outputs; the gradients of its halves are one tensor from the first, two of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = torch.tanh(self.body(x)).chunk(2, -1)
+        left, right = left + 1, right + 1
+        return left + right, 2 * left - 3 * right
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_were_one_tensor_may_be_two_in_another_step(seed: int) -> None:
+    torch.manual_seed(0)
+    model, x = Fan(), torch.randn(3, 4)
+    reference = copy.deepcopy(model)
+    placed = placed_at_random(model, (x,), {}, seed, 2)
+    replaying(placed)
+    for head in (*[0] * (WARM_UP + 1), 1, 0, 1):
+        losses = [module(x)[head].square().sum() for module in (reference, placed)]
+        rows = zip((reference, placed), losses, strict=True)
+        assert_same(*(gradients(module, loss) for module, loss in rows))
+
+
 def test_a_graph_that_is_retained_goes_backward_again() -> None:
     reference, placed, _ = two_heads()
     warm(placed)

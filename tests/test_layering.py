@@ -347,7 +347,7 @@ ALLOWED = {
         "runtime.steps",
         "runtime.tapes",
     },
-    "runtime.capturing": {"runtime.tapes"},
+    "runtime.capturing": {"runtime.compiled", "runtime.tapes"},
     "runtime.graphed": {"runtime.steps", "runtime.tapes"},
     "runtime.replays": {"runtime.graphed", "runtime.steps", "runtime.tapes"},
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},

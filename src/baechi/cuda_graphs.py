@@ -49,9 +49,9 @@ class CudaRecorder:
         pool = self._pool if rank >= self._latest else torch.cuda.graph_pool_handle()
         self._latest = max(rank, self._latest)
         with _undisturbed(), torch.cuda.stream(self._stream):
-            # Autograd's and other people's threads may take memory meanwhile.
-            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
+                # Autograd's and other people's threads may take memory meanwhile.
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
                 function()
             except BaseException:
                 self._abandon(graph, pool)
@@ -72,7 +72,13 @@ class CudaRecorder:
         here.wait_stream(self._stream)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
-        """End a capture in which something failed."""
+        """End a capture in which something failed.
+
+        Its pool may be left without graphs, and torch refuses to begin with one that was used and
+        is used no more (`create_or_incref_pool`); or the allocator of pinned memory goes on with it
+        (`_clear`), and refuses to begin twice (`begin_allocate_to_pool`). So the next gets another.
+        """
+        self._pool = torch.cuda.graph_pool_handle()
         try:
             graph.capture_end()
         except RuntimeError:
@@ -87,10 +93,11 @@ class CudaRecorder:
         has no such entry in Python, goes on asking the graph: so that stays for good.
         """
         self._failed.append(graph)
+        self._pool = torch.cuda.graph_pool_handle()  # as in `_abandon`
         index = self._place.index
-        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
-            with contextlib.suppress(RuntimeError):  # whatever of it was not begun
-                undo(index, pool)
+        with contextlib.suppress(RuntimeError):  # it was not begun
+            torch._C._cuda_endAllocateToPool(index, pool)
+            torch._C._cuda_releasePool(index, pool)
         with contextlib.suppress(RuntimeError):
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")

@@ -21,6 +21,7 @@ from baechi.lowering import TracedModule
 from baechi.naming import op_name
 from baechi.operands import operator_name
 from baechi.partition import attribute
+from baechi.runtime.compiled import CompiledTape
 from baechi.runtime.tapes import TapeCode
 
 CudaGraphs: TypeAlias = bool | Literal["auto"]
@@ -36,6 +37,7 @@ _ASKING: Final = (
     *("ctc_loss", "_ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
 )
 _SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among the arguments
+_STRIDED: Final = ("as_strided", "as_strided_scatter")
 _INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
 # They run a graph of their own, in line; others decide on the host what runs.
 _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
@@ -59,7 +61,12 @@ def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
 
 
 def obstacle(  # noqa: PLR0911 (a rule each)
-    module: TracedModule, code: TapeCode, *, alone: bool, on_cuda: bool = True
+    module: TracedModule,
+    code: TapeCode,
+    *,
+    alone: bool,
+    on_cuda: bool = True,
+    several: bool = False,
 ) -> str:
     """Why a tape cannot be a CUDA graph; empty if nothing speaks against it.
 
@@ -68,11 +75,16 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         code: The tape.
         alone: Whether no other lane of its GPU computes.
         on_cuda: Whether its device is one for which graphs are captured.
+        several: Whether it goes backward on several torch devices.
     """
     if not on_cuda:
         return f"a {code.place.type} device has no CUDA graphs"
     if code.written:
         return "it writes into a tensor of the caller's"
+    if several and isinstance(code.function, CompiledTape):
+        # torch's setting that allows it is the thread's (`compiled.keeping`), and autograd has a
+        # thread for each GPU.
+        return "torch.compile keeps no graph for the threads of several devices"
     if code.again is not None:
         return "it runs forward again in the backward"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
@@ -110,6 +122,8 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
         return "reads values on the host"
     if name in _INDEXED and any(_is_mask(module, each) for each in _indices(node)):
         return "indexes with a mask, so its size depends on values"
+    if name in _STRIDED:
+        return "reads memory as it lies, and copies lie otherwise"
     place = _SPARSE.get(name)
     if place is not None and (*node.args, *[False] * 6)[place]:
         return "gives a sparse gradient, as large as values say"

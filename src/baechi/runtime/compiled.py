@@ -97,16 +97,26 @@ def compile_options(
         raise InputError(f"torch.compile refuses {options}: {_first_line(error)}") from error
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     own = dict(options.get("options") or {})
+    if backend == "inductor" and mode is not None:
+        own = dict(torch._inductor.list_mode_options(mode))
+    records = backend == "cudagraphs" or (backend == "inductor" and _records(own))
+    if records and any(place.type == "cuda" for place in places):
+        raise InputError(
+            f"compile={options} records CUDA graphs of its own, which reuse memory that other "
+            "segments still read. Take what records none, such as "
+            "mode='max-autotune-no-cudagraphs', and cuda_graphs='auto' for Baechi's own."
+        )
     if backend == "inductor":
-        own = dict(torch._inductor.list_mode_options(mode)) if mode is not None else own
-        if own.get("triton.cudagraphs") and any(place.type == "cuda" for place in places):
-            raise InputError(
-                f"compile={options} records CUDA graphs of its own, which reuse memory that other "
-                "segments still read. Take a mode without, such as 'max-autotune-no-cudagraphs'."
-            )
         return CompileOptions(backend, {"config_patches": {"fallback_random": True, **own}})
     given = {"mode": mode, "options": own}
     return CompileOptions(backend, {key: value for key, value in given.items() if value})
+
+
+def _records(options: dict[str, Any]) -> bool:
+    """Whether inductor records CUDA graphs with these options, or by its own configuration."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
@@ -196,8 +206,12 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
             (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in ("cpu", "cuda")
         ),
-        tuple((tensor.stride(), tensor.requires_grad) for tensor in call.tensors),
-        tuple(parameter.requires_grad for parameter in parameters) if differentiate else (),
+        tuple((t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
+        tuple(parameter.requires_grad for parameter in parameters),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.get_default_dtype(),
     )
 
 

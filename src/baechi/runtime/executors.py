@@ -87,6 +87,7 @@ def graphs_of(
             code,
             alone=lanes[code.place] == 1,
             on_cuda=recorder is not None or code.place.type == "cuda",
+            several=len(lanes) > 1 and len(program.phases) > 1,
         )
         for code in bound.tapes
     ]
@@ -95,5 +96,15 @@ def graphs_of(
         bound.tapes,
         bound.sizes,
         obstacles,
-        recorder or (lambda device: CudaRecorder(places[device])),
+        recorder or (lambda device: _recorder(places[device])),
     )
+
+
+def _recorder(gpu: torch.device) -> CudaRecorder:
+    """A recorder with as much free memory as there is.
+
+    While something is captured the allocator gives nothing back, and the eager steps before have
+    left as much in its cache as the graphs will take.
+    """
+    torch.cuda.empty_cache()
+    return CudaRecorder(gpu)

@@ -65,6 +65,16 @@ class Statics:
         """The tensor itself if it is static, else a static copy."""
         return tensor if id(tensor) in self._known else self.add(tensor.detach().clone())
 
+    def key(self, tensor: torch.Tensor | None) -> int | None:
+        """None of none, 0 of one that is not static, else what tells a static one from others.
+
+        What was recorded with static gradients must get these: two may share memory, as those of
+        both terms of a sum, or be memory that yet others read, and a copy would spoil that.
+        """
+        if tensor is None:
+            return None
+        return id(tensor) if id(tensor) in self._known else 0
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,7 @@ class _Forward:
 @final
 @dataclass(frozen=True, slots=True)
 class _Backward:
-    """A recorded backward, for some pattern of gradients that are there."""
+    """A recorded backward, for some pattern of gradients that are there (`Statics.key`)."""
 
     replay: Replay
     seeds: tuple[tuple[int, _Static], ...]
@@ -154,7 +164,7 @@ class GraphedTape:
         self._statics = statics
         self._sizes = sizes
         self._forward: _Forward | None = None
-        self._backwards: dict[tuple[bool, ...], _Backward] = {}
+        self._backwards: dict[tuple[int | None, ...], _Backward] = {}
         self._seeds = tuple(dict.fromkeys(slot for row in code.seeds for slot in row))
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
@@ -189,8 +199,8 @@ class GraphedTape:
         self._code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
 
     def _differentiate(self, step: Step, record: Record | None) -> None:
-        pattern = tuple(step.grads[slot] is not None for slot in self._seeds)
-        if record is None or not any(pattern):
+        pattern = tuple(self._statics.key(step.grads[slot]) for slot in self._seeds)
+        if record is None or all(key is None for key in pattern):
             return
         recorded = self._backwards.get(pattern)
         if recorded is None:

@@ -17,7 +17,9 @@ Whose memory a tensor is, and when it goes back, without `record_stream`:
   So are the gradients that the caller gives. Backward holds again what autograd has saved of it.
 - What the caller gets is copied to memory of his stream if it may be another's; but not the
   gradients of parameters: whoever uses these writes the parameters next, after all of this step.
-- A phase begins after the caller's streams. So what he lets go of between two calls is done.
+- A phase begins after the caller's streams. So what he lets go of between two calls is done. Where
+  calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
+  caller may have called that one on other streams.
 """
 
 import contextlib
@@ -91,6 +93,7 @@ class CudaExecutor:
         self._graphs = graphs
         self._busy = threading.Lock()
         self._fence = Fence()
+        self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
         used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
@@ -182,16 +185,30 @@ class CudaExecutor:
                 self._give_gradients(step, way)
                 if self._graphs is not None and not step.keep:
                     self._graphs.end(step)
+            self._ended(way)
             way.held.rest()
 
     def _begun(self, step: Step) -> _Way:
         # In a graph that the caller captures, nothing else can be captured or replayed.
-        inside = bool(self._gpus) and torch.cuda.is_current_stream_capturing()
-        replayed = self._graphs is not None and not inside and self._graphs.begin(step)
+        captured = self._is_captured()
+        replayed = self._graphs is not None and not captured and self._graphs.begin(step)
         step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
         step.apart = step.apart or bool(self._gpus)
         way: _Way = step.own
         return way
+
+    def _is_captured(self) -> bool:
+        """Whether the caller captures a graph, which knows no event from outside."""
+        return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+
+    def _ended(self, way: _Way) -> None:
+        """Note the end of a phase that shares streams or memory with the next."""
+        shares = way.replayed or self._out or any(own is not None for own in self._own)
+        if shares and not self._is_captured():
+            for gpu in self._gpus:
+                if gpu not in self._ends:
+                    self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._ends[gpu].record(torch.cuda.current_stream(gpu))
 
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
@@ -339,6 +356,8 @@ class CudaExecutor:
         if not self._gpus:
             yield
             return
+        for gpu, event in () if self._is_captured() else self._ends.items():
+            torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(way)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
         self._fence.join(callers, [*callers, *lanes])
