@@ -117,14 +117,15 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
 // Devices and order, and what they take: makespan, overflow, evaluations.
 std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> search(
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
-    const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed) {
+    const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed,
+    const Halt* halt) {
   const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
   std::vector<std::vector<int32_t>> levels;
   for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
   Found found;
   {
     nb::gil_scoped_release unlocked;
-    found = local_search(problem, start, launches, levels, budget, target, seed);
+    found = local_search(problem, start, launches, levels, budget, target, seed, 0, halt);
   }
   return {array_of(std::move(found.devices)), array_of(std::move(found.order)), found.makespan,
           found.overflow, found.evaluations};
@@ -235,6 +236,11 @@ NB_MODULE(_core, m) {
            "pool"_a, "memory"_a, "latency"_a, "rate"_a, "overhead"_a, "ports"_a, "allowed"_a,
            "max_devices"_a);
 
+  nb::class_<Halt>(m, "Halt")
+      .def(nb::init<>())
+      .def("close", [](Halt& halt) { halt.asked = true; })
+      .def_prop_ro("closed", [](const Halt& halt) { return halt.asked.load(); });
+
   nb::class_<Timeline>(m, "Timeline")
       .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())
       .def("committed", &Timeline::committed, "op"_a)
@@ -286,7 +292,7 @@ NB_MODULE(_core, m) {
       "partition_search",
       [](const Problem& problem, Array<int32_t> devices,
          const std::vector<Array<int32_t>>& clusters, Array<int64_t> loads, double cut_weight,
-         int32_t windows, int64_t moves, uint64_t seed) {
+         int32_t windows, int64_t moves, uint64_t seed, const Halt* halt) {
         const std::vector<int32_t> start = vector_of(devices);
         const std::vector<int64_t> load = vector_of(loads);
         std::vector<std::vector<int32_t>> levels;
@@ -294,12 +300,13 @@ NB_MODULE(_core, m) {
         std::vector<int32_t> result;
         {
           nb::gil_scoped_release unlocked;
-          result = partition_search(problem, start, levels, load, cut_weight, windows, moves, seed);
+          result = partition_search(problem, start, levels, load, cut_weight, windows, moves, seed,
+                                    halt);
         }
         return array_of(std::move(result));
       },
       "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "windows"_a, "moves"_a,
-      "seed"_a);
+      "seed"_a, "halt"_a.none() = nb::none());
   m.def(
       "list_order",
       [](const Problem& problem, Array<int32_t> devices) {
@@ -327,20 +334,20 @@ NB_MODULE(_core, m) {
   m.def(
       "grown",
       [](const Problem& problem, const std::vector<Array<int32_t>>& clusters, int32_t stretch,
-         int64_t budget, uint64_t seed) {
+         int64_t budget, uint64_t seed, const Halt* halt) {
         std::vector<std::vector<int32_t>> levels;
         for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
         Found found;
         {
           nb::gil_scoped_release unlocked;
-          found = grown(problem, levels, stretch, budget, seed);
+          found = grown(problem, levels, stretch, budget, seed, halt);
         }
         return std::tuple(array_of(std::move(found.devices)), array_of(std::move(found.order)),
                           found.evaluations);
       },
-      "problem"_a, "clusters"_a, "stretch"_a, "budget"_a, "seed"_a);
+      "problem"_a, "clusters"_a, "stretch"_a, "budget"_a, "seed"_a, "halt"_a.none() = nb::none());
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
-        "target"_a, "seed"_a);
+        "target"_a, "seed"_a, "halt"_a.none() = nb::none());
 
   m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);

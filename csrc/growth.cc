@@ -206,7 +206,7 @@ std::vector<int32_t> level_order(const Problem& problem) {
 }  // namespace
 
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
-            int32_t stretch, int64_t budget, uint64_t seed) {
+            int32_t stretch, int64_t budget, uint64_t seed, const Halt* halt) {
   Found result;
   std::vector<int32_t>&devices = result.devices, &order = result.order;
   devices.assign(problem.ops, 0);
@@ -215,7 +215,7 @@ Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clu
   const int64_t each = budget / std::max(1, (n + stretch - 1) / stretch);
   for (int32_t done = 0; done < n;) {
     const int32_t end = std::min(n - done, stretch) + done;
-    if (!extend(problem, sequence, done, end, devices, order)) return {};
+    if (halted(halt) || !extend(problem, sequence, done, end, devices, order)) return {};
     done = end;
     std::vector<int32_t> ops(sequence.begin(), sequence.begin() + end), index(n, -1);
     std::sort(ops.begin(), ops.end());
@@ -227,8 +227,9 @@ Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clu
     }
     for (int32_t op : order) launches.push_back(index[op]);
     const int32_t from = std::max(0, end - kBack * stretch);
-    const Found found = local_search(
-        part, there, launches, clusters_of(problem, part, ops, clusters), each, 0, seed++, from);
+    const Found found =
+        local_search(part, there, launches, clusters_of(problem, part, ops, clusters), each, 0,
+                     seed++, from, halt);
     result.evaluations += found.evaluations;
     for (int32_t i = 0; i < end; ++i) {
       devices[ops[i]] = found.devices[i];

@@ -342,7 +342,7 @@ Shares Interior::run(double tolerance, int32_t max_iterations, double most_work)
   result.y.assign(graph_.edges, 0.0);
   result.objective = graph_.longest(result.y);
   Quasidefinite matrix(static_cast<int32_t>(time_.size() + choice_.x.size()),
-                       places(arcs_, static_cast<int32_t>(time_.size())), depths());
+                       places(arcs_, static_cast<int32_t>(time_.size())), depths(), most_work);
   if (matrix.work() > most_work) return result;
   start();
   const double count = static_cast<double>(arcs_.size() + free_.size() + choice_.x.size());

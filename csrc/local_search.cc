@@ -24,12 +24,13 @@ class Search {
  public:
   Search(const Problem& problem, const std::vector<int32_t>& devices,
          const std::vector<int32_t>& order, const std::vector<std::vector<int32_t>>& clusters,
-         uint64_t seed, int32_t from)
+         uint64_t seed, int32_t from, const Halt* halt)
       : problem_(problem),
         trial_(problem, devices, order),
         random_(seed),
         cluster_of_(clusters),
-        from_(from) {
+        from_(from),
+        halt_(halt) {
     for (const std::vector<int32_t>& cluster : clusters) levels_.push_back(members_of(cluster));
   }
 
@@ -54,7 +55,7 @@ class Search {
     const int64_t begin = spent();
     const double cycles = static_cast<double>(
         std::clamp<int64_t>((budget - begin) / (kCycle * problem_.ops), kFewest, kMost));
-    while (spent() < budget && (best_.overflow > 0 || best_.makespan > target)) {
+    while (spent() < budget && (best_.overflow > 0 || best_.makespan > target) && !halted(halt_)) {
       const double progress = static_cast<double>(spent() - begin) /
                               static_cast<double>(std::max<int64_t>(1, budget - begin));
       const double cycle = progress * cycles - std::floor(progress * cycles);
@@ -290,6 +291,7 @@ class Search {
   std::vector<Rows> levels_;
   const std::vector<std::vector<int32_t>>& cluster_of_;
   const int32_t from_;
+  const Halt* const halt_;
   std::vector<int32_t> critical_;
   State current_ = {0, 0, 0, 0};
   double best_aside_ = 0, scale_ = 0;
@@ -319,8 +321,8 @@ Rows members_of(const std::vector<int32_t>& cluster) {
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   int64_t target, uint64_t seed, int32_t from) {
-  return Search(problem, devices, order, clusters, seed, from).run(budget, target);
+                   int64_t target, uint64_t seed, int32_t from, const Halt* halt) {
+  return Search(problem, devices, order, clusters, seed, from, halt).run(budget, target);
 }
 
 }  // namespace baechi

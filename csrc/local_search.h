@@ -1,11 +1,21 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
 #include "core.h"
 
 namespace baechi {
+
+// Ends searches before their budget is spent, asked by another thread: an interrupt. What they
+// return then counts for nothing.
+struct Halt {
+  std::atomic<bool> asked{false};
+};
+inline bool halted(const Halt* halt) {
+  return halt != nullptr && halt->asked.load(std::memory_order_relaxed);
+}
 
 // A placement as `local_search` leaves it, and what it takes.
 struct Found {
@@ -24,20 +34,21 @@ struct Found {
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,
                    const std::vector<int32_t>& order,
                    const std::vector<std::vector<int32_t>>& clusters, int64_t budget,
-                   int64_t target, uint64_t seed, int32_t from = 0);
+                   int64_t target, uint64_t seed, int32_t from = 0, const Halt* halt = nullptr);
 
 // Devices per op that balance the work and cut little, whatever the order; from a start on. `loads`
 // are bytes per group, and a ns of transfer counts as `cut_weight` ns of work.
 std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
                                       const std::vector<std::vector<int32_t>>& clusters,
                                       const std::vector<int64_t>& loads, double cut_weight,
-                                      int32_t windows, int64_t moves, uint64_t seed);
+                                      int32_t windows, int64_t moves, uint64_t seed,
+                                      const Halt* halt = nullptr);
 
 // A placement grown along time, `stretch` ops at once; without devices where an op finds none. It
 // is not said what it takes. `clusters` and `seed` as above; `budget` in evaluated ops, which every
 // stretch may pass by one evaluation.
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
-            int32_t stretch, int64_t budget, uint64_t seed);
+            int32_t stretch, int64_t budget, uint64_t seed, const Halt* halt = nullptr);
 
 // The members of every cluster, ascending.
 Rows members_of(const std::vector<int32_t>& cluster);

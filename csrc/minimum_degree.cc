@@ -55,7 +55,7 @@ class Buckets {
 class Quotient {
  public:
   Quotient(Neighbors near, const std::vector<int32_t>& stage);
-  Elimination run();
+  Elimination run(double most_work);
 
  private:
   void open_stage();
@@ -100,12 +100,13 @@ Quotient::Quotient(Neighbors near, const std::vector<int32_t>& stage)
   found_.leader.assign(near_.size(), -1), found_.rows.resize(near_.size());
 }
 
-Elimination Quotient::run() {
+Elimination Quotient::run(double most_work) {
   while (found_.sequence.size() < near_.size()) {
     if (found_.sequence.size() == open_) open_stage();
     eliminate(buckets_.least());
+    if (found_.work > most_work) break;
   }
-  plant();
+  if (found_.work <= most_work) plant();
   return std::move(found_);
 }
 
@@ -129,6 +130,10 @@ void Quotient::eliminate(int32_t pivot) {
                                           [&](int32_t i) { return prune(pivot, i); });
   led_[pivot] = static_cast<int32_t>(rest - clique.begin());
   for (auto member = clique.begin(); member != rest; ++member) lead(pivot, *member);
+  for (int32_t gone = 0; gone <= led_[pivot]; ++gone) {
+    const auto height = static_cast<double>(clique.size()) - gone;
+    found_.work += height * height / 2;
+  }
   const int32_t others = live(pivot) - 1;
   const auto left = static_cast<int32_t>(near_.size() - found_.sequence.size());
   for (auto member = rest; member != clique.end(); ++member) {
@@ -188,8 +193,6 @@ void Quotient::plant() {
     const auto& rows = found_.rows[leader];
     const auto gone = t - lead;
     found_.height[i] = static_cast<int32_t>(rows.size() - gone);
-    const double height = found_.height[i];
-    found_.work += height * height / 2;
     const auto below = rows.begin() + static_cast<std::ptrdiff_t>(gone);
     if (below == rows.end()) continue;
     found_.parent[i] =
@@ -235,17 +238,20 @@ void add_hub(Elimination& order, int32_t hub, const std::vector<int32_t>& near) 
 
 }  // namespace
 
-Elimination least_degree_first(const Neighbors& near, std::vector<int32_t> stage) {
+Elimination least_degree_first(const Neighbors& near, std::vector<int32_t> stage,
+                               double most_work) {
   Neighbors others = near;
   const std::vector<int32_t> hubs = take_hubs(others);
   for (int32_t hub : hubs) stage[hub] = kLast, others[hub].clear();
-  Elimination order = Quotient(std::move(others), stage).run();
+  Elimination order = Quotient(std::move(others), stage).run(most_work);
+  if (order.work > most_work) return order;
   // Every hub reaches the later ones; they were eliminated last, without neighbors.
   const auto first = order.sequence.end() - static_cast<std::ptrdiff_t>(hubs.size());
   const std::vector<int32_t> last(first, order.sequence.end());
   for (size_t k = 0; k < last.size(); ++k) {
-    std::vector<int32_t> reach = near[last[k]];
-    reach.insert(reach.end(), last.begin(), last.begin() + static_cast<std::ptrdiff_t>(k));
+    std::vector<int32_t> reach(last.begin(), last.begin() + static_cast<std::ptrdiff_t>(k));
+    for (int32_t i : near[last[k]])
+      if (stage[i] != kLast) reach.push_back(i);
     add_hub(order, last[k], reach);
   }
   return order;

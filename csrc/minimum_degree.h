@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace baechi {
@@ -19,8 +20,10 @@ struct Elimination {
 };
 
 // Approximate minimum degree (Amestoy, Davis and Duff 1996). `near` has the neighbors of every
-// unknown, of both, each once; unknowns of a lower stage go before those of higher ones.
+// unknown, of both, each once; unknowns of a lower stage go before those of higher ones. Where a
+// factorization would take more than `most_work`, that much is known of the work, and nothing else.
 Elimination least_degree_first(const std::vector<std::vector<int32_t>>& near,
-                               std::vector<int32_t> stage);
+                               std::vector<int32_t> stage,
+                               double most_work = std::numeric_limits<double>::infinity());
 
 }  // namespace baechi

@@ -221,7 +221,8 @@ std::vector<int32_t> by_first_op(const Problem& problem, const std::vector<int32
 std::vector<int32_t> partition_search(const Problem& problem, const std::vector<int32_t>& devices,
                                       const std::vector<std::vector<int32_t>>& clusters,
                                       const std::vector<int64_t>& loads, double cut_weight,
-                                      int32_t windows, int64_t moves, uint64_t seed) {
+                                      int32_t windows, int64_t moves, uint64_t seed,
+                                      const Halt* halt) {
   std::vector<int32_t> result(devices);
   if (problem.devices == 1 || problem.groups == 0) return result;
   const std::vector<int32_t> order = time_order(problem);
@@ -242,7 +243,7 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
   };
   const double scale = static_cast<double>(partition.mean());
   Cooling cooling(4);
-  for (int64_t step = 0; step < moves; ++step) {
+  for (int64_t step = 0; step < moves && !halted(halt); ++step) {
     const double progress = static_cast<double>(step) / static_cast<double>(moves);
     const double heat = scale * kHot * cooling.at(progress);
     const int32_t group = random.below(problem.groups), here = partition.device(group);

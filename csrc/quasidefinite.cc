@@ -22,19 +22,23 @@ constexpr double kResidual = 1e-10;
 constexpr int kRefinements = 2;
 // Where a factorization takes less, another order is not worth the search for it.
 constexpr double kCheap = 3e7;
+// Nor where it takes so many times what it may: dissection has saved up to four fifths.
+constexpr double kHopeless = 16;
 
 }  // namespace
 
 Quasidefinite::Quasidefinite(int32_t size, std::vector<Entry> entries,
-                             const std::vector<double>& position)
+                             const std::vector<double>& position, double most_work)
     : size_(size), entries_(std::move(entries)) {
   const std::vector<std::vector<int32_t>> near = neighbors();
-  Elimination best = least_degree_first(near, std::vector<int32_t>(near.size(), 0));
-  if (best.work > kCheap) {
-    Elimination other = least_degree_first(near, dissect(near, position));
+  Elimination best =
+      least_degree_first(near, std::vector<int32_t>(near.size(), 0), kHopeless * most_work);
+  if (best.work > kCheap && best.work <= kHopeless * most_work) {
+    Elimination other = least_degree_first(near, dissect(near, position), best.work);
     if (other.work < best.work) best = std::move(other);
   }
-  amalgamate(best);
+  work_ = best.work;
+  if (work_ <= most_work) amalgamate(best);
 }
 
 std::vector<std::vector<int32_t>> Quasidefinite::neighbors() const {
@@ -67,6 +71,7 @@ void Quasidefinite::amalgamate(const Elimination& order) {
   }
   std::vector<int32_t> front_of(n);
   int64_t zeros = 0;
+  work_ = 0;
   for (int32_t j = 0; j < size_; ++j) {
     bool merge = false;
     if (j > 0 && order.parent[at[j - 1]] == at[j]) {

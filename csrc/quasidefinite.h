@@ -20,8 +20,10 @@ class Quasidefinite {
   using Entry = std::pair<int32_t, int32_t>;
 
   // `entries` are places off the diagonal, in any order, of either triangle; equal ones add up.
-  // `position` tells where the middle is: unknowns of one entry should be close in it.
-  Quasidefinite(int32_t size, std::vector<Entry> entries, const std::vector<double>& position);
+  // `position` tells where the middle is: unknowns of one entry should be close in it. Where
+  // `work` is more than `most_work`, nothing but that may be asked.
+  Quasidefinite(int32_t size, std::vector<Entry> entries, const std::vector<double>& position,
+                double most_work);
 
   // Multiplications that a factorization takes; each one comes with an addition.
   double work() const { return work_; }

@@ -39,7 +39,12 @@ class Costs {
     if (latency == kForever || rate == 0) return latency;
     const int64_t nbytes = problem_.nbytes[tensor];
     // The wide division takes several times as long.
-    if (nbytes < 9'000'000'000) return latency + (nbytes * 1'000'000'000 + rate - 1) / rate;
+    if (nbytes < 9'000'000'000) {
+      // Below 2^64, however fast the link.
+      const uint64_t per_s = static_cast<uint64_t>(rate);
+      const uint64_t scaled = static_cast<uint64_t>(nbytes) * 1'000'000'000 + per_s - 1;
+      return latency + static_cast<int64_t>(scaled / per_s);
+    }
     return latency + wide_ns(nbytes, rate);
   }
 

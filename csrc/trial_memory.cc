@@ -9,6 +9,13 @@
 
 namespace baechi {
 
+namespace {
+
+// More events in a bucket are not sorted one past the other.
+constexpr size_t kCrowd = 32;
+
+}  // namespace
+
 int64_t Trial::least_overflow() const {
   int64_t overflow = 0;
   for (int32_t pool = 0; pool < problem_.pools; ++pool) {
@@ -93,7 +100,8 @@ int64_t Trial::overflow() {
   return overflow;
 }
 
-// By time: into as many buckets as events, and then past the few that a bucket has put in disorder.
+// By time: into as many buckets as events, and then past the few that a bucket has put in disorder;
+// a crowded bucket, as there is where one op takes nearly all of the step, is sorted by itself.
 void Trial::sort(std::vector<Event>& events) {
   int bits = 0, shift = 0;
   while (bits < 16 && (size_t{1} << bits) < events.size()) ++bits;
@@ -106,6 +114,16 @@ void Trial::sort(std::vector<Event>& events) {
     sorted_[buckets_[static_cast<size_t>(event.time >> shift)]++] = event;
   }
   events.swap(sorted_);
+  size_t begin = 0;
+  for (size_t bucket = 0; bucket + 1 < buckets_.size(); ++bucket) {
+    const size_t end = buckets_[bucket];  // its begin, before they were laid there
+    if (end - begin > kCrowd) {
+      std::sort(events.begin() + static_cast<std::ptrdiff_t>(begin),
+                events.begin() + static_cast<std::ptrdiff_t>(end),
+                [](const Event& a, const Event& b) { return a.time < b.time; });
+    }
+    begin = end;
+  }
   for (size_t i = 1; i < events.size(); ++i) {
     const Event event = events[i];
     size_t j = i;

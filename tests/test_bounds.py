@@ -313,3 +313,23 @@ def test_twice_as_long_and_as_large_doubles_the_paths(graph, cluster):
     once = parts(Problem(graph, replace(cluster, links=at_1)))
     twice = parts(Problem(doubled, replace(cluster, devices=larger, links=at_2)))
     assert (twice["path"], twice["group"]) == (2 * once["path"], 2 * once["group"])
+
+
+@pytest.mark.parametrize("memory", [2**62, 2**63 - 1])
+def test_memories_whose_sum_passes_64_bits_are_as_good_as_ample(memory):
+    graph = OpGraph(tuple(Op(f"o{i}", 10, 10) for i in range(20)))
+
+    def bounds(nbytes):
+        devices = [Device(f"d{i}", nbytes, speed) for i, speed in enumerate((1.0, 1.0, 2.0, 2.0))]
+        return parts(Problem(graph, Cluster.connected(devices, LINK)))
+
+    assert bounds(memory) == bounds(2**40)
+
+
+def test_a_link_of_the_highest_rate_takes_its_nanosecond():
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 8_000_000_000),))
+    cluster = Cluster.uniform(2, 2**40, Link(0, 2**63 - 1))
+    apart = Constraints(pins={"a": "device0", "b": "device1"})
+    placed = Placement(graph.digest, (0, 1), (0, 1))
+    assert simulate(graph, cluster, placed, apart).makespan_ns == 11
+    assert lower_bound_ns(Problem(graph, cluster, apart)) == 11

@@ -371,3 +371,12 @@ def test_a_large_graph():
 def test_a_placement_of_another_graph_is_not_expanded():
     with pytest.raises(InputError, match="the placement is for graph other"):
         coarse_of(training(3)).expand(Placement("other", (0,), (0,)))
+
+
+def test_times_that_no_device_takes_may_add_up_to_anything():
+    ops = tuple(Op(f"o{i}", 10, 10) for i in range(20))
+    chain = tuple(Tensor(i, (i + 1,), 5) for i in range(19))
+    graph = OpGraph(ops, chain, {"never": (2**62,) * 20})
+    coarse = coarsen(Problem(graph, CLUSTER)).graph
+    assert sum(op.time_ns for op in coarse.ops) == 200
+    assert max(coarse.times["never"]) == 2**63 - 1

@@ -203,6 +203,8 @@ def test_of_very_many_devices_some_are_looked_at():
     assert device_range(problem, [10] * 100, 30) == (3, 32)
     assert device_range(problem, [10] * 100, 400) == (40, 80)
     assert device_range(problem, [10] * 5, 400) == (5, 5)
+    # Memories whose sum passes 64 bits.
+    assert device_range(problem, [2**62] * 100, 400) == (1, 32)
 
 
 @pytest.mark.parametrize("placer", [Contiguous(), Metis()])

@@ -215,3 +215,14 @@ def test_without_links_transfers_cost_nothing():
     cluster = Cluster(devices, ((None, None), (None, None)))
     found = favorite_children(Problem(graph, cluster))
     assert (found.children.tolist(), found.objective_ns, found.bound_ns) == ([-1, -1], 2, 2)
+
+
+def test_an_op_with_very_many_children_keeps_the_interior_point():
+    # The op and its choice are both next to all children, and to each other.
+    n = 400
+    ops = tuple(Op(f"o{i}", 5 + i % 7) for i in range(n + 1))
+    tensors = tuple(Tensor(0, (i,), 50 + i % 13) for i in range(1, n + 1))
+    program = favorite_program(Problem(OpGraph(ops, tensors), CLUSTER))
+    found = interior_point(program)
+    assert found.bound_ns == pytest.approx(relax(program, Highs()).bound_ns, rel=1e-6)
+    assert_feasible(program, found.shares)

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import highspy
 import numpy as np
@@ -24,6 +25,7 @@ from baechi.placers.favorite_program import (
     near_point,
     solver_rows,
 )
+from baechi.placers.favorites import relax
 from strategies import layered
 
 
@@ -199,3 +201,22 @@ def test_a_point_in_a_fresh_process():
     )
     done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "1.0"
+
+
+def test_highs_runs_where_somebody_ran_it_with_more_threads():
+    def solved(threads):
+        if threads:
+            other = highspy.Highs()
+            other.setOptionValue("output_flag", False)
+            other.setOptionValue("threads", threads)
+            other.addVar(0.0, 1.0)
+            other.run()
+        program = layered(200, 10, 1, 200.0)
+        near = np.zeros(len(program.src))
+        return relax(program, Highs()), relax(program, Highs(), near)
+
+    # HiGHS keeps its threads for each thread that calls it.
+    with ThreadPoolExecutor(1) as fresh, ThreadPoolExecutor(1) as used:
+        rows = zip(fresh.submit(solved, 0).result(), used.submit(solved, 2).result(), strict=True)
+    for alone, beside in rows:
+        assert np.array_equal(alone.shares, beside.shares)

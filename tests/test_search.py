@@ -1,6 +1,7 @@
 """Local search: its clock is the exact one, and what it finds is valid and never worse."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -406,3 +407,75 @@ def test_a_search_near_the_largest_numbers_is_exact():
             0,
         )
         assert set(found.tolist()) <= set(range(8))
+
+
+def test_one_op_that_takes_nearly_all_of_a_step_leaves_memory_exact():
+    # All other ops are in one of the buckets into which times are sorted.
+    draw = random.Random(0)
+    n = 300
+    ops = [Op(f"o{i}", draw.randrange(1, 50), 10, draw.randrange(40)) for i in range(n)]
+    tensors = [
+        Tensor(i, tuple({draw.randrange(i + 1, n + 1) for _ in range(3)}), draw.randrange(1, 30))
+        for i in range(n)
+    ]
+    graph = OpGraph((*ops, Op("last", 2**50)), tuple(tensors))
+    problem = Problem(graph, Cluster.uniform(3, 1_400, LINK))
+    devices, order = anything(problem, draw)
+    assert measured(problem, devices, order)[1] > 0
+    check(problem, devices, order, 0)
+    check(problem, devices, order, 30_000)
+
+
+def far_from_its_bound():
+    """A problem whose transfers are as long as its ops: no start is known to be the best."""
+    draw = random.Random(2)
+    ops = tuple(Op(f"o{i}", draw.randrange(10, 60), 10) for i in range(24))
+    tensors = tuple(
+        Tensor(draw.randrange(max(0, i - 8), i), (i,), draw.randrange(10, 60))
+        for i in range(3, 24)
+        for _ in range(2)
+    )
+    return Problem(OpGraph(ops, tensors), Cluster.uniform(3, 10**6, LINK))
+
+
+def test_a_closed_halt_ends_searches_at_once():
+    problem = far_from_its_bound()
+    n = len(problem.graph.ops)
+    devices, order = np.zeros(n, np.int32), np.arange(n, dtype=np.int32)
+    levels = _core.group_clusters(problem.core, problem.group_colors)
+    halt = _core.Halt()
+    halt.close()
+    ample = 10**15
+    *_, spent = _core.local_search(problem.core, devices, order, levels, ample, 0, 0, halt)
+    assert spent < 100 * n
+    *_, spent = _core.grown(problem.core, levels, 4, ample, 0, halt)
+    assert spent == 0
+    loads = np.array(problem.group_bytes, np.int64)
+    found = _core.partition_search(
+        problem.core, devices, levels, loads, 1.0, 4, ample, 0, halt=halt
+    )
+    assert found.tolist() == devices.tolist()
+
+
+def test_an_interrupt_ends_the_searches_that_run(monkeypatch):
+    seen = []
+    local_search = _core.local_search
+
+    def interrupted(*asked):
+        seen.append(asked[-1])
+        if asked[-4] > 0:
+            raise KeyboardInterrupt
+        return local_search(*asked)
+
+    monkeypatch.setattr(_core, "local_search", interrupted)
+    problem = far_from_its_bound()
+    with pytest.raises(KeyboardInterrupt):
+        improved(problem, [], SHORT)
+    assert seen[-1].closed
+
+
+def test_a_search_may_start_without_partitions():
+    problem = far_from_its_bound()
+    start = METF().place(problem)
+    found = improved(problem, [start], replace(SHORT, partitions=0))
+    assert found.stats["makespan_ns"] <= start.stats["makespan_ns"]

@@ -29,6 +29,7 @@ from baechi import (
     solve,
 )
 from baechi.placers.base import Placer
+from baechi.placers.search import LocalSearch
 from baechi.problem import Problem
 from baechi.simulation import overflows
 from baechi.solving import find
@@ -257,6 +258,24 @@ def test_a_placer_of_the_user_is_checked():
     assert solve(graph, Cluster.uniform(2, 120, LINK), Everything()).devices == (0, 0)
     with pytest.raises(InputError, match="'everything' returned a placement that does not fit"):
         solve(graph, Cluster.uniform(2, 100, LINK), Everything())
+
+
+def test_a_placer_of_the_user_need_not_say_what_its_placement_takes():
+    @dataclass(frozen=True)
+    class Silent(Placer):
+        name: ClassVar[str] = "silent"
+
+        def place(self, problem):
+            n = len(problem.graph.ops)
+            return Placement(problem.graph.digest, (0,) * n, range(n), self.name)
+
+    graph = OpGraph((Op("a", 5, 60), Op("b", 5, 60)))
+    cluster = Cluster.uniform(2, 120, LINK)
+    assert solve(graph, cluster, Silent()).stats["makespan_ns"] == 10
+    assert solve(graph, cluster, LocalSearch((Silent(),))).stats["makespan_ns"] == 5
+    assert solve(graph, cluster, Auto((Silent(),))).stats["silent/fine"] == 10
+    with pytest.raises(InputError, match="'silent' returned a placement that does not fit"):
+        solve(graph, Cluster.uniform(2, 100, LINK), Silent())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "single", "round-robin", "random"])

@@ -32,6 +32,11 @@ class Problem:
         max_devices: int,
     ) -> None: ...
 
+class Halt:
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+
 class Timeline:
     def __init__(self, problem: Problem) -> None: ...
     def committed(self, op: int) -> bool: ...
@@ -74,9 +79,15 @@ def local_search(
     budget: int,
     target: int,
     seed: int,
+    halt: Halt | None = None,
 ) -> tuple[NDArray[int32], NDArray[int32], int, int, int]: ...
 def grown(
-    problem: Problem, clusters: list[NDArray[int32]], stretch: int, budget: int, seed: int
+    problem: Problem,
+    clusters: list[NDArray[int32]],
+    stretch: int,
+    budget: int,
+    seed: int,
+    halt: Halt | None = None,
 ) -> tuple[NDArray[int32], NDArray[int32], int]: ...
 def partition_search(
     problem: Problem,
@@ -87,6 +98,7 @@ def partition_search(
     windows: int,
     moves: int,
     seed: int,
+    halt: Halt | None = None,
 ) -> NDArray[int32]: ...
 def list_order(problem: Problem, devices: NDArray[int32]) -> NDArray[int32]: ...
 def restricted(problem: Problem, devices: NDArray[int32]) -> Problem: ...
@@ -134,6 +146,9 @@ def lower_bounds(
     thresholds: int,
     guesses: int,
 ) -> tuple[int, int, int, int, int]: ...
+def least_degree_first(
+    first: NDArray[int32], second: NDArray[int32], stage: NDArray[int32]
+) -> tuple[list[int], list[int], list[list[int]], float]: ...
 def longest_paths(
     times: NDArray[float64], src: NDArray[int32], dst: NDArray[int32], length: NDArray[float64]
 ) -> tuple[list[float], list[float]]: ...

@@ -335,13 +335,13 @@ class _Prices:
 
     @cached_property
     def _memory(self) -> NDArray[np.int64]:
-        """Per domain the memory of its pools."""
+        """Per domain the memory of its pools, as far as the bytes of a problem can count."""
         problem = self.sites.problem
         site_of = {device: s for s, row in enumerate(self.sites.members) for device in row}
-        memory = np.zeros(self._domain.max() + 1, np.int64)
+        memory = [0] * int(self._domain.max() + 1)
         for pool, devices in enumerate(problem.pool_devices):
             memory[self._domain[site_of[devices[0]]]] += problem.pool_memory[pool]
-        return memory
+        return np.array([min(nbytes, LIMIT) for nbytes in memory], np.int64)
 
     @cached_property
     def _found(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

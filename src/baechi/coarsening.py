@@ -50,10 +50,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
+from baechi.arrays import exact_sum
 from baechi.errors import InputError
 from baechi.graph import Op, OpGraph, Tensor
 from baechi.placement import Placement
 from baechi.problem import Problem
+from baechi.values import INT64_MAX
 
 # The largest memory holds this many of the largest groups that fusing makes: then first fit wastes
 # at most about an eighth of a device, and a graph that fills devices has several lumps for each.
@@ -99,6 +101,10 @@ class Coarse:
         if not len(self.group_of):
             return []
         row = values[self._sorted]
+        if exact_sum(values) > INT64_MAX:
+            # Times of a kind that no device has, or on faster devices: what counts adds up to less.
+            exact = np.add.reduceat(row.astype(object), self._begin).tolist()
+            return [min(total, INT64_MAX) for total in exact]
         sums: list[int] = np.add.reduceat(row, self._begin).tolist()
         return sums
 

@@ -148,10 +148,12 @@ class Highs(LinearSolver):
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
-        if isinstance(start, Point):
-            # HiGHS 1.15 falls over in `crossover` before its thread has run anything.
-            solver.addVar(0.0, 1.0)
-            solver.run()
+        # HiGHS 1.15 falls over in `crossover` before its thread has run anything. And a thread in
+        # which somebody ran it with more threads keeps them, and refuses to run with one.
+        solver.addVar(0.0, 1.0)
+        if solver.run() == highspy.HighsStatus.kError:
+            solver.setOptionValue("threads", 0)
+            solver.setOptionValue("parallel", "off")
         solver.passModel(_highs_model(program))
         if start is not None:
             solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)

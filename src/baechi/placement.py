@@ -175,7 +175,10 @@ class Schedule:
             # Python comes here where the slot is empty.
             if name != "lower_bound_ns":
                 raise AttributeError(f"a Schedule has no {name!r}", name=name, obj=self)
-            bound = self._bound()
+            compute = self._bound
+            if compute is None:  # another thread has it by now
+                return object.__getattribute__(self, name)
+            bound = compute()
             object.__setattr__(self, "lower_bound_ns", bound)
             object.__setattr__(self, "_bound", None)
             return bound

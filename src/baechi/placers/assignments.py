@@ -6,7 +6,9 @@ shares of them (`group_loads`), and loads at several moments of an order (`live_
 an assignment really needs, the clock says (`in_both_orders`, `shortest_assignment`).
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -177,7 +179,7 @@ def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[in
         need: Bytes that they must hold.
     """
     most = min(most_devices(problem), len(memory))
-    fewest = min(most, 1 + int(np.searchsorted(np.cumsum(memory[:most]), need)))
+    fewest = min(most, 1 + bisect_left(list(accumulate(memory[:most])), need))
     return fewest, min(most, max(_DEVICES, 2 * fewest))
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from baechi.coarsening import coarsen
 from baechi.errors import InputError
 from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of
+from baechi.placers.base import Placer, placement_of, timed
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.choices import device_kinds
 from baechi.placers.contiguous import Contiguous
@@ -174,7 +174,9 @@ def portfolio(
             candidates.append((f"{placer.name}/coarse", placement))
     fits = any(placement is not None for _, placement in candidates)
     if not fits or effort == "thorough" or (effort == "balanced" and not _is_large(problem)):
-        candidates += [(f"{placer.name}/fine", placer.place(problem)) for placer in placers]
+        candidates += [
+            (f"{placer.name}/fine", timed(problem, placer.place(problem))) for placer in placers
+        ]
     return candidates
 
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import ClassVar, Final
 
 import numpy as np
@@ -52,6 +53,15 @@ def placement_of(
     return Placement(
         problem.graph.digest, tuple(devices.tolist()), tuple(order.tolist()), placer, known
     )
+
+
+def timed(problem: Problem, placement: Placement | None) -> Placement | None:
+    """The placement with the makespan in its stats, which a placer of the user may leave out."""
+    if placement is None or "makespan_ns" in placement.stats:
+        return placement
+    timeline = replay(problem, placement.devices, placement.order)
+    stats = FrozenDict({**placement.stats, "makespan_ns": timeline.makespan()})
+    return replace(placement, stats=stats)
 
 
 def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Placement | None:

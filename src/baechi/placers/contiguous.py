@@ -146,7 +146,8 @@ def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...],
     with all of it.
     """
     n = len(problem.device_pool)
-    times = [sum(problem.durations[row].tolist()) for row in problem.device_class]
+    totals = [sum(row.tolist()) for row in problem.durations]
+    times = [totals[row] for row in problem.device_class]
     share = [
         problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
     ]

@@ -167,7 +167,8 @@ def _tasks(problem: Problem, net: _Net) -> Iterator[tuple[tuple[int, ...], _Bala
     memory = [
         problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
     ]
-    times = [max(1, sum(problem.durations[row].tolist())) for row in problem.device_class]
+    totals = [max(1, sum(row.tolist())) for row in problem.durations]
+    times = [totals[row] for row in problem.device_class]
     ample = not held.any()
     ranked = sorted(
         range(len(memory)),

@@ -26,7 +26,8 @@ step is known to be too long.
 import os
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from contextlib import closing
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Final, final
 
 import numpy as np
@@ -36,7 +37,7 @@ from baechi import _core
 from baechi.bounds import lower_bound_ns
 from baechi.placement import Placement
 from baechi.placers.assignments import distinct_loads
-from baechi.placers.base import Placer, placement_of
+from baechi.placers.base import Placer, placement_of, timed
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.problem import Problem
@@ -125,7 +126,7 @@ class LocalSearch(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """As the module says; never worse than the starts."""
-        placements = [placer.place(problem) for placer in self.starts]
+        placements = [timed(problem, placer.place(problem)) for placer in self.starts]
         found = [placement for placement in placements if placement is not None]
         better = improved(problem, found, self.budget)
         chosen = min(
@@ -169,7 +170,8 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
     if too_large or (len(space.devices) == 1 and placements):
         return None
-    with ThreadPoolExecutor(min(budget.stages[0][0], os.cpu_count() or 1)) as threads:
+    workers = min(budget.stages[0][0], os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers) as threads, closing(space.halt):
         states = space.evaluated(space.starts(placements, budget, threads), target)
         spent, left = 0, 1.0
         for stage, (count, share) in enumerate(budget.stages):
@@ -243,12 +245,14 @@ class _Space:
         devices: Those that are searched; a device of the space is an index into them.
         core: The problem with them alone.
         clusters: Clusters of groups per level.
+        halt: Ends all searches when it is closed, so that an interrupt waits for none of them.
     """
 
     problem: Problem
     devices: NDArray[np.int32]
     core: _core.Problem
     clusters: list[NDArray[np.int32]]
+    halt: _core.Halt = field(default_factory=_core.Halt)
 
     @staticmethod
     def of(problem: Problem, placements: Iterable[Placement]) -> "_Space":
@@ -303,14 +307,14 @@ class _Space:
         self, devices: NDArray[np.int32], budget: Budget, threads: Executor
     ) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
         loads = [np.array(row, np.int64) for row in distinct_loads(self.problem)]
-        most = budget.evaluations // (2 * budget.partitions)
+        most = budget.evaluations // (2 * max(1, budget.partitions))
         moves = min(most, max(budget.moves * len(self.problem.group_ops), _MOVES))
 
         def start(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
             windows, weight = _SHAPES[number % len(_SHAPES)]
             load = loads[number // len(_SHAPES) % len(loads) - 1]
             found = _core.partition_search(
-                self.core, devices, self.clusters, load, weight, windows, moves, number
+                self.core, devices, self.clusters, load, weight, windows, moves, number, self.halt
             )
             return found, _core.list_order(self.core, found)
 
@@ -333,7 +337,8 @@ class _Space:
         worth = [ops for ops in stretches if ops < n and evaluations * ops > _WORTH * n * n]
 
         def grow(number: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-            return _core.grown(self.core, self.clusters, worth[number], evaluations, number * 1000)
+            budget = (worth[number], evaluations, number * 1000, self.halt)
+            return _core.grown(self.core, self.clusters, *budget)
 
         found = list(threads.map(grow, range(len(worth))))
         rows = [(devices, order) for devices, order, _ in found if len(devices)]
@@ -352,11 +357,8 @@ class _Space:
 
     def searched(self, state: _State, evaluations: int, target: int, *, seed: int) -> _State:
         """The best that is found from a state on."""
-        return _State(
-            *_core.local_search(
-                self.core, state.devices, state.order, self.clusters, evaluations, target, seed
-            )
-        )
+        start = (state.devices, state.order, self.clusters, evaluations, target, seed, self.halt)
+        return _State(*_core.local_search(self.core, *start))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
         """The best first; what does not fit counts as longer by twice the share that is missing."""
