@@ -365,6 +365,13 @@ def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
         none.demand()
 
 
+def test_a_tape_that_launches_nothing_is_no_reason_to_refuse() -> None:
+    placed = placed_at_random(Fan(), (torch.randn(3, 4),), {}, 4, 2)
+    graphs = replaying(placed)
+    assert "it launches nothing" in graphs.reasons
+    graphs.demand()
+
+
 def test_gradients_are_the_callers_to_keep() -> None:
     _, placed, _ = two_heads()
     warm(placed)

@@ -349,7 +349,12 @@ ALLOWED = {
     },
     "runtime.capturing": {"runtime.compiled", "runtime.tapes"},
     "runtime.graphed": {"runtime.steps", "runtime.tapes"},
-    "runtime.replays": {"runtime.graphed", "runtime.steps", "runtime.tapes"},
+    "runtime.replays": {
+        "runtime.capturing",
+        "runtime.graphed",
+        "runtime.steps",
+        "runtime.tapes",
+    },
     "runtime.workers": {"runtime.binding", "runtime.steps", "runtime.tapes"},
     "runtime.landings": {"runtime.binding", "runtime.graphed", "runtime.steps"},
     "runtime.streams": {

@@ -41,6 +41,8 @@ _STRIDED: Final = ("as_strided", "as_strided_scatter")
 _INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
 # They run a graph of their own, in line; others decide on the host what runs.
 _WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+# Of a tape that only passes on what it is given; that is no reason to refuse a placement.
+LAUNCHES_NOTHING: Final = "it launches nothing"
 _MASKS: Final = (torch.bool, torch.uint8)
 
 
@@ -89,7 +91,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         return "it runs forward again in the backward"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
     if not runs:
-        return "it launches nothing"
+        return LAUNCHES_NOTHING
     if _writes_others(module, code):
         return "it writes in place into what another tape made"
     random = next((node for node in runs if module.facts.nodes[node].random), None)

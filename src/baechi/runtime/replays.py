@@ -14,6 +14,7 @@ from typing import Any, Final, final
 import torch
 
 from baechi.errors import InputError
+from baechi.runtime.capturing import LAUNCHES_NOTHING
 from baechi.runtime.graphed import GraphedTape, Recorder, Statics
 from baechi.runtime.program import Program
 from baechi.runtime.steps import Sizes, Step
@@ -108,7 +109,8 @@ class Graphs:
         Raises:
             InputError: Some must.
         """
-        refused = [f"tape {i}: {reason}" for i, reason in enumerate(self.reasons) if reason]
+        reasons = enumerate(self.reasons)
+        refused = [f"tape {i}: {why}" for i, why in reasons if why not in ("", LAUNCHES_NOTHING)]
         if refused:
             raise InputError(
                 f"cuda_graphs=True, but {len(refused)} of {len(self._codes)} tapes cannot be "
