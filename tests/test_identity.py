@@ -89,3 +89,45 @@ def test_what_is_written_into_placed_state_runs() -> None:
     assert not model(X).any()
     model.get_parameter("1.1.bias").data = torch.ones(3)
     assert (model(X) == 1).all()
+
+
+class Tied(nn.Module):
+    """One weight under two names, a layer without a bias, and tensors in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
+        self.two.weight = self.one.weight
+        self.scale = torch.tensor(2.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.two(self.one(x).tanh()) * self.scale
+
+
+def untie_first(model: nn.Module) -> None:
+    model.get_submodule("one").weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def untie_second(model: nn.Module) -> None:
+    model.get_submodule("two").weight = nn.Parameter(torch.zeros(3, 3))
+
+
+def give_a_bias(model: nn.Module) -> None:
+    model.get_submodule("two").bias = nn.Parameter(torch.ones(3))
+
+
+def exchange_a_tensor(model: nn.Module) -> None:
+    model.scale = torch.tensor(3.0)
+
+
+@pytest.mark.parametrize("change", [untie_first, untie_second, give_a_bias, exchange_a_tensor])
+def test_what_the_graph_reads_by_another_name_or_not_yet_counts_too(
+    change: Callable[[nn.Module], None],
+) -> None:
+    model = Tied()
+    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    model.scale.fill_(4)
+    torch.testing.assert_close(mine(X), model(X))
+    change(model)
+    with pytest.raises(baechi.ExecutionError, match="was replaced after the model was placed"):
+        mine(X)

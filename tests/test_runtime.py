@@ -15,8 +15,9 @@ from torch.utils import _pytree as pytree
 
 import baechi
 import zoo
+from baechi.runtime import workers
 from baechi.runtime.streams import CudaExecutor
-from placed import again_at_random, place_on
+from placed import again_at_random, place_on, same
 
 
 @cache
@@ -176,6 +177,86 @@ def test_an_unplaced_module_says_so() -> None:
         placed(*args)
 
 
+def test_a_backward_after_unplace_says_so_and_does_not_wait_for_ever() -> None:
+    model, args = towers()
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
+    loss = placed(*args).sum()
+    placed.unplace()
+    errors = in_a_thread(loss.backward)
+    assert [type(error) for error in errors] == [baechi.ExecutionError]
+    assert "unplaced within a step" in str(errors[0])
+
+
+def test_a_ctrl_c_before_a_worker_was_woken_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, args = towers()
+    placed = place_on(baechi.trace(model, args), 2, "round-robin")
+    expected = placed(*args)
+    own, left = workers._ring, ["one"]
+
+    def ring(bell: Any) -> None:
+        if left and not threading.current_thread().name.startswith("baechi-"):
+            raise KeyboardInterrupt(left.pop())
+        own(bell)
+
+    monkeypatch.setattr(workers, "_ring", ring)
+    assert [type(error) for error in in_a_thread(lambda: placed(*args))] == [KeyboardInterrupt]
+    found: list[torch.Tensor] = []
+    assert not in_a_thread(lambda: found.append(placed(*args)))
+    assert torch.equal(found[0], expected)
+
+
+def test_what_a_backward_that_failed_left_behind_is_in_no_later_one() -> None:
+    model, x = Pair(), torch.randn(3, 4)
+    placed = place_on(baechi.trace(model, (x,)), 2, "round-robin")
+    found = []
+    for module in (model, placed):
+        module.zero_grad()
+        first, second = module(x)
+
+        def fail(_: torch.Tensor) -> None:
+            raise IndexError("struck")
+
+        handle = first.register_hook(fail)
+        with pytest.raises(IndexError, match="struck"):
+            (first.sum() + second.sum()).backward(retain_graph=True)
+        handle.remove()
+        module.zero_grad()
+        first.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(same, *found))
+
+
+class Pair(nn.Module):
+    """Has two outputs, the second made last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.trunk(x).tanh()
+        return self.one(x), self.two(x)
+
+
+def in_a_thread(run: Any) -> list[BaseException]:
+    """What a call raises, in a thread that may be left behind where it never returns."""
+    errors: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=guarded, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "it hangs"
+    return errors
+
+
 def test_one_placed_module_may_be_called_from_two_threads() -> None:
     model, args = towers()
     placed = place_on(baechi.trace(model, args), 2, "round-robin")
@@ -270,14 +351,49 @@ def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_or
         placed.unplace()
 
 
-def test_gradients_of_gradients_are_refused_not_wrong() -> None:
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["curved", "flat"]
+)
+def test_gradients_of_gradients_are_refused_not_wrong(loss: Any, devices: int) -> None:
+    """Also where the loss's own gradient depends on nothing, as in a gradient penalty."""
+    model, args = towers()
+    placed = place_on(baechi.trace(model, args), devices, "round-robin")
+    y = placed(*args)
+    (gradient,) = torch.autograd.grad(loss(y), [next(placed.parameters())], create_graph=True)
+    with pytest.raises(RuntimeError, match="a placed model has no second derivatives"):
+        (y.mean() + gradient.square().sum()).backward()
+
+
+def test_a_derivative_by_what_a_gradient_is_multiplied_with_is_refused_too() -> None:
     model, args = towers()
     placed = place_on(baechi.trace(model, args), 2, "round-robin")
-    (gradient,) = torch.autograd.grad(
-        placed(*args).square().sum(), [next(placed.parameters())], create_graph=True
-    )
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    y = placed(*args)
+    v = torch.ones_like(y, requires_grad=True)
+    (gradient,) = torch.autograd.grad(y, [next(placed.parameters())], v, create_graph=True)
+    for wanted in (v, next(placed.parameters())):
+        with pytest.raises(RuntimeError, match="a placed model has no second derivatives"):
+            torch.autograd.grad(gradient.sum(), wanted, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_callers_gradient_of_an_output_stays_the_callers(devices: int) -> None:
+    """Where it is a parameter's gradient as it is, autograd must not take it for its own."""
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.shift = nn.Linear(4, 4), nn.Parameter(torch.zeros(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.shift
+
+    model, x, gradient = Shifts(), torch.randn(3, 4), torch.ones(3, 4)
+    placed = place_on(baechi.trace(model, (x,)), devices, "round-robin")
+    for _ in range(3):
+        placed(x).backward(gradient)
+    assert torch.equal(gradient, torch.ones(3, 4))
+    assert torch.equal(model.shift.grad, torch.full((3, 4), 3.0))
 
 
 def test_frozen_parameters_get_no_gradient() -> None:

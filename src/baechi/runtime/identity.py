@@ -1,15 +1,19 @@
 """Whether a model still holds the submodules, parameters and buffers that it was placed with.
 
 A placed model runs the tensors that it was traced with. Who replaces one in the model, instead of
-writing into it, would train or load what no longer runs.
+writing into it, would train or load what no longer runs. So would who unties a weight that has
+several names, of which the graph reads one; who gives a layer the bias that it did without; and who
+puts another tensor into a plain attribute.
 """
 
 from typing import Any, final
 
+import torch
 from torch import fx, nn
 
 from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
+from baechi.partition import attribute
 
 
 @final
@@ -26,22 +30,39 @@ class Identity:
     def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
         self._model = type(model).__name__
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._seen: set[tuple[int, str]] = set()
         names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
-        for path, leaf in opaque_leaves(graph, graph.graph.nodes).items():
+        leaves = opaque_leaves(graph, graph.graph.nodes)
+        for path, leaf in leaves.items():
             names += [f"{path}.{name}" for name, _ in leaf.named_parameters()]
-        seen: set[tuple[int, str]] = set()
         for name in names:
-            owner = model
-            for part in name.removeprefix("model.").split("."):
-                holders = (owner._modules, owner._parameters, owner._buffers)
-                holder = next((h for h in holders if h.get(part) is not None), None)
-                if holder is None:
-                    break  # a constant of the graph
-                value: Any = holder[part]
-                if (id(holder), part) not in seen:
-                    seen.add((id(holder), part))
-                    self._rows.append((holder, part, value, name.removeprefix("model.")))
-                owner = value
+            self._add_path(model, name.removeprefix("model."), attribute(graph, name))
+        whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
+        read = {id(value) for _, _, value, _ in self._rows}
+        for path, module in model.named_modules():
+            own = {} if id(module) in whole else module._buffers
+            for holder in (module._parameters, own):
+                for key, value in holder.items():
+                    if value is None or id(value) in read:
+                        self._add(holder, key, f"{path}.{key}".lstrip("."))
+
+    def _add_path(self, model: nn.Module, name: str, read: Any) -> None:
+        """What the model holds on the way to what is read under a name, and that itself."""
+        owner: Any = model
+        for part in name.split("."):
+            holders = (owner._modules, owner._parameters, owner._buffers)
+            holder = next((h for h in holders if h.get(part) is not None), None)
+            if holder is None and isinstance(read, torch.Tensor):  # in a plain attribute
+                holder = vars(owner) if vars(owner).get(part) is read else None
+            if holder is None:
+                break  # a constant of the graph
+            self._add(holder, part, name)
+            owner = holder[part]
+
+    def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
+        if (id(holder), key) not in self._seen:
+            self._seen.add((id(holder), key))
+            self._rows.append((holder, key, holder[key], name))
 
     def check(self) -> None:
         """Nothing, 50 ns a name.

@@ -6,11 +6,10 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, final
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
@@ -47,6 +46,7 @@ class Plan:
         self.trained = trained
         self.hooked = hooked  # those whose gradients had hooks when the forward ran
         self.spent = False
+        self._pass = -1  # which of autograd's passes the gradients that wait here are of
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
@@ -84,8 +84,32 @@ class Plan:
         self._parts = []  # the caller alone decides how long results live
         return merged
 
+    def rewrite(self, indices: Sequence[int]) -> None:
+        """Tell autograd that the forward wrote into some of the caller's tensors, with a gradient.
+
+        What the caller has saved of one is then another. Tapes themselves count these writes
+        already, in what is cut off or, where it needed no gradient before, in the tensor itself.
+        """
+        origins = self.step.origins
+        known = [[origin.source._version for origin in row] for row in origins]
+        for tensor, graded in ((self.call.tensors[index], self.graded[index]) for index in indices):
+            if tensor.requires_grad:
+                version = tensor._version
+                Rewritten.apply(tensor)  # type: ignore[no-untyped-call]
+                if not graded:
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        for row, versions in zip(origins, known, strict=True):
+            row[:] = [
+                replace(origin, version=origin.version + origin.source._version - version)
+                for origin, version in zip(row, versions, strict=True)
+            ]
+
     def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
         """Take the caller's gradient of an output."""
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:  # one that failed may have left gradients
+            self._pass = current
+            self.step.grads = [None] * len(self.step.grads)
         if self.step.meter is not None:
             self.step.meter.hold(device, gradient)
         self.step.grads[slot] = gradient
@@ -135,6 +159,11 @@ class Plan:
         step.grads = [None] * len(step.grads)
         return result
 
+    def given(self) -> list[torch.Tensor]:
+        """The inputs and parameters that get a gradient."""
+        pairs = zip(self.call.tensors, self.graded, strict=True)
+        return [*(tensor for tensor, graded in pairs if graded), *self.trained]
+
     def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
         total: torch.Tensor | None = None
@@ -161,13 +190,39 @@ class StepFunction(torch.autograd.Function):
         return tuple(tensor.new_empty(0) for tensor in plan.outputs)
 
     @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any,
-        *tokens: torch.Tensor | None,  # noqa: ARG004 (the gradients are in the step)
-    ) -> tuple[Any, ...]:
-        """Run the step's backward."""
-        return (None, None, *ctx.plan.backward(_graph_is_kept()))
+    def backward(ctx: Any, *tokens: torch.Tensor | None) -> tuple[Any, ...]:
+        """Run the step's backward; the gradients themselves are in the step."""
+        with torch.no_grad():
+            gradients = ctx.plan.backward(_graph_is_kept())
+        if torch.is_grad_enabled():  # create_graph=True
+            gradients = _once([*ctx.plan.given(), *tokens], gradients)
+        return (None, None, *gradients)
+
+
+class Rewritten(torch.autograd.Function):
+    """A tensor of the caller's, from when the forward wrote into it.
+
+    It has new values and its old history: a backward from it would pass the forward by.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> NoReturn:  # noqa: ARG004 (as autograd wants it)
+        """Refuse.
+
+        Raises:
+            ExecutionError: Always.
+        """
+        raise ExecutionError(
+            "the placed model wrote into one of its arguments, and something after it depends on "
+            "that argument's new values: there is no graph of these outside of the model. Let "
+            "forward return them, or give it a copy of the argument (x.clone())."
+        )
 
 
 class Result(torch.autograd.Function):
@@ -195,10 +250,32 @@ class Result(torch.autograd.Function):
         """Put the gradient where the step takes it."""
         if gradient is None:
             return (None, None, None, None)
-        ctx.plan.seed(*ctx.slot, gradient.detach())
-        if gradient.requires_grad:  # a second derivative: the step refuses what hangs on a graph
+        if gradient.requires_grad:  # a second derivative, which the step refuses by this token
+            ctx.plan.seed(*ctx.slot, gradient.detach())
             return (None, None, gradient.reshape(-1)[:0], None)
+        # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
+        # of it would look like nobody else's.
+        ctx.plan.seed(*ctx.slot, gradient)
         return (None, None, gradient.new_empty(0), None)
+
+
+def _once(
+    origins: Sequence[torch.Tensor | None], gradients: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """The gradients, as what must not be differentiated: of how they came about there is no graph.
+
+    They hang on all that they depend on, whether the caller's gradients have a graph or not: a
+    loss that has a gradient in it would else go backward without that part of it.
+    """
+    found = [gradient for gradient in gradients if gradient is not None]
+    given = [tensor for tensor in origins if tensor is not None]
+    node = torch._C._functions.DelayedError(
+        "a placed model has no second derivatives (create_graph=True): differentiate the unsplit "
+        "model, model = placed.unplace(), for a loss that has gradients in it",
+        len(given) + len(found),
+    )
+    rows = iter(node(*given, *found)[len(given) :])
+    return [None if gradient is None else next(rows) for gradient in gradients]
 
 
 def _graph_is_kept() -> bool:

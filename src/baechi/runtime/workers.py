@@ -40,26 +40,39 @@ class _Worker:
     """A thread that does one task after the other; the last one's end is awaited before the next.
 
     A lock is the fastest hand-over there is in Python: no queue, no condition, no polling. Each is
-    only a bell; what is to be done and what is done is told beside it. So a bell that nobody heard,
-    because a Ctrl-C came first, does no harm.
+    only a bell; what is to be done, and so what is not done yet, is told beside it. So a bell that
+    nobody heard or nobody rang, because a Ctrl-C came first, does no harm.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         self._shared = _Shared()
-        self._submitted = 1  # its own start
         arguments = (self._shared, threads)
         threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-        self.wait()
+        self.submit(_nothing)
+        self.wait()  # it has its threads now
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Begin a task."""
+        """Begin a task.
+
+        Raises:
+            ExecutionError: The worker was closed.
+        """
+        if self._shared.closed:
+            raise _unplaced()
         self._shared.tasks.append(task)
-        self._submitted += 1
         _ring(self._shared.start)
 
     def wait(self) -> None:
-        """Return when the task has ended."""
-        while self._shared.ended < self._submitted:
+        """Return when the task has ended.
+
+        Raises:
+            ExecutionError: The worker was closed before it could begin.
+        """
+        while self._shared.tasks:
+            if self._shared.gone:
+                self._shared.tasks.clear()
+                raise _unplaced()
+            _ring(self._shared.start)
             self._shared.done.acquire()
 
     def close(self) -> None:
@@ -74,9 +87,9 @@ class _Shared:
 
     def __init__(self) -> None:
         self.start, self.done = threading.Lock(), threading.Lock()
-        self.tasks: deque[Callable[[], None]] = deque()
-        self.ended = 0
+        self.tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
         self.closed = False
+        self.gone = False
 
 
 def _ring(bell: threading.Lock) -> None:
@@ -90,13 +103,26 @@ def _serve(shared: _Shared, threads: int) -> None:
     torch.get_num_threads()
     torch.set_num_threads(threads)
     while True:
-        shared.ended += 1
-        _ring(shared.done)
         while not shared.tasks:
             if shared.closed:
+                shared.gone = True
+                _ring(shared.done)
                 return
             shared.start.acquire()
-        shared.tasks.popleft()()  # not kept: a step that is done must not wait for the next
+        shared.tasks[0]()
+        shared.tasks.popleft()  # a step that is done must not be kept until the next
+        _ring(shared.done)
+
+
+def _nothing() -> None:
+    """What a worker does first."""
+
+
+def _unplaced() -> ExecutionError:
+    return ExecutionError(
+        "the module was unplaced within a step and has no workers any more: go backward before "
+        "unplace()."
+    )
 
 
 @final
@@ -197,7 +223,8 @@ class CpuExecutor:
         """Do every lane's instructions, lanes side by side.
 
         Raises:
-            ExecutionError: An operator failed, or this is a fork of the process with the workers.
+            ExecutionError: An operator failed, this is a fork of the process with the workers, or
+                they were stopped by `close`.
         """
         lanes = self._lanes[phase]
         if not self._workers:
