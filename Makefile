@@ -19,7 +19,7 @@ HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.spli
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc') pyproject.toml CMakeLists.txt README.md LICENSE
 CPP     := $(wildcard csrc/*.cc csrc/*.h)
 # The tests that reach the C++ core and need no torch.
-CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut favorites constraints linkage search backtracking solving,tests/test_$(name).py)
+CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut elimination favorites constraints linkage search backtracking solving,tests/test_$(name).py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
