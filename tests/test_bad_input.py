@@ -119,7 +119,7 @@ def test_a_link_latency_that_is_no_time(latency: Any) -> None:
         baechi.Link(latency_ns=latency, bytes_per_s=1)
 
 
-@pytest.mark.parametrize("speed", [0, -1.0, math.nan, math.inf, "fast"])
+@pytest.mark.parametrize("speed", [0, -1.0, math.nan, math.inf, 10**400, "fast"])
 def test_a_speed_that_is_no_speed(speed: Any) -> None:
     with pytest.raises(baechi.InputError, match="speed of device 'cpu:0'"):
         baechi.Device("cpu:0", 1, speed=speed)

@@ -91,6 +91,10 @@ def files(tmp_path, monkeypatch):
     (tmp_path / "jobs.csv").write_text("job_id,num_gpu,submit_time,duration\n1,1,0,10\n")
     graph = '{"format": "baechi", "type": "OpGraph", "version": 1, "value": {"ops": [%s]}}'
     (tmp_path / "digits.json").write_text(graph % f'{{"name": "a", "time_ns": {"9" * 5000}}}')
+    (tmp_path / "fast.json").write_text(
+        '{"format": "baechi", "type": "Cluster", "version": 1, "value": {"devices": [{"name": "a", '
+        f'"memory_bytes": 1, "speed": {"9" * 400}}}], "links": [[null]]}}}}'
+    )
     (tmp_path / "half.json").write_text(graph % '{"name": "\\ud800", "time_ns": 1}')
     before = (list(sys.path), dict(sys.modules))
     yield tmp_path
@@ -339,12 +343,23 @@ def test_what_does_not_fit_leaves_with_code_3(files):
         (["solve", "cluster.json", "cluster.json"], "holds type Cluster, but OpGraph is wanted"),
         (["solve", "a.graph.json"], "there is no cluster; give a file, a count and a kind, or"),
         (["solve", "a.graph.json", "cluster.json", "--devices", "2"], "and not both"),
+        (
+            ["solve", "a.graph.json", "cluster.json", "--memory", "1GiB"],
+            "--memory means nothing",
+        ),
+        (["solve", "a.graph.json", "2xcpu", "--memory", "1GiB"], "--memory means nothing"),
+        (
+            ["solve", "a.graph.json", "cluster.json", "--latency-us", "5"],
+            "--latency-us means nothing",
+        ),
+        (["solve", "a.graph.json", "fast.json"], "devices[0].speed is"),
         (["solve", "a.graph.json", "cluster.json", "--placer", "best"], "placer 'best' is unknown"),
         (
             ["solve", "a.graph.json", "cluster.json", "--effort", "much"],
             "effort is 'much'; it must",
         ),
         (["solve", "a.graph.json", "--devices", "2", "--memory", "10 gigs"], "'10 gigs' cannot be"),
+        (["solve", "a.graph.json", "--devices", "2", "--memory", "9" * 5000], "cannot be read"),
         (["solve", "a.graph.json", "cluster.json", "--pin", "op1"], "'op1' names no device; write"),
         (
             ["solve", "a.graph.json", "cluster.json", "--pin", "op1=x", "--pin", "op1=y"],

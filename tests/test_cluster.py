@@ -108,7 +108,7 @@ def checked(room, change, seen):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_must_hold_holds(policy, scheme, watched):
     counts = scheme == "count"
-    fleets = [fleet for fleet in FLEETS if not counts or fleet.gpus[0].share == WHOLE]
+    fleets = (FLEETS[0], Fleet.uniform(2, 2, 2)) if counts else FLEETS
 
     @given(
         traces(),
@@ -435,6 +435,12 @@ def test_a_policy_that_starts_nothing_is_told_so():
 def test_counting_cannot_share():
     with pytest.raises(InputError, match="jobs cannot share one"):
         simulate_cluster([], Fleet.uniform(1, 1, 1), Fifo(), sharing=TimeSliced(2))
+    for fleet in (
+        Fleet.uniform(1, 1, 1, slices=(Slice(500), Slice(500))),
+        Fleet.uniform(1, 1, 2, speed=2000),
+    ):
+        with pytest.raises(InputError, match="counting tells no GPU from another"):
+            simulate_cluster([Job("a", 1, 0, 100)], fleet, Fifo())
 
 
 @pytest.mark.parametrize(
@@ -450,6 +456,7 @@ def test_counting_cannot_share():
         (lambda: Fleet((Gpu(0, 0, held_bytes=1),)), "give its memory"),
         (lambda: Fleet((Gpu(1, 0), Gpu(0, 0))), "list GPUs by switch and node"),
         (lambda: Fleet.uniform(1, 0, 1), "0 nodes per switch"),
+        (lambda: Fleet.uniform(1, 1, 1, memory_bytes=9, slices=(Slice(500),)), "a slice has none"),
         (lambda: TimeSliced(0), "at most 0 jobs"),
         (lambda: SideBySide(2, overhead=1000), "overhead is 1000"),
         (lambda: TimeSlicing(0), "quantum of 0"),
@@ -617,3 +624,32 @@ def test_a_graph_on_a_free_gpu_takes_its_duration():
         )
         assert times(result)["c"] == (0, 1000 * WHOLE // fleet.gpus[0].speed)
         assert len(result.outcomes[0].gpus) == 1
+
+
+def test_what_one_gpu_refused_two_may_take():
+    # At first one GPU alone admits the job; in 32nds it has too little memory for all of it.
+    fleet = Fleet((Gpu(0, 0, 1000, held_bytes=956),) * 2)
+    jobs = [held("a", 1, 0, 100), Job("c", 2, 1, 10, graph=CHAIN)]
+    scheme = Baechi(fewest=False)
+    result = simulate_cluster(jobs, fleet, FitJobFirst(), scheme, sharing=SideBySide(1))
+    assert not result.refused
+    assert times(result)["c"][0] == 100
+
+
+def test_a_graph_as_its_user_has_split_it_needs_room_for_its_peaks():
+    cluster = Cluster.uniform(2, 30, Link(10_000, 50 * 10**9))
+    job = Job("a", 2, 0, 1000, "", 1, graph=CHAIN, placement=solve(CHAIN, cluster))
+    fleet = Fleet.uniform(1, 1, 2, memory_bytes=19)
+    result = simulate_cluster([job], fleet, Fifo(), AsPlaced(FirstFit()))
+    assert [row.job.name for row in result.refused] == ["a"]
+
+
+def test_jobs_that_lose_all_that_they_get_done_are_told(monkeypatch):
+    monkeypatch.setattr("baechi.scheduling.progress._EVENTS", 50)
+    jobs = [Job(f"job{i}", 1, 0, 5000) for i in range(3)]
+    fleet = Fleet.uniform(1, 1, 2)
+    for cost in (120, 700):
+        with pytest.raises(InputError, match="would never end"):
+            simulate_cluster(jobs, fleet, TimeSlicing(), restart_cost=cost)
+    slow = simulate_cluster(jobs, fleet, TimeSlicing(), restart_cost=59)
+    assert len(slow.outcomes) == 3

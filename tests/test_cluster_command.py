@@ -153,9 +153,10 @@ def test_samples_for_the_gittins_index_may_be_given(run, tmp_path):
     samples = tmp_path / "samples.csv"
     samples.write_text("duration\n10\n20\n400\n")
     run("--policy", "dlas-gpu-gittins", "--gittins-samples", str(samples))
-    samples.write_text("duration\nten\n")
-    failed = run("--policy", "dlas-gpu-gittins", "--gittins-samples", str(samples), code=2)
-    assert "cannot read GPU-times" in failed.output
+    for text in ("duration\nten\n", "1" * 200_000):
+        samples.write_text(text)
+        failed = run("--policy", "dlas-gpu-gittins", "--gittins-samples", str(samples), code=2)
+        assert "cannot read GPU-times" in failed.output
 
 
 def test_malformed_lines_are_errors_or_counted(run, tmp_path):

@@ -277,3 +277,53 @@ def test_any_json_is_jobs_or_listed(tmp_path_factory, log):
     path.write_text(json.dumps(log))
     trace = read_trace(path, "philly", malformed="skip")
     assert len(trace.jobs) + len(trace.malformed) + len(trace.without_gpus) == len(log)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        (
+            "helios",
+            "job_id,gpu_num,submit_time,duration,vc\n1,1,1969-01-01 00:00:00,5,v\n"
+            "2,1,2020-04-01 00:00:00,5,v\n",
+            2,
+        ),
+        (
+            "philly",
+            json.dumps(
+                [
+                    {
+                        "jobid": str(year),
+                        "submitted_time": f"{year}-01-01 00:00:00",
+                        "attempts": [
+                            {
+                                "start_time": "2020-01-01 00:00:00",
+                                "end_time": "2020-01-01 00:00:05",
+                                "detail": [{"gpus": ["gpu0"]}],
+                            }
+                        ],
+                    }
+                    for year in (1969, 2020)
+                ]
+            ),
+            1,
+        ),
+        (
+            "pai",
+            "job_id,num_inst,num_gpu,submit_time,duration\n1,9e15,9e15,5,5\n2,1,1,5,5\n",
+            2,
+        ),
+        (
+            "pai",
+            "j1,worker,9e15,Terminated,1000.0,1600.0,600.0,29.0,9e15,MISC\n"
+            "j2,worker,1,Terminated,1000.0,1600.0,600.0,29.0,100,MISC\n",
+            1,
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_is_named_or_counted(read, name, text, line):
+    with pytest.raises(InputError, match=f"line {line}: .*must be between 0"):
+        read(text, name)
+    trace = read(text, name, malformed="skip")
+    assert len(trace.jobs) == 1
+    assert [row.line for row in trace.malformed] == [line]

@@ -5,8 +5,10 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -587,3 +589,57 @@ def test_a_topology_is_a_cluster_by_levels():
 def test_a_claim_that_makes_no_sense_is_refused(fields):
     with pytest.raises(InputError):
         Claim(**{"device": "a", "memory_bytes": 1, **fields})
+
+
+def test_a_ledger_that_is_closed_says_so(tmp_path):
+    book = Ledger(CLUSTER, tmp_path / "ledger.sqlite")
+    book.close()
+    for ask in (book.snapshot, lambda: book.release("a")):
+        with pytest.raises(InputError, match="is closed"):
+            ask()
+
+
+def test_a_file_that_is_shared_in_another_way_is_refused_without_a_cluster_too(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    Ledger(CLUSTER, path, sharing="whole").close()
+    with pytest.raises(InputError, match="shared in another way"):
+        Ledger(path=path, sharing="mig")
+    book = Ledger(path=path, sharing="whole")
+    assert book.reserve("a", [Claim("device0", 1)], version=np.int64(0)).version == 1
+    book.close()
+
+
+def test_who_is_interrupted_after_a_change_reads_it_again(tmp_path):
+    class Interrupted(dict):
+        def pop(self, *_):
+            raise KeyboardInterrupt
+
+    book = Ledger(CLUSTER, tmp_path / "ledger.sqlite")
+    book._jobs = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        book.reserve("a", [Claim("device0", 60)])
+    assert book.snapshot().jobs["a"].version == 1
+    assert why(book.reserve, "b", [Claim("device0", 60)]) == "capacity"
+    book.close()
+
+
+def test_many_may_make_one_ledger_at_once(tmp_path):
+    for turn in range(30):
+        path = tmp_path / f"{turn}.sqlite"
+        barrier = threading.Barrier(4)
+
+        def make(path=path, barrier=barrier):
+            barrier.wait()
+            book = Ledger(CLUSTER, path)
+            book.close()
+            return book.site
+
+        with ThreadPoolExecutor(4) as pool:
+            sites = [future.result() for future in [pool.submit(make) for _ in range(4)]]
+        assert all(site.base == CLUSTER for site in sites)
+
+
+def test_devices_of_a_pool_have_one_memory_in_a_topology_too():
+    devices = (Device("a", 100, pool="p"), Device("b", 50, pool="p"))
+    with pytest.raises(InputError, match="share pool 'p'"):
+        Topology(devices, ("n", "n"), ("s", "s"), LINK)

@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -155,6 +156,9 @@ def test_what_does_not_fit_is_an_answer_and_what_if_says_what_is_missing(shared)
         ("/v1/reserve", {"schema": 1, "job": "a", "claims": [{"device": "x", "memory_bytes": 1}]},
          422, "unknown"),
         ("/v1/release", {"schema": 1, "job": "a"}, 404, "no reservation"),
+        ("/v1/solve", b'{"schema": 1, "graph": "a", "\\ud800": 1}', 422, "unknown"),
+        ("/v1/graphs", b'{"format": "baechi", "type": "OpGraph", "version": 1, "value": '
+         b'{"ops": [{"\\ud800": 1}]}}', 422, "unknown"),
     ],
 )  # fmt: skip
 def test_a_bad_request_is_refused_with_a_reason(shared, path, body, status, says):
@@ -489,3 +493,55 @@ def test_messages_are_equal_bytes_and_come_back():
     body = encode(decision)
     assert decode(body, type(decision)) == decision
     assert encode(decode(body, type(decision))) == body
+
+
+def test_a_ledger_that_is_damaged_is_no_fault_of_the_request(tmp_path):
+    book = Ledger(GRID, tmp_path / "ledger.sqlite")
+    with TestClient(create_app(book, workers=1)) as web:
+        upload(web)
+        body = {"schema": 1, "job": "a", "claims": [{"device": "node0/0", "memory_bytes": 1}]}
+        post(web, "/v1/reserve", body)
+        other = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
+        other.execute("UPDATE jobs SET claims = 'x'")
+        other.execute("UPDATE state SET version = 2")
+        other.close()
+        assert "damaged" in post(web, "/v1/reserve", {**body, "job": "b"}, 503)["message"]
+        post(web, "/v1/solve", {"schema": 1, "graph": GRAPH.digest}, 503)
+        for path in ("/v1/snapshot", "/healthz", "/metrics"):
+            assert web.get(path).status_code == 503
+    book.close()
+
+
+def test_the_client_says_what_is_wrong_in_its_words():
+    for url in ("http://here:99999", "http://here:x"):
+        with pytest.raises(InputError, match="url is"):
+            Client(url)
+    assert Client("http://[::1]")._connection.host == "::1"
+    with pytest.raises(InputError, match="job is 5"):
+        Client().release(5)
+    # What answers is no service: it hangs up, and then talks nonsense.
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+
+        def answer():
+            for text in (b"", b"nonsense\r\n\r\n"):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.recv(65536)
+                    connection.sendall(text)
+
+        done = pool.submit(answer)
+        with pytest.raises(ServiceError, match="no answer"):
+            Client(f"http://127.0.0.1:{listener.getsockname()[1]}").snapshot()
+        done.result()
+
+
+def test_how_devices_are_shared_is_the_ledgers_matter_where_nothing_is_said(start, tmp_path):
+    Ledger(GRID, tmp_path / "ledger.sqlite", sharing="whole").close()
+    for cluster in ((), (tmp_path / "top.json",)):
+        baechi.dump(GRID, tmp_path / "top.json")
+        text = serve(*cluster, "--ledger", tmp_path / "ledger.sqlite", "--sharing", "mig")
+        assert "shared in another way" in text
+    server = start()
+    with Client(server.url) as client:
+        claims = [Claim("node0/0", 1, 1)]
+        assert client.reserve("a", claims).claims == (Claim("node0/0", 2**30),)

@@ -382,3 +382,68 @@ def test_a_forward_needs_no_room_for_gradients_that_come_late():
     )
     demand = Demand.of(OpGraph(ops))
     assert (demand.total_bytes, demand.largest_bytes, demand.single_bytes) == (100, 100, 100)
+
+
+def test_bytes_of_an_op_that_ends_the_step_in_no_time_need_no_room():
+    ops = (Op("a", 10), Op("b", 0, persistent_bytes=100, late_bytes=100))
+    graph = OpGraph(ops, (Tensor(0, (1,), 0),))
+    snapshot = Snapshot(Site.of(grid(1, 1, 2, 0)))
+    assert find(Problem(graph, snapshot.residual())) is not None
+    assert explore(graph, snapshot, Wish())
+
+
+def test_what_is_forbidden_on_the_first_devices_goes_to_others():
+    first = tuple(f"node0/{at}" for at in range(5))
+    alone = Wish(slack_milli=None, constraints=Constraints(forbidden={"op0": first}))
+    assert decide(FAN, Snapshot(Site.of(grid(1, 1, 6, 200))), alone).devices == ("node0/5",)
+    two = Wish(constraints=Constraints(forbidden={"op0": first[:2]}, max_devices=2))
+    snapshot = Snapshot(Site.of(grid(1, 1, 6, 60)))
+    check(FAN, snapshot, two, decide(FAN, snapshot, two))
+
+
+def test_what_is_forbidden_to_an_op_is_forbidden_to_its_group():
+    graph = OpGraph((Op("a", 10, group="g"), Op("b", 10, group="g")))
+    limits = Constraints(forbidden={"a": ("node0/0",), "b": ("node0/1",)})
+    decision = decide(graph, Snapshot(Site.of(grid(1, 1, 3))), Wish(constraints=limits))
+    assert decision.devices == ("node0/2",)
+
+
+def test_a_mig_device_in_the_constraints_is_all_its_instances():
+    site = Site.of(grid(1, 2, 1, 800), "mig")
+    _, after = site.take((Use(), Use()), [Claim("node1/0/3g@4", 1)])
+    snapshot = Snapshot(site, 1, (Use(), after[1]))
+    for limits in (
+        Constraints(excluded=("node0/0",)),
+        Constraints(forbidden={f"op{at}": ("node0/0",) for at in range(8)} | {"sum": ("node0/0",)}),
+        # An instance that somebody has is no mistake.
+        Constraints(excluded=("node0/0", "node1/0/3g@4")),
+    ):
+        decision = decide(FAN, snapshot, Wish(constraints=limits))
+        assert {name.rpartition("/")[0] for name in decision.devices} == {"node1/0"}
+    for limits, says in (
+        (Constraints(pins={"op0": "node0/0"}), "cut into MIG instances"),
+        (Constraints(margins={"node0/0": 1}), "cut into MIG instances"),
+        (Constraints(excluded=("node0/0/3g@1",)), "no device of the cluster"),
+        (Constraints(excluded=("node0/0/3g",)), "no device of the cluster"),
+    ):
+        with pytest.raises(InputError, match=says):
+            explore(FAN, snapshot, Wish(constraints=limits))
+
+
+def test_a_margin_of_a_pool_holds_whichever_of_its_devices_is_chosen():
+    pair = tuple(Device(name, 100, pool="p") for name in ("a", "b"))
+    snapshot = Snapshot(Site.of(Cluster.connected(pair, NEAR)))
+    wish = Wish(constraints=Constraints(margins={"b": 50}))
+    assert explore(OpGraph((Op("op", 10, persistent_bytes=50),)), snapshot, wish)
+    assert not explore(OpGraph((Op("op", 10, persistent_bytes=51),)), snapshot, wish)
+
+
+@pytest.mark.parametrize("same", ["node", "switch"])
+def test_a_node_that_promises_little_is_looked_at_where_no_other_has_room(same):
+    # Of three ops of 30 bytes four nodes hold two, though they have the bytes for three.
+    graph = OpGraph(tuple(Op(f"op{at}", 100, persistent_bytes=30) for at in range(3)))
+    fast = [Device(f"fast{at}", 45) for at in range(8)]
+    slow = [Device(f"slow{at}", 70, 0.5) for at in range(2)]
+    names = [f"n{at // 2}" for at in range(10)]
+    snapshot = Snapshot(Site.of(Topology((*fast, *slow), names, names, NEAR)))
+    assert decide(graph, snapshot, Wish(same=same)).devices == ("slow0", "slow1")

@@ -28,7 +28,9 @@ from baechi.console import (
     RateOption,
     cluster_of,
     describe,
+    is_counted,
     limits_of,
+    refuse,
     say,
     show,
     trace_model,
@@ -114,6 +116,7 @@ app.command()(estimate_commands.calibrate)
 
 @app.command()
 def solve(
+    ctx: typer.Context,
     graph: GraphArgument,
     cluster: Annotated[
         Path | None,
@@ -158,6 +161,11 @@ def solve(
         raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
     if cluster is not None and devices is not None:
         raise InputError(f"give {cluster} or --devices, and not both.")
+    if cluster is not None:
+        refuse(ctx, ("memory",), f"it is that of --devices, and {cluster} says its own.")
+    if cluster is not None and not is_counted(cluster):
+        options = ("latency_us", "overhead_us", "gbytes_per_s")
+        refuse(ctx, options, f"the links are those of {cluster}.")
     link = Link(
         round(latency_us * 1e3), round(gbytes_per_s * 1e9), overhead_ns=round(overhead_us * 1e3)
     )

@@ -221,7 +221,7 @@ def _samples(path: Path) -> "Sequence[int]":
     try:
         rows = [row[0].strip() for row in csv.reader(path.read_text().splitlines()) if row]
         return [int(row) for row in rows if row and row != "duration" and not row.startswith("#")]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, csv.Error) as error:
         raise InputError(f"cannot read GPU-times from {path}: {reason_of(error)}.") from error
 
 

@@ -70,7 +70,7 @@ def _scalar(kind: Any) -> Codec:
     def check(value: Any) -> Any:
         if type(value) is not kind:
             if kind is float and type(value) is int:
-                return float(value)
+                return _as_float(value)
             raise Refusal(f"is {show(value)}; it must be {name}.")
         if kind is int and not -INT64_MAX <= value <= INT64_MAX:
             raise Refusal(f"is {show(value)}; it does not fit 64 bits.")
@@ -81,6 +81,13 @@ def _scalar(kind: Any) -> Codec:
         return value
 
     return Codec(name, check, check)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise Refusal(f"is {show(value)}, which is too large.") from None
 
 
 def _union(members: tuple[Any, ...]) -> Codec:
@@ -217,7 +224,8 @@ def _record(kind: type) -> Codec:
                     raise Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
                 found[name] = codec.read(entry)
             except Refusal as refusal:
-                refusal.path.append(f".{name}")
+                # A name that is none may hold what cannot be written.
+                refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
                 raise
         for name, default in defaults.items():
             if default is MISSING and name not in found:

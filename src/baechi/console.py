@@ -2,6 +2,7 @@
 
 import errno
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,6 +88,14 @@ def known_optimizer(name: str) -> str:
     return name
 
 
+def refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Say that options are given that the others leave without a meaning."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--{name.replace('_', '-')} means nothing here: {why}")
+
+
 OutOption = Annotated[
     Path | None, typer.Option("-o", "--out", help="Write the result here.", callback=writable)
 ]
@@ -165,10 +174,14 @@ def limits_of(
     return None if limits == Constraints() else limits
 
 
+def is_counted(cluster: Path) -> bool:
+    """Whether it is a count and a kind, and no file."""
+    return str(cluster).partition("x")[0].isdigit() and not cluster.exists()
+
+
 def cluster_of(text: Path, link: Link) -> Cluster:
     """The cluster in a file, or a count and a kind such as `8xH100-SXM-80GB`, joined by `link`."""
-    counted = str(text).partition("x")[0].isdigit() and not text.exists()
-    return device_kinds.cluster(str(text), link) if counted else load(text, Cluster)
+    return device_kinds.cluster(str(text), link) if is_counted(text) else load(text, Cluster)
 
 
 def trace_model(model: str) -> Traced:

@@ -1,7 +1,7 @@
 """Devices, links and clusters: what is *left* of a machine, as plain numbers."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Final, final
@@ -43,7 +43,7 @@ class Device:
         memory_bytes = parse_bytes(self.memory_bytes, what=f"memory of device {self.name!r}")
         object.__setattr__(self, "memory_bytes", memory_bytes)
         numeric = isinstance(self.speed, int | float) and not isinstance(self.speed, bool)
-        if not numeric or not math.isfinite(self.speed) or self.speed <= 0:
+        if not numeric or not _is_finite(self.speed) or self.speed <= 0:
             raise InputError(
                 f"speed of device {self.name!r} is {self.speed!r}; it must be a positive, finite "
                 "number (1.0 is a whole device). Leave out a device that has no compute left."
@@ -81,7 +81,7 @@ class Link:
             object.__setattr__(self, name, check_count(getattr(self, name), f"{name} of a link"))
         rate = self.bytes_per_s
         numeric = isinstance(rate, float) or hasattr(rate, "__index__")
-        if not numeric or isinstance(rate, bool) or not math.isfinite(rate) or rate < 1:
+        if not numeric or isinstance(rate, bool) or not _is_finite(rate) or rate < 1:
             raise InputError(
                 f"bytes_per_s of a link is {rate!r}; it must be a finite rate of at least 1. "
                 "Where there is no path, give None instead of a Link."
@@ -143,16 +143,7 @@ class Cluster:
                 raise InputError(f"a link is {wrong!r}; give a baechi.Link or None.")
         if self.ports not in PORTS:
             raise InputError(f"ports is {self.ports!r}; it must be one of {', '.join(PORTS)}.")
-        memory_of_pool: dict[str, Device] = {}
-        for device in devices:
-            if device.pool:
-                first = memory_of_pool.setdefault(device.pool, device)
-                if first.memory_bytes != device.memory_bytes:
-                    raise InputError(
-                        f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
-                        f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
-                        "give both the pool's memory."
-                    )
+        check_pools(devices)
 
     @property
     def uniform_link(self) -> Link | None:
@@ -193,6 +184,24 @@ class Cluster:
         return Cluster(tuple(devices), tuple(links), ports)
 
 
+def check_pools(devices: Iterable[Device]) -> None:
+    """Passes devices whose pools have one memory each.
+
+    Raises:
+        InputError: Two devices of a pool differ in their memory.
+    """
+    memory_of_pool: dict[str, Device] = {}
+    for device in devices:
+        if device.pool:
+            first = memory_of_pool.setdefault(device.pool, device)
+            if first.memory_bytes != device.memory_bytes:
+                raise InputError(
+                    f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
+                    f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
+                    "give both the pool's memory."
+                )
+
+
 def check_size(n: object) -> int:
     """`n`, if a cluster may have so many devices.
 
@@ -207,6 +216,13 @@ def check_size(n: object) -> int:
             f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
         )
     return n
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:

@@ -28,8 +28,12 @@ def serve(
         typer.Option(help="Keep reservations in this file; in memory if absent."),
     ] = None,
     sharing: Annotated[
-        str, typer.Option(help="How devices are shared: fractional, whole or mig.")
-    ] = "fractional",
+        str | None,
+        typer.Option(
+            help="How devices are shared: fractional, whole or mig; if absent, as in the ledger, "
+            "and fractional in a new one."
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8642,
     token_file: Annotated[
@@ -81,7 +85,7 @@ def serve(
         )
     listener = _listener(host, port)
     try:
-        book = Ledger(base, ledger, sharing=sharing if base is not None else None)
+        book = Ledger(base, ledger, sharing=sharing)
     except BaseException:
         listener.close()
         raise
@@ -133,8 +137,8 @@ def _listener(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise InputError(f"cannot listen on {host}: {error.strerror}.") from error
+    except (OSError, UnicodeError) as error:
+        raise InputError(f"cannot listen on {host}: {reason_of(error)}.") from error
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from baechi.devices import PORTS, Cluster, Device, Link
+from baechi.devices import PORTS, Cluster, Device, Link, check_pools
 from baechi.errors import InputError
 from baechi.units import parse_bytes
 from baechi.values import check_name
@@ -34,7 +34,7 @@ class Topology:
 
     Raises:
         InputError: No devices, two of one name, a list of another length, a node under two
-            switches, or an unknown `ports`.
+            switches, an unknown `ports`, or devices of one pool with different memory.
     """
 
     devices: tuple[Device, ...]
@@ -78,6 +78,7 @@ class Topology:
                 raise InputError(f"{what} is {link!r}; give a baechi.Link or None.")
         if self.ports not in PORTS:
             raise InputError(f"ports is {self.ports!r}; it must be one of {', '.join(PORTS)}.")
+        check_pools(self.devices)
 
     def cluster(self, where: Sequence[int] | None = None) -> Cluster:
         """The cluster of the devices at these places, in this order; of all if absent.

@@ -10,7 +10,7 @@ _BYTES = {
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgtp", start=1)},
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
 }
-_SIZE = re.compile(r"\s*(\d+)(?:\.(\d+))?\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d{1,99})(?:\.(\d{1,99}))?\s*([a-z]*)\s*", re.IGNORECASE)
 _INT64_MAX = 2**63 - 1
 
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from itertools import accumulate, islice, zip_longest
 from typing import Final, final
 
+from baechi.constraints import Constraints
 from baechi.devices import Cluster, Device
 from baechi.errors import InputError
 from baechi.graph import OpGraph
-from baechi.problem import Problem
+from baechi.problem import LIMIT, Problem
 from baechi.scheduling.claims import Room
 from baechi.scheduling.snapshot import Site
 from baechi.scheduling.wishes import Wish
@@ -55,7 +56,7 @@ class Demand:
     Attributes:
         work_ns: The time of all ops, by kind of device.
         chain_ns: The time of the longest chain of ops, by kind of device.
-        total_bytes: What all groups keep for the whole step.
+        total_bytes: What all groups keep for the whole step, or hold together at its end.
         largest_bytes: What one group needs when one of its ops runs, at most.
         single_bytes: What one device needs for all of it.
     """
@@ -78,6 +79,9 @@ class Demand:
         for times in tables.values():
             # What takes no time holds nothing while it runs.
             running = [nbytes if time else 0 for nbytes, time in zip(running, times, strict=True)]
+        # What comes late is there at the end, with all else, unless its op takes no time.
+        timed = [all(row) for row in zip(*tables.values(), strict=True)]
+        late = sum(op.late_bytes for op, takes in zip(graph.ops, timed, strict=True) if takes)
         kept: dict[str, int] = {}
         most: dict[str, int] = {}
         for index, op in enumerate(explicit.ops):
@@ -87,7 +91,7 @@ class Demand:
         return Demand(
             {kind: sum(times) for kind, times in tables.items()},
             {kind: _chain(graph, times) for kind, times in tables.items()},
-            sum(op.persistent_bytes for op in graph.ops),
+            sum(op.persistent_bytes for op in explicit.ops) + late,
             max((nbytes + most[key] for key, nbytes in kept.items()), default=0),
             _single(graph),
         )
@@ -119,11 +123,8 @@ def candidates(
         InputError: The wish asks for one node or switch, and the site does not know them.
     """
     limits = wish.constraints
-    usable = [at for at, room in enumerate(rooms) if room.device.name not in limits.excluded]
-    names = {rooms[at].device.name: at for at in usable}
-    if not set(limits.pins.values()) <= names.keys():
-        return
-    needed = sorted({names[name] for name in limits.pins.values()})
+    usable = _usable(rooms, limits)
+    needs = _Needs(rooms, limits)
     work = {at: _time(demand.work_ns, rooms[at]) for at in usable}
     memory = {
         at: max(0, rooms[at].device.memory_bytes - limits.margins.get(rooms[at].device.name, 0))
@@ -133,7 +134,9 @@ def candidates(
     roomy = sorted(usable, key=lambda at: (-memory[at], work[at], at))
     most = min(len(usable), limits.max_devices or len(usable))
     # The fastest single devices that hold all: no decision is slower than the best of them.
-    single = [at for at in ranked if needed in ([], [at]) and memory[at] >= demand.total_bytes]
+    single = [
+        at for at in ranked if memory[at] >= demand.total_bytes and needs.of([at]) is not None
+    ]
     # Where none holds all in the order of indices, another order may need less.
     alone = [at for at in single if memory[at] >= demand.single_bytes] or single
     by_size: dict[int, list[Candidate]] = {
@@ -143,7 +146,8 @@ def candidates(
         for order in (ranked, roomy):
             offered: dict[int, list[Candidate]] = {}
             for members in _grouped(level, rooms, order):
-                if not set(needed) <= set(members):
+                needed = needs.of(members)
+                if needed is None:
                     continue
                 rows = [*needed, *(at for at in members if at not in needed)]
                 least = max(2, len(needed))
@@ -152,13 +156,60 @@ def candidates(
             for size, found in offered.items():
                 found.sort(key=lambda row: (row.promise_ns, -row.memory_bytes, row.rooms))
                 by_size.setdefault(size, []).extend(found[:_OFFERED])
-    forbidden = [set(row) for row in limits.forbidden.values()]
     # One of each size, then the second of each, and so on; powers of two before what is between.
     sizes = sorted(by_size, key=lambda size: (size & (size - 1) != 0, size))
-    for row in _dealt([by_size[size] for size in sizes]):
-        here = {rooms[at].device.name for at in row.rooms}
-        if not any(here <= banned for banned in forbidden):
-            yield row
+    yield from _dealt([by_size[size] for size in sizes])
+
+
+def parts(site: Site, rooms: Sequence[Room], wish: Wish) -> list[tuple[int, ...]]:
+    """All rooms of each node or switch, as the wish has it, or of the cluster; most memory first.
+
+    Without those where the constraints leave an op no place.
+    """
+    limits = wish.constraints
+    needs = _Needs(rooms, limits)
+    level = _levels(site, wish.same)[-1]
+    found = [
+        tuple(row)
+        for row in _grouped(level, rooms, _usable(rooms, limits))
+        if row and needs.of(row) is not None
+    ]
+    return sorted(found, key=lambda row: (-sum(rooms[at].device.memory_bytes for at in row), row))
+
+
+def _usable(rooms: Sequence[Room], limits: Constraints) -> list[int]:
+    excluded = set(limits.excluded)
+    return [at for at, room in enumerate(rooms) if room.device.name not in excluded]
+
+
+@final
+class _Needs:
+    """What of some rooms the constraints cannot do without."""
+
+    def __init__(self, rooms: Sequence[Room], limits: Constraints) -> None:
+        self._names = [room.device.name for room in rooms]
+        self._targets = sorted(set(limits.pins.values()))
+        # Most ops are forbidden the same.
+        self._banned = [frozenset(row) for row in sorted(set(limits.forbidden.values()))]
+
+    def of(self, members: Sequence[int]) -> list[int] | None:
+        """The targets of pins, and the first room where what is forbidden elsewhere may go.
+
+        In that order; `None` where one of them is not among the rooms.
+        """
+        if not self._targets and not self._banned:
+            return []
+        names = {self._names[at]: at for at in members}
+        if not all(name in names for name in self._targets):
+            return None
+        chosen = sorted(names[name] for name in self._targets)
+        for banned in self._banned:
+            if all(self._names[at] in banned for at in chosen):
+                other = next((at for name, at in names.items() if name not in banned), None)
+                if other is None:
+                    return None
+                chosen.append(other)
+        return chosen
 
 
 def _levels(site: Site, same: str) -> list[tuple[str, ...] | None]:
@@ -229,7 +280,8 @@ def _prefixes(
 
 
 def _time(table: Mapping[str, int], room: Room) -> int:
-    return int(table.get(room.device.kind, table[""]) / room.device.speed)
+    # Of a device that has next to no compute left the quotient may be endless.
+    return int(min(table.get(room.device.kind, table[""]) / room.device.speed, LIMIT))
 
 
 def _dealt(rows: Sequence[Sequence[Candidate]]) -> Iterator[Candidate]:

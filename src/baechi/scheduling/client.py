@@ -57,7 +57,12 @@ class Client:
             http.client.HTTPConnection
         )  # fmt: skip
         self._url = url
-        self._connection = kind(parts.hostname, parts.port, timeout=timeout_s)
+        try:
+            port = parts.port
+        except ValueError as error:
+            raise InputError(f"url is {url!r}: {error}.") from error
+        # Given a port, it does not look for one in an IPv6 address.
+        self._connection = kind(parts.hostname, port or kind.default_port, timeout=timeout_s)
         self._base = parts.path.rstrip("/")
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._lock = threading.Lock()
@@ -151,7 +156,7 @@ class Client:
                 self._connection.close()
                 try:
                     status, answer = self._sent(method, path, body, headers)
-                except OSError as error:
+                except (OSError, http.client.HTTPException) as error:
                     self._connection.close()
                     raise ServiceError(f"no answer from {self._url}: {error}.", 0) from error
             except (OSError, http.client.HTTPException) as error:

@@ -28,10 +28,10 @@ from baechi.placers.heft import HEFT
 from baechi.placers.packing import arrangements, is_hopeless
 from baechi.problem import Problem
 from baechi.restrictions import known_to
-from baechi.scheduling.candidates import Candidate, Demand, candidates
+from baechi.scheduling.candidates import Candidate, Demand, candidates, parts
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
 from baechi.scheduling.snapshot import Snapshot, claims_of
-from baechi.scheduling.wishes import Wish
+from baechi.scheduling.wishes import Wish, meant
 from baechi.simulation import replay
 from baechi.solving import EVERY, ample_bytes, find, grown
 from baechi.units import format_bytes
@@ -152,7 +152,7 @@ def explore(
     if not graph.ops:
         raise InputError("the graph has no ops; there is nothing to place.")
     rooms = snapshot.rooms(wish.share_milli)
-    _check_names(snapshot, rooms, wish.constraints)
+    wish = meant(wish, graph, snapshot.site, rooms)
     found: list[_Found] = []
     untried: list[Candidate] = []
     left = _TRIED[wish.effort] if tried is None else tried
@@ -191,6 +191,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
     """
     rooms = snapshot.rooms(wish.share_milli)
     snapshot.part(rooms)
+    wish = meant(wish, graph, snapshot.site, rooms)
     nothing = replace(Demand.of(graph), total_bytes=0, largest_bytes=0, single_bytes=0)
     rows = list(candidates(nothing, snapshot.site, rooms, wish))
     if not rows:
@@ -250,15 +251,6 @@ def _missing(problem: Problem) -> InfeasibleError:
     return InfeasibleError(text, subject, max(needs), left, high, name)
 
 
-def _check_names(snapshot: Snapshot, rooms: Sequence[Room], limits: Constraints) -> None:
-    known = {*snapshot.site.index, *(room.device.name for room in rooms)}
-    named = {*limits.pins.values(), *limits.excluded, *limits.margins}
-    named.update(name for row in limits.forbidden.values() for name in row)
-    unknown = sorted(named - known)
-    if unknown:
-        raise InputError(f"the constraints name {unknown[0]!r}, which is no device of the cluster.")
-
-
 def _problem(
     graph: OpGraph, snapshot: Snapshot, rooms: Sequence[Room], chosen: Sequence[int], wish: Wish
 ) -> Problem:
@@ -285,7 +277,7 @@ def _solved(
     untried: Sequence[Candidate],
     wish: Wish,
 ) -> list[_Found]:
-    """What fits on the sets with the most memory, or on all that is left.
+    """What fits on the sets with the most memory, or on all that is left of a part of the cluster.
 
     A device without memory may still help: ops that need none go there, and others meet elsewhere.
 
@@ -294,9 +286,9 @@ def _solved(
     """
     ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.promise_ns))
     sets = [row.rooms for row in ranked[:_SOLVED]]
-    everything = tuple(range(len(rooms)))
-    if untried and not wish.same and everything not in sets:
-        sets.append(everything)
+    if untried:
+        whole = parts(snapshot.site, rooms, wish)[:_SOLVED]
+        sets += [row for row in whole if row not in sets]
     problems = [(row, _problem(graph, snapshot, rooms, row, wish)) for row in sets]
     problems = [(row, problem) for row, problem in problems if not is_hopeless(problem)]
     for solver in (_packed,) if wish.effort == "fast" else (_packed, find):

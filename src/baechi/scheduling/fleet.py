@@ -101,7 +101,8 @@ class Fleet:
         """`switches` of `nodes` each of `gpus_per_node` GPUs, each GPU cut into `slices` if given.
 
         Raises:
-            InputError: A count below 1, more than `MAX_GPUS`, or slices that are more than a GPU.
+            InputError: A count below 1, more than `MAX_GPUS`, or slices that are more than a GPU or
+                have no memory where it has.
         """
         for what, count in (
             ("switches", switches),
@@ -117,6 +118,10 @@ class Fleet:
             raise InputError(
                 f"slices of {', '.join(str(piece.share) for piece in slices)} thousandths are more "
                 f"than a GPU's {WHOLE}."
+            )
+        if memory_bytes is not None and any(piece.memory_bytes is None for piece in slices):
+            raise InputError(
+                "memory is that of a whole GPU, but a slice has none; give it its own."
             )
         held = sum(piece.memory_bytes or 0 for piece in slices)
         if memory_bytes is not None and held > memory_bytes:

@@ -63,6 +63,11 @@ class Ledger:
         self._uses: list[Use] = []
         self._jobs: dict[str, Reservation] = {}
         try:
+            if sharing is not None and Site.of(self._site.base, sharing) != self._site:
+                raise InputError(
+                    f"the devices of ledger {self._store.name} are shared in another way than "
+                    f"{sharing!r}; leave sharing out to take them as they are."
+                )
             self.snapshot()
         except BaseException:
             self._store.close()
@@ -113,7 +118,7 @@ class Ledger:
         _check_label(job, "job")
         rows = check_row(claims, "claims", Claim)
         if version is not None:
-            check_count(version, "version of a snapshot")
+            version = check_count(version, "version of a snapshot")
 
         def decide() -> _Change:
             if job in self._jobs:
@@ -176,13 +181,14 @@ class Ledger:
                 self._store.advance(self._version + 1, after)
                 if request_id:
                     self._store.keep_answer(request_id, question, reservation)
-            # It is on the disk: only now it counts here.
-            self._version += 1
+            # It is on the disk: only now it counts here. The version comes last: who is interrupted
+            # before reads the file again.
             for place, use in after.items():
                 self._uses[place] = use
             released = self._jobs.pop(reservation.job, None) is not None
             if not released:
                 self._jobs[reservation.job] = reservation
+            self._version += 1
             return reservation
 
     def _check_fresh(self, places: Iterable[int], version: int) -> None:

@@ -179,9 +179,16 @@ ANSWERS: Final = (GraphAnswer, SolveAnswer, WhatIf, Reservation, SnapshotAnswer,
 
 
 def encode(value: object) -> bytes:
-    """A message; equal values give equal bytes."""
+    """A message; equal values give equal bytes.
+
+    Raises:
+        InputError: A value in it is of another type than its field.
+    """
     kind: Any = type(value)
-    raw = codec(kind).write(value)
+    try:
+        raw = codec(kind).write(value)
+    except Refusal as refusal:
+        raise InputError(f"cannot send this {kind.__name__}: {refusal.text()}") from refusal
     text = json.dumps({"schema": SCHEMA, **raw}, separators=(",", ":"), sort_keys=True)
     return text.encode()
 

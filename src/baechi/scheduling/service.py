@@ -38,7 +38,7 @@ from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
 from baechi import __version__
-from baechi.errors import BaechiError, ReservationError
+from baechi.errors import BaechiError, FormatError, ReservationError
 from baechi.scheduling import messages
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.messages import (
@@ -197,7 +197,7 @@ class _Service:
 
     async def _think(self, request: SolveRequest | WhatIfRequest) -> Response:
         text = self._graphs.get(request.graph)
-        now = await run_in_threadpool(self._ledger.snapshot)
+        now = await _of_ledger(self._ledger.snapshot)
         jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
         state = State(now.version, now.uses, dict(jobs))
         question = Question(request.graph, None, self._limits, request, state)
@@ -222,19 +222,19 @@ class _Service:
         )
 
     async def _changed(self, change: Callable[[], Reservation]) -> Response:
-        reservation = await run_in_threadpool(change)
+        reservation = await _of_ledger(change)
         return Response(encode(reservation), media_type=_JSON)
 
     async def _snapshot(self, _: Request) -> Response:
-        now = await run_in_threadpool(self._ledger.snapshot)
+        now = await _of_ledger(self._ledger.snapshot)
         return Response(encode(snapshot_answer(now)), media_type=_JSON)
 
     async def _healthz(self, _: Request) -> Response:
-        now = await run_in_threadpool(self._ledger.snapshot)
+        now = await _of_ledger(self._ledger.snapshot)
         return Response(f'{{"status":"ok","version":{now.version}}}', media_type=_JSON)
 
     async def _scrape(self, _: Request) -> Response:
-        page = await run_in_threadpool(self._metrics.page)
+        page = await _of_ledger(self._metrics.page)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     def _route(
@@ -359,6 +359,14 @@ class _Metrics:
         self._gauges["claimed_bytes"].set(sum(claim.memory_bytes for claim in claims))
         self._gauges["claimed_devices"].set(sum(claim.share_milli for claim in claims) / 1000)
         return generate_latest(self._registry)
+
+
+async def _of_ledger(ask: Callable[[], _T]) -> _T:
+    """What the ledger says; that its file is damaged is no fault of the request."""
+    try:
+        return await run_in_threadpool(ask)
+    except FormatError as error:
+        raise LimitError(str(error), 503) from error
 
 
 def _content(kind: Any) -> dict[str, Any]:

@@ -21,9 +21,10 @@ from functools import partial
 from baechi.errors import InputError
 from baechi.scheduling.ends import Ends
 from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.jobs import Job
+from baechi.scheduling.jobs import WHOLE, Job
 from baechi.scheduling.offers import RoomOffer, admission, held_by, shape_of
 from baechi.scheduling.policies import Policy
+from baechi.scheduling.progress import Progress
 from baechi.scheduling.results import Result
 from baechi.scheduling.rooms import Counter, Grant, Machines, Room
 from baechi.scheduling.runs import Run
@@ -61,8 +62,8 @@ def simulate_cluster(
         progress: Called with the jobs that are done and all jobs, after events.
 
     Raises:
-        InputError: Two jobs of one name, or a scheme that cannot count with shared GPUs, or a
-            policy that starts nothing on an idle cluster.
+        InputError: Two jobs of one name, or GPUs that are shared, slices or of another speed where
+            they are only counted, or a policy under which nothing starts or ends any more.
     """
     check_count(preempt_cost, "preempt_cost")
     check_count(restart_cost, "restart_cost")
@@ -73,10 +74,11 @@ def simulate_cluster(
         names.add(job.name)
     sharing = sharing if sharing is not None else Exclusive()
     scheme = None if policy.only_counts else scheme
-    if scheme is None and (sharing.most > 1 or len({gpu.share for gpu in fleet.gpus}) > 1):
+    whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
+    if scheme is None and (sharing.most > 1 or not whole):
         raise InputError(
-            "counting tells no GPU from another, so jobs cannot share one: give a scheme, such as "
-            "least-loaded."
+            "counting tells no GPU from another and takes each for a whole one of speed 1, so jobs "
+            "cannot share one, and none may be a slice: give a scheme, such as least-loaded."
         )
     room = partial(_empty, fleet, sharing, scheme, seed, {} if memo is None else memo)
     simulation = _Simulation(fleet, copy.deepcopy(policy), room, preempt_cost + restart_cost)
@@ -112,6 +114,7 @@ class _Simulation:
         self._selects = False
         self._waiting = 0
         self._done: list[Run] = []
+        self._progress = Progress()
         self._hopeless: set[object] = set()  # shapes that found no room since a job last left
 
     def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> Result:
@@ -151,6 +154,12 @@ class _Simulation:
                 raise InputError(
                     f"policy {self._policy.name!r} leaves {self._waiting} jobs waiting on an idle "
                     "cluster for ever."
+                )
+            moves = bool(ended or arrived or place < len(runs))
+            if self._progress.is_stuck(runs, now, moves=moves):
+                raise InputError(
+                    f"under policy {self._policy.name!r} jobs lose by preemptions what they get "
+                    "done, and would never end; lower what preempting and restarting cost."
                 )
             counted = (self._waiting, len(self._running), len(self._done))
             rows.append((now, *self._room.row(), *counted))

@@ -109,7 +109,10 @@ class Baechi(Scheme):
         memory = tuple(row.nbytes for row in left)
         question = (*self._asked(job, graph), shape_of(left))
         refused = room.refused.setdefault((*self._asked(job, graph), most), [])
-        if any(all(map(operator.le, memory, before)) for before in refused):
+        if any(
+            len(memory) <= len(before) and all(map(operator.le, memory, before))
+            for before in refused
+        ):
             return None
         if question not in room.memo:
             room.memo[question] = solved(job, graph, left, self.links, self.effort)
@@ -158,6 +161,8 @@ class AsPlaced(Scheme):
         answer = room.memo[question]
         assert isinstance(answer, Grant), "a placement did not fit ample memory"
         gpus = tuple(grant.gpus[place] for place in answer.gpus)
+        if not all(map(room.admits, gpus, answer.parts)):
+            return None
         return Grant(gpus, answer.parts, answer.rate)
 
 

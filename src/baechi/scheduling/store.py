@@ -87,7 +87,8 @@ class Store:
             raise InputError(f"cannot open ledger {self.name}: {error}.") from error
         try:
             with self._guarded():
-                self._check_ours()
+                with self.transaction(write=False):  # somebody may be making it
+                    self._check_ours()
                 if path is not None:
                     self._file.execute("PRAGMA journal_mode = WAL")
                 self._file.execute("PRAGMA synchronous = FULL")
@@ -192,7 +193,11 @@ class Store:
         except BaechiError:
             raise
         except sqlite3.DatabaseError as error:
-            if error.sqlite_errorcode & 0xFF not in _PASSING:
+            # What Python itself says has no code: the file was closed, or holds no text.
+            code = getattr(error, "sqlite_errorcode", None)
+            if code is None and isinstance(error, sqlite3.ProgrammingError):
+                raise InputError(f"ledger {self.name} is closed; open it again.") from error
+            if code is None or code & 0xFF not in _PASSING:
                 raise self.damaged(error) from error
             # The file is whole, and what failed did not happen.
             text = (

@@ -74,6 +74,13 @@ def jobs_of(
             yield line, read(row)
         except (BadEntryError, NoGpuError) as error:
             yield line, error
+        except InputError as error:
+            yield line, refused(error)
+
+
+def refused(error: InputError) -> BadEntryError:
+    """What is wrong with an entry whose fields are right one by one, but make no job."""
+    return BadEntryError(str(error).rstrip("."))
 
 
 def number_in(row: dict[str, str], column: str) -> float:

@@ -18,6 +18,7 @@ from baechi.scheduling.trace_entries import (
     jobs_of,
     name_in,
     number_in,
+    refused,
     rows_of,
 )
 
@@ -79,6 +80,8 @@ def _philly(text: str, path: Path) -> Iterator[Entry]:
                 yield number, _of_philly(entry)
             except (BadEntryError, NoGpuError) as error:
                 yield number, error
+            except InputError as error:
+                yield number, refused(error)
 
     return _from_zero(read())
 
@@ -154,19 +157,20 @@ def _pai_jobs(rows: Iterator[tuple[int, Row]]) -> Iterator[Entry]:
             continue
         try:
             task = _of_task(row)
+            first, other = found.get(task.name, (line, None))
+            found[task.name] = first, task if other is None else _added(other, task)
         except (BadEntryError, NoGpuError) as error:
             unread.append((line, error))
-            continue
-        if task.name in found:
-            first, other = found[task.name]
-            start = min(task.submit_time, other.submit_time)
-            end = max(job.submit_time + job.duration for job in (task, other))
-            share = max(task.compute, other.compute)
-            gpus = task.gpus + other.gpus
-            found[task.name] = first, Job(task.name, gpus, start, end - start, compute=share)
-        else:
-            found[task.name] = line, task
+        except InputError as error:
+            unread.append((line, refused(error)))
     yield from sorted([*unread, *found.values()], key=lambda entry: entry[0])
+
+
+def _added(one: Job, other: Job) -> Job:
+    start = min(one.submit_time, other.submit_time)
+    end = max(job.submit_time + job.duration for job in (one, other))
+    share = max(one.compute, other.compute)
+    return Job(one.name, one.gpus + other.gpus, start, end - start, compute=share)
 
 
 def _of_task(row: dict[str, str]) -> Job:

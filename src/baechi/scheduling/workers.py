@@ -71,7 +71,7 @@ class Workers:
     Args:
         count: How many.
         site: What questions are about.
-        seconds: Time for one answer, waiting for a worker included.
+        seconds: Time for one answer, and as much to wait for a worker before.
         waiting: Questions that may wait.
     """
 
