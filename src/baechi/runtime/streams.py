@@ -17,7 +17,8 @@ Whose memory a tensor is, and when it goes back, without `record_stream`:
   So are the gradients that the caller gives. Backward holds again what autograd has saved of it.
 - What the caller gets is copied to memory of his stream if it may be another's; but not the
   gradients of parameters: whoever uses these writes the parameters next, after all of this step.
-- A phase begins after the caller's streams. So what he lets go of between two calls is done.
+- A phase begins after the caller's streams, and after those of who called before, where copies of
+  his results may still be made. So what is let go of between two calls is done.
 """
 
 import contextlib
@@ -89,8 +90,11 @@ class CudaExecutor:
         self._bound = bound
         self._places = tuple(places)
         self._graphs = graphs
-        self._busy = threading.Lock()
+        # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
+        # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
+        self._busy = threading.RLock()
         self._fence = Fence()
+        self._before: tuple[torch.cuda.Stream, ...] = ()  # of who called last
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
         used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
@@ -258,7 +262,9 @@ class CudaExecutor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
         way: _Way = step.own
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
-        if tensor.device == place and step.meter is not None:
+        if step.meter is not None and tensor.device != place:
+            step.meter.sent(tensor)
+        elif step.meter is not None:
             tensor = step.meter.copy(row.dst, tensor)
         if tensor.device == place:
             moved = tensor
@@ -272,13 +278,17 @@ class CudaExecutor:
             # queued on that of its destination, which then waits for it (torch,
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
             # nobody who computes.
-            part = once(tensor)
-            room, moved = self._landings.room(part, tensor, place, key, statics)
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
-                # Dense first: a strided copy across devices is a slow kernel.
-                room.data.copy_(part.contiguous(), non_blocking=True)
+                if tensor.layout is torch.strided:
+                    part = once(tensor)
+                    room, moved = self._landings.room(part, tensor, place, key, statics)
+                    # Dense first: a strided copy across devices is a slow kernel.
+                    dense = part if part.stride() == room.stride() else part.clone()
+                    room.data.copy_(dense, non_blocking=True)
+                else:
+                    moved = tensor.to(place)
         if reader is not None:
             way.held.add(moved)
         return moved
@@ -341,10 +351,14 @@ class CudaExecutor:
             return
         callers = self._callers(way)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._fence.join(callers, [*callers, *lanes])
+        # What others launched may not be waited for in a graph that the caller captures.
+        inside = torch.cuda.is_current_stream_capturing()
+        before = self._before if (lanes or way.replayed) and not inside else ()
+        self._fence.join([*callers, *before], [*callers, *lanes])
         try:
             yield
         finally:
+            self._before = () if inside else tuple(callers)
             self._fence.join([*callers, *lanes], [*callers, *lanes])
 
 
