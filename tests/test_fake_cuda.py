@@ -187,3 +187,28 @@ def test_a_step_goes_backward_inside_of_another(monkeypatch: pytest.MonkeyPatch)
     assert found == ["done"]
     for parameter, gradient in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Twice(nn.Module):
+    """Reads its input on two lanes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.neg().exp() + x.sin().cos()
+
+
+def test_gradients_that_are_added_up_last_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread adds up on streams of its own on all GPUs but one."""
+    x = torch.randn(2, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(Twice()(x).sum(), x)
+    for seed in range(3):
+        placed = at_random(Twice(), (x,), seed=seed)
+        with sanitized(monkeypatch) as sanitizer:
+            on_streams(placed, graphs=False)
+            loss = placed(x).sum()
+            other = Stream()
+            other.wait_stream(sanitizer.current)
+            with torch.cuda.stream(other):
+                (gradient,) = torch.autograd.grad(loss, x)
+            gradient = gradient.clone()
+        assert not sanitizer.found
+        torch.testing.assert_close(gradient, expected)

@@ -149,6 +149,12 @@ class CudaExecutor:
     def close(self) -> None:
         """Nothing runs between calls."""
 
+    def meet(self, step: Step) -> None:
+        """Let the streams of who calls, and of who called the forward, wait for each other."""
+        if self._gpus:
+            with self._busy:
+                self._fence.join(streams := self._callers(step.own), streams)
+
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
 
@@ -326,9 +332,8 @@ class CudaExecutor:
                 torch._foreach_copy_(fresh, list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
                 step.grads[slot] = copied
-        if by_place and self._gpus:
-            streams = self._callers(way)
-            self._fence.join(streams, streams)
+        if by_place:
+            self.meet(step)
 
     def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
         """Whether its memory may be another stream's than the caller's, or a graph's."""
