@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from baechi.runtime.holding import Held
 from baechi.runtime.nodes import Way
 from baechi.runtime.replays import WARM_UP
 from baechi.runtime.streams import CudaExecutor
+from baechi.runtime.tapes import TapeCode
 from fake_cuda import Gpu, Stream, sanitized
 from placed import again_at_random, at_random
 from recording import CpuRecorder
@@ -150,3 +152,85 @@ def test_what_is_left_out_is_found(
     assert not found_in_two_steps(traced, monkeypatch)
     monkeypatch.setattr(owner, name, lambda *_: None)
     assert any(complaint in text for text in found_in_two_steps(traced, monkeypatch))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_calls_from_one_stream_after_another_wait_for_what_is_still_read(
+    graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Results of the last call may still be copied on its stream, from memory of the lanes."""
+    torch.manual_seed(0)
+    model, x = Chains(), torch.randn(2, 16)
+    with torch.no_grad():
+        expected = model(x)
+    placed = at_random(model, (x,), seed=6)
+    with sanitized(monkeypatch) as sanitizer, torch.no_grad():
+        on_streams(placed, graphs)
+        results = []
+        for _ in range(WARM_UP + 3):
+            stream = Stream()
+            stream.wait_stream(sanitizer.current)
+            with torch.cuda.stream(stream):
+                results.append(placed(x))
+    assert not sanitizer.found
+    for result in results:
+        torch.testing.assert_close(result, expected)
+
+
+def test_a_step_goes_backward_inside_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a GPU's thread of autograd waits for another GPU, and takes what comes first."""
+    torch.manual_seed(0)
+    model, x = Chains(), torch.randn(2, 16)
+    (2 * model(x).sum()).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad()
+    placed = at_random(model, (x,), seed=6)
+    found: list[str] = []
+
+    def both() -> None:
+        with sanitized(monkeypatch) as sanitizer:
+            on_streams(placed, graphs=False)
+            first, second = placed(x).sum(), [placed(x).sum()]
+            usual = TapeCode.backward
+
+            def interrupted(tape: TapeCode, step: Any) -> None:
+                usual(tape, step)
+                if second:
+                    second.pop().backward()
+
+            monkeypatch.setattr(TapeCode, "backward", interrupted)
+            first.backward()
+        found.extend(sanitizer.found)
+        found.append("done")
+
+    thread = threading.Thread(target=both, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert found == ["done"]
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+class Twice(nn.Module):
+    """Reads its input on two lanes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.neg().exp() + x.sin().cos()
+
+
+def test_gradients_that_are_added_up_last_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread adds up on streams of its own on all GPUs but one."""
+    x = torch.randn(2, 16, requires_grad=True)
+    (expected,) = torch.autograd.grad(Twice()(x).sum(), x)
+    for seed in range(3):
+        placed = at_random(Twice(), (x,), seed=seed)
+        with sanitized(monkeypatch) as sanitizer:
+            on_streams(placed, graphs=False)
+            loss = placed(x).sum()
+            other = Stream()
+            other.wait_stream(sanitizer.current)
+            with torch.cuda.stream(other):
+                (gradient,) = torch.autograd.grad(loss, x)
+            gradient = gradient.clone()
+        assert not sanitizer.found
+        torch.testing.assert_close(gradient, expected)

@@ -3,6 +3,7 @@
 import gc
 from pathlib import Path
 
+import pytest
 import torch
 
 import baechi
@@ -30,6 +31,16 @@ def test_what_is_held_lives_and_then_rests_with_its_owner() -> None:
     held.rest()
     held.wake()
     assert kept in held
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
+def test_of_a_sparse_tensor_indices_and_values_are_held(layout: str) -> None:
+    held, sparse = Held(), getattr(torch.eye(3), layout)()
+    assert sparse not in held
+    held.add(sparse)
+    assert sparse in held
+    assert len(held) == (2 if layout == "to_sparse_coo" else 3)
 
 
 def test_a_storage_that_autograd_saved_is_held_again() -> None:

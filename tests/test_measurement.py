@@ -1,6 +1,9 @@
 """Measured steps: what they say, that nothing of them stays, and how they stand in reports."""
 
+import contextlib
 import copy
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +13,12 @@ import baechi
 import zoo
 from baechi import InputError, Measurement
 from baechi.measurement import error_of
+from baechi.metering import Meter
 from baechi.runtime import measuring
+from baechi.runtime.nodes import Way
+from baechi.runtime.streams import CudaExecutor
+from fake_cuda import Gpu
+from placed import at_random
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -203,6 +211,88 @@ def test_an_error_is_a_share_of_what_was_measured() -> None:
     assert error_of(50, 100) == -0.5
     assert error_of(0, 0) == 0
     assert error_of(1, 0) is None
+
+
+class Looked(nn.Module):
+    """Looks up rows, and gives a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        seen = nn.functional.embedding(rows, mine, sparse=True)
+        return self.layer(self.table(rows) + seen).sum()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sparse_gradients_are_counted(devices: int) -> None:
+    args = torch.tensor([1, 2]), torch.randn(9, 4, requires_grad=True)
+    placed = at_random(Looked(), args, seed=1, devices=devices)
+    measured = placed.measure(1)
+    assert sum(measured.peak_bytes) > sum(p.nbytes for p in placed.parameters())
+
+
+class _Allocator:
+    """Counts as a GPU's caching allocator does."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.live = self.peak = 0
+        for name, function in (
+            ("synchronize", lambda _: None),
+            ("reset_peak_memory_stats", lambda _: setattr(self, "peak", self.live)),
+            ("memory_allocated", lambda _: self.live),
+            ("max_memory_allocated", lambda _: self.peak),
+        ):
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def take(self, nbytes: int) -> None:
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+
+def test_inputs_count_on_a_gpu_once_where_they_are_copied_or_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    allocator = _Allocator(monkeypatch)
+
+    class Steps:
+        """Has two inputs of 400 bytes; copies one, writes into the other, and makes 1,000 more."""
+
+        def clear(self) -> None:
+            self.inputs: tuple[torch.Tensor, ...] = ()
+            allocator.live = 0
+
+        def step(self, reading: measuring.Reading, meter: Meter) -> None:
+            self.inputs = torch.zeros(100), torch.zeros(100)
+            allocator.take(800)
+            meter.hold(0, self.inputs[1])
+            reading(lambda: allocator.take(400 + 1000))
+            reading(lambda: allocator.take(0))
+
+    @contextlib.contextmanager
+    def metered() -> Iterator[Meter]:
+        yield Meter([50])
+
+    steps: Any = Steps()
+    gpu: Any = Gpu()
+    assert measuring._peaks(steps, metered, [gpu]) == ((50 + 800 + 1000,), 0)
+
+
+def test_what_is_sent_between_torch_devices_counts_as_moved() -> None:
+    """Copies to `cpu:0` are as those to a GPU: torch names no tensor's device so."""
+    placed = placed_halves()
+    executable = placed._current.executable
+    with placed.metered() as handed_over:
+        placed(torch.randn(4, 16)).sum().backward()
+    bound, n = executable._counted.bound, len(executable.places)
+    program = executable._counted.executor._program
+    elsewhere = [torch.device("cpu", 0)] * n
+    executable.__dict__["_counted"] = Way(bound, CudaExecutor(program, bound, elsewhere))
+    with placed.metered() as sent:
+        placed(torch.randn(4, 16)).sum().backward()
+    assert sent.moved_bytes == handed_over.moved_bytes > 0
 
 
 def placed_on_gpu(names: list[str]) -> baechi.PlacedModule:

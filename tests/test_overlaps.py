@@ -180,3 +180,15 @@ def test_a_step_that_is_replayed_finds_room_and_views_where_they_were() -> None:
     assert all(statics.of(view) is view for view in first[1])
     assert eager[0] is not first[0]
     assert all(one is not two for one, two in zip(first[1], eager[1], strict=True))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_arrives_from_another_gpu_lies_as_what_was_sent(name: str) -> None:
+    tensor, _ = LAYOUTS[name]
+    part = once(tensor)
+    room, there = Landings().room(part, tensor, torch.device("cpu"), "key", None)
+    room.copy_(part)
+    assert torch.equal(there, tensor)
+    assert room.stride() == part.clone().stride()
+    for shape in ((24,), (4, 6)) if name == "turned" else ():
+        assert torch.equal(there.t().view(shape), tensor.t().view(shape))

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.overlaps import laid_out, once
+from baechi.overlaps import laid_out, once, storages
 
 
 @final
@@ -76,7 +76,11 @@ class Meter:
 
     def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
         """Count a storage once, until it is freed; what it grew by since, too."""
-        storage = what.untyped_storage() if isinstance(what, torch.Tensor) else what
+        if isinstance(what, torch.Tensor):
+            for part in storages(what):
+                self.hold(account, part)
+            return
+        storage = what
         key = storage._cdata
         nbytes = storage.nbytes()
         with self._lock:
@@ -88,6 +92,13 @@ class Meter:
             self._charge(owner, nbytes - counted)
         if new:
             weakref.finalize(storage, self._release, key)
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """Count what crosses between devices of a tensor: each byte that it shows once."""
+        dense = tensor.layout is torch.strided
+        nbytes = once(tensor).nbytes if dense else sum(part.nbytes() for part in storages(tensor))
+        with self._lock:
+            self.moved_bytes += nbytes
 
     def copy(self, account: int, tensor: torch.Tensor, moved: bool = True) -> torch.Tensor:
         """A copy of another device's tensor, counted for `account` until it is freed.
@@ -101,9 +112,9 @@ class Meter:
             tensor: What is copied.
             moved: Whether it comes from another logical device, and not from the caller.
         """
+        if moved:
+            self.sent(tensor)
         part = once(tensor)
-        with self._lock:
-            self.moved_bytes += part.numel() * part.element_size() if moved else 0
         with torch.no_grad(), self.charged_to(account):
             return laid_out(part.clone(), part, tensor)
 
@@ -155,4 +166,5 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _storages(values: Any) -> list[torch.UntypedStorage]:
     leaves = pytree.tree_leaves(values)
-    return [leaf.untyped_storage() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [storage for tensor in tensors for storage in storages(tensor)]

@@ -85,6 +85,18 @@ def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Te
     )
 
 
+def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
+    """What a tensor lies in: a sparse one's indices and values each in a storage of its own."""
+    parts: tuple[torch.Tensor, ...] = (tensor,)
+    if tensor.layout is torch.sparse_coo:
+        parts = (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    return tuple(part.untyped_storage() for part in parts)
+
+
 def _memory(tensor: torch.Tensor, number: int) -> Any:
     """What tensors must have in common to be views of one span."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:

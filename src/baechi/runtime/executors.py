@@ -31,6 +31,13 @@ class Executor(Protocol):
         Results and gradients are then the caller's, to use and to let go of.
         """
 
+    def meet(self, step: Step) -> None:
+        """Let what the caller does next come after what was done for a step since it went backward.
+
+        Autograd waits for the one stream that a node is of (torch, "Stream sync contract" in
+        torch/csrc/autograd/input_buffer.cpp); gradients may be added up on several GPUs.
+        """
+
     def close(self) -> None:
         """Stop what the executor started."""
 

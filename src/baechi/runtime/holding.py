@@ -15,6 +15,8 @@ from typing import final
 
 import torch
 
+from baechi.overlaps import storages
+
 
 @final
 class Held:
@@ -28,12 +30,11 @@ class Held:
         return len(self._strong)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._strong
+        return any(storage._cdata in self._strong for storage in storages(tensor))
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor's storage until `rest` or `wake`'s phase ends."""
-        storage = tensor.untyped_storage()
-        self._strong[storage._cdata] = storage
+        """Hold a tensor's storages until `rest` or `wake`'s phase ends."""
+        self._strong.update((storage._cdata, storage) for storage in storages(tensor))
 
     def rest(self) -> None:
         """Let go, but know what others keep alive: every stream has waited for every other."""

@@ -48,10 +48,10 @@ class Landings:
             key: Which copy of which kind of step.
             statics: Of the step, if it is replayed.
         """
-        layout = (tensor.shape, tensor.dtype, () if part is tensor else tensor.stride())
+        layout = (tensor.shape, tensor.dtype, tensor.stride())
         known = self._rooms.get(key) if statics is not None else None
         if known is None or known[0] != layout:
-            room = torch.empty(part.shape, dtype=part.dtype, device=place)
+            room = torch.empty_like(part, device=place)  # as it lies: its readers count on that
             known = (layout, room, laid_out(room, part, tensor))
         if statics is not None:
             self._rooms[key] = known

@@ -103,7 +103,8 @@ def _peaks(
     """The highest peak of every device over a few steps, and the bytes moved in one.
 
     The allocator tells the peak of a GPU with one logical device on it, workspaces and rounding
-    included. Of several on one GPU, as of CPUs, the live storages are counted.
+    included. Of several on one GPU, as of CPUs, the live storages are counted. The inputs that the
+    caller has are in no peak, but what a device copies or writes of them is.
     """
     alone = {
         device: place
@@ -117,14 +118,23 @@ def _peaks(
         gc.collect()  # what a cycle still holds is of another step
         with metered() as meter:
             resident = meter.live_bytes
-            before = {device: _allocated(place) for device, place in alone.items()}
-            run.step(_untimed, meter)
+            before: dict[int, int] = {}
+
+            def begun(part: Callable[[], object], before: dict[int, int] = before) -> int:
+                if not before:  # the inputs are there
+                    before.update((device, _allocated(place)) for device, place in alone.items())
+                part()
+                return 0
+
+            run.step(begun, meter)
+            written = [t for t in run.inputs if meter.knows(t.untyped_storage())]
             peaks = list(meter.peak_bytes)
             for device, place in alone.items():
                 if device < len(peaks):  # more torch devices may be given than there are accounts
                     torch.cuda.synchronize(place)
                     above = torch.cuda.max_memory_allocated(place) - before[device]
-                    peaks[device] = resident[device] + above
+                    mine = sum(tensor.nbytes for tensor in written if tensor.device == place)
+                    peaks[device] = resident[device] + above + mine
             rows.append(peaks)
             moved = meter.moved_bytes
         run.clear()
@@ -136,11 +146,6 @@ def _allocated(place: torch.device) -> int:
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     return torch.cuda.memory_allocated(place)
-
-
-def _untimed(part: Callable[[], object]) -> int:
-    part()
-    return 0
 
 
 @final
@@ -155,9 +160,11 @@ class _Steps:
         self._call = call
         self._loss_device = loss_device
         self._gradients: list[torch.Tensor] | None = None
+        self.inputs: tuple[torch.Tensor, ...] = ()
 
     def clear(self) -> None:
-        """Leave no gradient."""
+        """Leave no gradient, and no input."""
+        self.inputs = ()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -171,7 +178,7 @@ class _Steps:
         # Threads of torch's pool that have just worked look for more for some milliseconds, on the
         # cores that the devices' workers are to have.
         with torch_threads(1):
-            inputs = tuple(
+            self.inputs = inputs = tuple(
                 tensor.detach().clone().requires_grad_(tensor.requires_grad)
                 for tensor in self._call.tensors
             )

@@ -156,6 +156,7 @@ class Plan:
                     "gets none in this backward: the loss does not depend on it. torch would run "
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
+        self.way.executor.meet(step)
         step.grads = [None] * len(step.grads)
         return result
 

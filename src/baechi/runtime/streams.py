@@ -91,7 +91,9 @@ class CudaExecutor:
         self._bound = bound
         self._places = tuple(places)
         self._graphs = graphs
-        self._busy = threading.Lock()
+        # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
+        # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
+        self._busy = threading.RLock()
         self._fence = Fence()
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
@@ -147,6 +149,12 @@ class CudaExecutor:
 
     def close(self) -> None:
         """Nothing runs between calls."""
+
+    def meet(self, step: Step) -> None:
+        """Let the streams of who calls, and of who called the forward, wait for each other."""
+        if self._gpus:
+            with self._busy:
+                self._fence.join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
@@ -275,7 +283,9 @@ class CudaExecutor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
         way: _Way = step.own
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
-        if tensor.device == place and step.meter is not None:
+        if step.meter is not None and tensor.device != place:
+            step.meter.sent(tensor)
+        elif step.meter is not None:
             tensor = step.meter.copy(row.dst, tensor)
         if tensor.device == place:
             moved = tensor
@@ -289,13 +299,17 @@ class CudaExecutor:
             # queued on that of its destination, which then waits for it (torch,
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
             # nobody who computes.
-            part = once(tensor)
-            room, moved = self._landings.room(part, tensor, place, key, statics)
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
-                # Dense first: a strided copy across devices is a slow kernel.
-                room.data.copy_(part.contiguous(), non_blocking=True)
+                if tensor.layout is torch.strided:
+                    part = once(tensor)
+                    room, moved = self._landings.room(part, tensor, place, key, statics)
+                    # Dense first: a strided copy across devices is a slow kernel.
+                    dense = part if part.stride() == room.stride() else part.clone()
+                    room.data.copy_(dense, non_blocking=True)
+                else:
+                    moved = tensor.to(place)
         if reader is not None:
             way.held.add(moved)
         return moved
@@ -333,9 +347,8 @@ class CudaExecutor:
                 torch._foreach_copy_(fresh, list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
                 step.grads[slot] = copied
-        if by_place and self._gpus:
-            streams = self._callers(way)
-            self._fence.join(streams, streams)
+        if by_place:
+            self.meet(step)
 
     def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
         """Whether its memory may be another stream's than the caller's, or a graph's."""

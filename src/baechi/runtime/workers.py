@@ -219,6 +219,9 @@ class CpuExecutor:
         """Stop the workers; the placed module does not run any more."""
         _close_all(self._workers)
 
+    def meet(self, step: Step) -> None:
+        """All that was done is done."""
+
     def run(self, step: Step, phase: int) -> None:
         """Do every lane's instructions, lanes side by side.
 
