@@ -42,7 +42,7 @@ from baechi.runtime.landings import Landings, move
 from baechi.runtime.program import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.replays import Graphs
 from baechi.runtime.steps import Step
-from baechi.runtime.workers import freed_after, last_of, let_go
+from baechi.runtime.workers import freed_after, last_of, last_reads, let_go
 
 Event = tuple[int, int, int]  # phase, lane, position
 Streams = Sequence[torch.cuda.Stream | None]
@@ -123,7 +123,7 @@ class CudaExecutor:
         # Of every segment its tapes, with the slots that each is the last to read.
         self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
         # What a launch has read is read on CPUs; a stream may still have to.
-        last = {} if gpus else _last_reads(program, bound)
+        last = {} if gpus else last_reads(program, bound)
         for number, phase in enumerate(program.phases):
             self._runs.append({})
             for rows in phase.lanes:
@@ -378,25 +378,6 @@ class CudaExecutor:
             yield
         finally:
             self._fence.join([*callers, *lanes], [*callers, *lanes])
-
-
-def _last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
-    """For every segment of the forward the slots that nothing reads after it, in launch order."""
-    phase = program.phases[0]
-    left = [len(rows) for rows in phase.lanes]
-    later: set[int] = set()
-    last: dict[int, frozenset[int]] = {}
-    for lane in reversed(phase.launch):
-        left[lane] -= 1
-        row = phase.lanes[lane][left[lane]]
-        if isinstance(row, Copy):
-            later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
-        elif isinstance(row, Run):
-            tapes = phase.segments[row.segment].tapes
-            read = {slot for tape in tapes for _, slot in bound.tapes[tape].fills}
-            last[row.segment] = frozenset(read - later)
-            later |= read
-    return last
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -330,6 +330,25 @@ def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tup
     return tuple(sorted(freed - later))
 
 
+def last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
+    """For every segment of the forward the slots that nothing reads after it, in launch order."""
+    phase = program.phases[0]
+    left = [len(rows) for rows in phase.lanes]
+    later: set[int] = set()
+    last: dict[int, frozenset[int]] = {}
+    for lane in reversed(phase.launch):
+        left[lane] -= 1
+        row = phase.lanes[lane][left[lane]]
+        if isinstance(row, Copy):
+            later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
+        elif isinstance(row, Run):
+            tapes = phase.segments[row.segment].tapes
+            read = {slot for tape in tapes for _, slot in bound.tapes[tape].fills}
+            last[row.segment] = frozenset(read - later)
+            later |= read
+    return last
+
+
 def _close_all(workers: Sequence[_Worker]) -> None:
     for worker in workers:
         worker.close()
