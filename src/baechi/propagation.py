@@ -12,14 +12,17 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, final
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.asked_values import CHECK
 from baechi.structures import Structure, flatten, tensors_in
 
 
@@ -46,13 +49,18 @@ class Value:
 @final
 @dataclass
 class NodeFacts:
-    """What one node does. `saved` are storages, each once; `structure` is around the values."""
+    """What one node does.
+
+    `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
+    for some values, as a model's assertion does.
+    """
 
     values: tuple[Value, ...] = ()
     structure: Structure | None = None
     writes: frozenset[int] = frozenset()
     saved: tuple[int, ...] = ()
     random: bool = False
+    checks: bool = False
 
 
 @final
@@ -163,7 +171,9 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._saved, self._current = [], n
         before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
-        result = super().run_node(n)
+        drawing = _Drawing() if _is_python(n) else None
+        with drawing or nullcontext():
+            result = super().run_node(n)
         if n.op == "output":
             return result
         written = {self._storage(t) for t, version in before if t._version != version}
@@ -171,9 +181,18 @@ class _Recorder(fx.Interpreter):
         tensors, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
         values = tuple(self._value(tensor, n) for tensor in tensors)
         saved = tuple(dict.fromkeys(self._saved))
-        facts = NodeFacts(values, structure, frozenset(written), saved, self._draws(n))
+        inner = list(self._inner(n))
+        random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
+        checks = any(str(node.target).startswith(CHECK) for node in inner)
+        facts = NodeFacts(values, structure, frozenset(written), saved, random, checks)
         self._facts.nodes[n] = facts
         return result
+
+    def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The node, and those of the graphs that it runs, such as a block under autocast."""
+        yield node
+        for argument in node.all_input_nodes:
+            yield from _nodes_of(self.env[argument])
 
     def _value(self, tensor: torch.Tensor, node: fx.Node) -> Value:
         attribute = str(node.target) if node.op == "get_attr" else None
@@ -215,16 +234,38 @@ class _Recorder(fx.Interpreter):
             return any(module.training and _drops(module) for module in leaf.modules())
         if n.op != "call_function":
             return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
-        arguments = _named_arguments(n)
-        switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
-        never = any(arguments.get(name, 1) == 0 for name in _PROBABILITIES)
-        if isinstance(n.target, torch._ops.OpOverload):
-            seeded = torch.Tag.nondeterministic_seeded in n.target.tags
-            named = "dropout" in n.target.__name__ or "dropout" in arguments
-            return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
-        name = getattr(n.target, "__name__", "")
-        named = "dropout" in name or name in _RANDOM_FUNCTIONS
-        return named and not switched_off and not never
+        return _operator_draws(n.target, _named_arguments(n))
+
+
+def _is_python(node: fx.Node) -> bool:
+    """Whether any operator may run in it: a submodule, a function, a block under autocast."""
+    target = node.target
+    own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
+    return own or node.op == "call_module" or str(target).startswith("wrap_with_")
+
+
+def _nodes_of(value: Any) -> Iterator[fx.Node]:
+    """The nodes of a graph that an operator runs, and of those inside it."""
+    if isinstance(value, fx.GraphModule):
+        yield from value.graph.nodes
+        for inner in value.children():
+            yield from _nodes_of(inner)
+
+
+@final
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether what runs inside draws random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            self.drew |= _operator_draws(func, _by_name(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _RANDOM_METHODS = ("bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "multinomial")
@@ -232,6 +273,22 @@ _RANDOM_FUNCTIONS = (
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "normal", "multinomial", "rrelu", "gumbel_softmax"),
 )
+
+
+def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
+    switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
+    never = any(_is_zero(arguments.get(name, 1)) for name in _PROBABILITIES)
+    if isinstance(target, torch._ops.OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        named = "dropout" in target.__name__ or "dropout" in arguments
+        return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
+    name = getattr(target, "__name__", "")
+    named = "dropout" in name or name in _RANDOM_FUNCTIONS
+    return named and not switched_off and not never
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and bool(value == 0)
 
 
 def _drops(module: torch.nn.Module) -> bool:
@@ -252,9 +309,13 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
         except RuntimeError:  # several schemas fit, of `torch.tanh` for one
             normalized = None
         return dict(normalized.kwargs if normalized else node.kwargs)
+    return _by_name(target, node.args, node.kwargs)
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     names = [argument.name for argument in target._schema.arguments]
-    return {**arguments, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**arguments, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
