@@ -94,7 +94,7 @@ def _words(answer: bool) -> str:
         f" when the model was traced, and would now hear {not answer}. Put code that looks at "
         "values in a submodule, which stays whole; or place the model anew with such an example."
     )
-    return before + _cut(_asker(), _MOST_BYTES - len((before + after).encode())) + after
+    return before + _cut(asker(), _MOST_BYTES - len((before + after).encode())) + after
 
 
 def _cut(text: str, most_bytes: int) -> str:
@@ -105,7 +105,7 @@ def _cut(text: str, most_bytes: int) -> str:
     return whole[: most_bytes - 3].decode(errors="ignore") + "..."
 
 
-def _asker() -> str:
+def asker() -> str:
     """The innermost line that is neither torch's nor ours."""
     for frame, line in traceback.walk_stack(None):
         name = str(frame.f_globals.get("__name__", ""))

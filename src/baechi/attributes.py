@@ -1,20 +1,27 @@
 """What a model's modules say in plain attributes: a rate, a flag, which adapter is on.
 
 A trace holds for their values as it does for the modes of modules: who writes `dropout.p = 0.1` or
-`adapter.disabled = True` after it means another program.
+`adapter.disabled = True` after it means another program. Functions and tensors count, too: not what
+is in a tensor, which a placed model reads, but which one it is.
 """
 
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
-from operator import itemgetter
+from functools import partial
+from operator import attrgetter, itemgetter
+from types import BuiltinFunctionType, FunctionType
 from typing import Any, Final, final
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
-_PLAIN: Final = (bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype)
+_PLAIN: Final = (
+    *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype),
+    *(FunctionType, BuiltinFunctionType, torch.Tensor),
+)
 _OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: others look at these
 
 
@@ -24,16 +31,19 @@ class _Row:
     """The plain attributes of one module: where they are, which, and their values."""
 
     path: str
-    owner: dict[str, Any]
+    owner: Any  # the module's own dict; or the module, for attributes of its class
     names: tuple[str, ...]
-    read: Callable[[dict[str, Any]], Any]
+    read: Callable[[Any], Any]
     values: Any
 
     @classmethod
-    def of(cls, path: str, owner: dict[str, Any], names: Iterable[str]) -> "_Row":
+    def of(cls, path: str, owner: Any, names: Iterable[str]) -> "_Row":
         names = tuple(names)
-        read = itemgetter(*names)
-        return cls(path, owner, names, read, copy.deepcopy(read(owner)))
+        read = _reader(owner, names)
+        values = read(owner)
+        leaves = pytree.tree_leaves(values)
+        same = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        return cls(path, owner, names, read, copy.deepcopy(values, same))
 
     def holds(self) -> bool:
         """Whether all have their values still."""
@@ -43,7 +53,11 @@ class _Row:
         """The value that each had of those that have another, or are gone."""
         values = self.values if len(self.names) > 1 else (self.values,)
         pairs = zip(self.names, values, strict=True)
-        return {n: value for n, value in pairs if not _holds(itemgetter(n), self.owner, value)}
+        return {
+            name: value
+            for name, value in pairs
+            if not _holds(_reader(self.owner, (name,)), self.owner, value)
+        }
 
 
 @final
@@ -58,11 +72,11 @@ class Attributes:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        owners = ((path, vars(module)) for path, module in model.named_modules())
         self._rows = [
             _Row.of(path, owner, names)
-            for path, owner in owners
-            if (names := [n for n, v in owner.items() if n not in _OF_TORCH and _is_plain(v)])
+            for path, module in model.named_modules()
+            for owner, names in ((vars(module), _own(module)), (module, _of_class(module)))
+            if names
         ]
 
     def settled(self) -> "Attributes":
@@ -76,7 +90,8 @@ class Attributes:
 
     def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
         """These without those of submodules that stay whole: their Python reads what is there."""
-        whole = {id(vars(module)) for leaf in leaves for module in leaf.modules()}
+        modules = [module for leaf in leaves for module in leaf.modules()]
+        whole = {id(owner) for module in modules for owner in (module, vars(module))}
         return self._with(row for row in self._rows if id(row.owner) not in whole)
 
     def hold(self) -> bool:
@@ -88,8 +103,13 @@ class Attributes:
         for row in self._rows:
             if not row.holds():
                 name, was = min(row.changed().items(), key=itemgetter(0))
-                now = row.owner.get(name, "gone")
-                return f"{f'{row.path}.{name}'.lstrip('.')} was {was!r} and is {now!r}"
+                owner = row.owner
+                read = owner.get if isinstance(owner, dict) else partial(getattr, owner)
+                now = read(name, "gone")
+                title = f"{row.path}.{name}".lstrip(".")
+                if isinstance(was, torch.Tensor):
+                    return f"{title} was another tensor"
+                return f"{title} was {was!r} and is {now!r}"
         return ""
 
     def _with(self, rows: Iterable[_Row]) -> "Attributes":
@@ -98,7 +118,31 @@ class Attributes:
         return found
 
 
-def _holds(read: Callable[[dict[str, Any]], Any], owner: dict[str, Any], value: Any) -> bool:
+def _own(module: nn.Module) -> list[str]:
+    return [name for name, v in vars(module).items() if name not in _OF_TORCH and _is_plain(v)]
+
+
+def _of_class(module: nn.Module) -> list[str]:
+    """Plain attributes of its classes, but for torch's, that it does not have itself."""
+    found: dict[str, Any] = {}
+    for kind in type(module).__mro__:
+        if not kind.__module__.startswith("torch."):
+            found = {**vars(kind), **found}
+    return [
+        name
+        for name, value in found.items()
+        if name not in vars(module)
+        and not name.startswith("__")
+        and not isinstance(value, FunctionType | BuiltinFunctionType)
+        and _is_plain(value)
+    ]
+
+
+def _reader(owner: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
+    return itemgetter(*names) if isinstance(owner, dict) else attrgetter(*names)
+
+
+def _holds(read: Callable[[Any], Any], owner: Any, value: Any) -> bool:
     """Whether what is read equals the value; not-a-number equals itself."""
     try:
         return (read(owner),) == (value,)

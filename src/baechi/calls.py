@@ -8,7 +8,8 @@ out, so that every rung of the tracing ladder traces the same flat function.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, final
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final, final
 
 import torch
 from torch import nn
@@ -23,12 +24,15 @@ _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
     "with torch.utils._pytree; pass and return those."
 )
+_FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
 
 
 @final
 @dataclass(frozen=True)
 class Call:
     """One call of a model, canonical: `f(1, b=2)` and `f(a=1, b=2)` are the same call.
+
+    Hooks see how a model is called, so one that has any is called as the caller did.
 
     Attributes:
         tensors: The tensors among the arguments, in order.
@@ -46,7 +50,7 @@ class Call:
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
         shapes = tuple((tensor.shape, tensor.dtype, _layout(tensor)) for tensor in self.tensors)
-        constants = tuple((type(c).__name__, repr(c)) for c in self.structure.constants)
+        constants = tuple((type(c).__name__, _shown(c)) for c in self.structure.constants)
         return (self.structure.form, constants, shapes, self.autocast)
 
     @property
@@ -68,12 +72,28 @@ class Call:
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def _has_own_operators(kind: Any) -> bool:
+    """Whether a class of tensors says itself what torch's functions do."""
+    own = kind.__torch_function__
+    usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
+
+
+def _shown(constant: Any) -> str | int:
+    """Equal for equal constants; an object that can be called, as a module, equals itself alone."""
+    if callable(constant) and not isinstance(constant, _FUNCTIONS):
+        return id(constant)  # the trace keeps it
+    return repr(constant)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
     """Its strides where they matter: whether `contiguous` copies follows from them, for one.
 
     None stands for a contiguous tensor.
     """
-    if tensor.layout is not torch.strided or tensor.is_contiguous():
+    if tensor.layout is not torch.strided:
+        return tensor.layout
+    if tensor.is_contiguous():
         return None
     return tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
 
@@ -102,9 +122,19 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
             "Give what one real call of the model gets."
         ) from None
-    positional, named = canonical_arguments(signature, bound)
+    if model._forward_hooks or model._forward_pre_hooks:  # which see how it is called
+        positional, named = tuple(args), dict(kwargs or {})
+    else:
+        positional, named = canonical_arguments(signature, bound)
     parts = Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
     structure = parts.arguments(positional, named)
+    for tensor in parts.tensors:
+        if type(tensor) is not torch.Tensor and _has_own_operators(type(tensor)):
+            raise InputError(
+                f"an argument of {type(model).__name__}.forward is a {type(tensor).__name__}, "
+                "whose own __torch_function__ a placed model would not run. Give its values, "
+                "x.as_subclass(torch.Tensor)."
+            )
     for constant in structure.constants:
         if not is_plain(constant):
             raise InputError(

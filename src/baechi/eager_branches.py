@@ -35,7 +35,7 @@ class EagerBranches:
         self._told: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
         self._known = KnownValues()
-        self._nested = False
+        self.nested = False  # whether there is a compiler inside, which reads what is around it
         self._all = False
 
     def __str__(self) -> str:
@@ -45,9 +45,9 @@ class EagerBranches:
 
     def concede(self) -> bool:
         """After an error: tell one asker more the truth, and then all; whether there was one."""
-        if self._all or not (self._last or self._known.answered or self._nested):
+        if self._all or not (self._last or self._known.answered or self.nested):
             return False
-        if self._nested or self._last is None or self._last in self._told:
+        if self.nested or self._last is None or self._last in self._told:
             self._all = True
         else:
             self._told[self._last] = self._last[0].co_qualname
@@ -87,7 +87,7 @@ class EagerBranches:
             try:
                 yield
             except TorchDynamoException:  # of one inside, as in `torch.cond`: it reads all of this
-                self._nested = True
+                self.nested = True
                 raise
 
     def answer(self, code: CodeType, instruction: int) -> bool:

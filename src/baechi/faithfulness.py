@@ -8,6 +8,7 @@ submodule that stays whole is not lost: it runs as it is. So where a submodule c
 Seen with torch 2.13; `tests/test_faithfulness.py` has a case of each.
 """
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,6 +34,8 @@ HOOKS: Final = (*_BACKWARD, *_FORWARD)
 # Hooks that work for the forward they run in: torch's own, and those by which transformers notes
 # hidden states for the model's output, which stay once they were asked for.
 _INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
+# What changes the state of a generator, which happens when a tracer runs, and in no call.
+_SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
 _INSTEAD: Final = "Remove it, or place the model without it"
 
@@ -128,6 +131,9 @@ def watched(
         stack.enter_context(patch.object(CustomFunctions.BASE, "apply", apply, create=True))
         for name in ("register_hook", "retain_grad"):
             replace(torch.Tensor, name, _refused(f"Tensor.{name}"))
+        for owner in (torch, torch.random):
+            for name in _SEEDING & vars(owner).keys():
+                replace(owner, name, _refused_to_models(name))
         replace(saved_tensors_hooks, "__enter__", _checked_enter)
         replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
         # The one function that every way of asking for gradients calls.
@@ -135,6 +141,7 @@ def watched(
         stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
+        replace(nn.TransformerEncoder, "forward", _unnested(mode))
         replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
         replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
         stack.enter_context(mode.heard())
@@ -176,6 +183,49 @@ def _refuse(name: str) -> NoReturn:
 
 def _refused(name: str) -> Callable[[Any], Callable[..., NoReturn]]:
     return lambda _: lambda *args, **kwargs: _refuse(name)  # noqa: ARG005 (of any call)
+
+
+def _refused_to_models(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """Refused to all but torch itself, whose checkpointing does it, and Baechi."""
+
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            asker = sys._getframe(2).f_globals.get("__name__", "")
+            if str(asker).partition(".")[0] not in ("torch", "baechi"):
+                _refuse(f"torch.{name}")
+            return own(*args, **kwargs)
+
+        return run
+
+    return checked
+
+
+def _unnested(mode: GradientMode) -> Callable[[Any], Callable[..., Any]]:
+    """Without gradients such an encoder may drop what is padding: it gives zeros there, then."""
+
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(
+            encoder: Any,
+            src: Any,
+            mask: Any = None,
+            src_key_padding_mask: Any = None,
+            is_causal: Any = None,
+        ) -> Any:
+            layers = not encoder.layers[0].training and torch.backends.mha.get_fastpath_enabled()
+            given = src_key_padding_mask is not None and mask is None
+            if given and layers and getattr(encoder, "use_nested_tensor", False):
+                frozen = not any(parameter.requires_grad for parameter in encoder.parameters())
+                if not mode.ask() or frozen:
+                    raise RuntimeError(
+                        "a TransformerEncoder in evaluation mode drops padding where nothing needs "
+                        "a gradient, which no trace does: it has to stay whole. Make it with "
+                        "enable_nested_tensor=False"
+                    )
+            return own(encoder, src, mask, src_key_padding_mask, is_causal)
+
+        return forward
+
+    return checked
 
 
 def _checked_enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -31,6 +31,11 @@ class GradientMode:
         """What the model's code heard; None if it did not ask."""
         return self._on if self._asked else None
 
+    def ask(self) -> bool:
+        """The caller's mode, for which the trace then holds."""
+        self._asked = True
+        return self._on
+
     @contextmanager
     def heard(self) -> Iterator[None]:
         """Run the model's Python inside a tracer."""
@@ -40,8 +45,7 @@ class GradientMode:
             asker = str(sys._getframe(1).f_globals.get("__name__", "")).partition(".")[0]
             if threading.get_ident() != tracer or asker in ("torch", "baechi"):
                 return own()
-            self._asked = True
-            return own() and self._on
+            return self.ask() and own()
 
         with patch.object(torch, "is_grad_enabled", is_grad_enabled):
             yield

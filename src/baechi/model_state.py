@@ -1,21 +1,38 @@
 """What a forward does to its model and to torch, while a tracer runs it.
 
 A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
-that it puts elsewhere into the model would stay there as a fake: it is taken out. One that is there
-and is no buffer is real to a tracer, so a write would happen once too often: it is undone. What
-torch.func began where a trace failed would go on: it is ended.
+that it puts elsewhere into the model, or into a list, an object or a cache of results there, would
+stay as a fake: it is taken out. One that is there and is no buffer is real to a tracer, so a write
+would happen once too often: it is undone. A parameter, buffer or submodule that it makes would be
+made in each call: it is refused. What torch.func began where a trace failed is ended.
 """
 
-from collections.abc import Iterator, Sequence
+import functools
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import ModuleType
+from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
+from baechi.asked_values import asker
+from baechi.errors import TraceError
+from baechi.objects import is_container
 from baechi.propagation import Facts
+
+# How many lists, dicts and objects of a model are looked into.
+_MOST_HOLDERS: Final = 100_000
+_REGISTER: Final = (
+    "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "
+    "argument, or let it need none (requires_grad_(False))."
+)
 
 
 @contextmanager
@@ -91,9 +108,16 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Trace inside; the model and the state of torch.func are as before."""
-    attributes = [(module, dict(vars(module))) for module in model.modules()]
-    loose = [(tensor, tensor._version, tensor.detach().clone()) for tensor in _loose(model)]
+    """Trace inside; the model and the state of torch.func are as before.
+
+    Raises:
+        TraceError: Forward made a parameter, a buffer or a submodule.
+    """
+    holders = _holders(model)
+    entries = [dict(_entries(holder)) for holder in holders]
+    rosters = [(path, module, _roster(module)) for path, module in model.named_modules()]
+    loose = [(t, t._version, t.detach().clone()) for t in _loose(model, entries)]
+    caches = [(cache, cache.cache_info().misses) for cache in _caches(model)]
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
@@ -105,26 +129,207 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for tensor, version, value in loose:
             if tensor._version != version:
                 tensor.detach().copy_(value)
-        for module, before in attributes:
-            for name, value in list(vars(module).items()):
-                if value is not before.get(name) and _holds_fake(value):
-                    if name in before:
-                        vars(module)[name] = before[name]
-                    else:
-                        del vars(module)[name]
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses:
+                cache.cache_clear()
+        made = [name for path, module, before in rosters for name in _restore(path, module, before)]
+        for holder, before in zip(holders, entries, strict=True):
+            _clean(holder, before)
+    if made:
+        raise TraceError(
+            f"forward makes {made[0]!r}, a parameter, buffer or submodule that the model does not "
+            "have yet; the placed model would make it anew in each call. Run the model once, then "
+            "trace it."
+        )
 
 
-def _loose(model: nn.Module) -> list[torch.Tensor]:
+def _roster(module: nn.Module) -> tuple[Any, ...]:
+    """Its parameters, buffers and submodules."""
+    return (
+        [dict(row) for row in _rosters(module)],
+        set(module._non_persistent_buffers_set),
+        vars(module).copy(),
+    )
+
+
+def _rosters(module: nn.Module) -> list[dict[str, Any]]:
+    return [module._parameters, module._buffers, module._modules]
+
+
+def _restore(path: str, module: nn.Module, before: tuple[Any, ...]) -> list[str]:
+    """Let a module have the parameters, buffers and submodules that it had; names of the others."""
+    rosters, volatile, attributes = before
+    made: list[str] = []
+    for now, then in zip(_rosters(module), rosters, strict=True):
+        made += [f"{path}.{name}".lstrip(".") for name in now if now[name] is not then.get(name)]
+        if len(now) != len(then) or made:
+            now.clear()
+            now.update(then)
+    if made:
+        module._non_persistent_buffers_set.clear()
+        module._non_persistent_buffers_set.update(volatile)
+        for name in attributes.keys() - vars(module).keys():
+            vars(module)[name] = attributes[name]
+    return made
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    """Dicts of attributes, and lists and dicts, in which the model's modules keep something."""
+    found: dict[int, Any] = {}
+    left = deque(vars(module) for module in model.modules())
+    while left and len(found) < _MOST_HOLDERS:
+        holder = left.popleft()
+        if id(holder) not in found:
+            found[id(holder)] = holder
+            for _, value in _entries(holder):
+                if is_container(value):
+                    left.append(value)
+                elif _is_record(value):
+                    left.append(vars(value))
+    return list(found.values())
+
+
+def _entries(holder: Any) -> list[tuple[Any, Any]]:
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an object that may hold tensors in attributes: a cache, a state."""
+    apart = isinstance(value, torch.Tensor | nn.Module | ModuleType | FakeTensorMode)
+    return not apart and not callable(value) and type(getattr(value, "__dict__", None)) is dict
+
+
+def _clean(holder: Any, before: dict[Any, Any]) -> None:
+    """Take a tracer's tensors out of a list or a dict again."""
+    new = [key for key, value in _entries(holder) if value is not before.get(key)]
+    if not isinstance(holder, dict):
+        if any(_holds_fake(holder[key]) for key in new):
+            holder.clear()
+            holder.extend(before.values())
+        return
+    for key in new:
+        if _holds_fake(holder[key]):
+            if key in before:
+                holder[key] = before[key]
+            else:
+                del holder[key]
+
+
+def _loose(model: nn.Module, entries: Iterable[dict[Any, Any]]) -> list[torch.Tensor]:
     """The tensors in plain attributes of the model's modules, each once."""
     state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for leaf in pytree.tree_leaves(vars(module)):
+    for row in entries:
+        for leaf in pytree.tree_leaves(tuple(row.values()), is_leaf=is_container):
             counts = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
             if counts and id(leaf) not in state:
                 found[id(leaf)] = leaf
     return list(found.values())
 
 
+def _caches(model: nn.Module) -> list[Any]:
+    """The functions with `functools.lru_cache` beside the model's classes, and their methods."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch"}
+    scopes: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
+    scopes += [vars(sys.modules[name]) for name in names if name in sys.modules]
+    found = {id(value): value for scope in scopes for value in scope.values()}
+    return [value for value in found.values() if isinstance(value, functools._lru_cache_wrapper)]
+
+
+def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
+    """Refuse parameters of submodules that stay whole which are not registered.
+
+    Raises:
+        TraceError: There is one; its gradient would be lost.
+    """
+    known = {id(tensor) for tensor in model.parameters()}
+    parts = {id(part): part for leaf in leaves for part in leaf.modules()}.values()
+    # A recurrent layer of torch has a list of its parameters, or of what stands for them.
+    for module in (part for part in parts if not type(part).__module__.startswith("torch.")):
+        for value in pytree.tree_leaves(vars(module)):
+            rows = [value] if isinstance(value, nn.Parameter) else []
+            rows += value.parameters() if isinstance(value, nn.Module) else []
+            lost = [row for row in rows if row.requires_grad and id(row) not in known]
+            if lost:
+                raise TraceError(
+                    f"a {type(module).__name__} holds a parameter of shape {list(lost[0].shape)} "
+                    f"that is not registered with it: its gradient would be lost. {_REGISTER}"
+                )
+
+
 def _holds_fake(value: Any) -> bool:
-    return any(isinstance(leaf, FakeTensor | fx.Proxy) for leaf in pytree.tree_leaves(value))
+    """Whether a tracer's tensor is in it, be it in the attributes of an object."""
+    left, seen = [value], {id(value)}
+    while left:
+        for leaf in pytree.tree_leaves(left.pop()):
+            if isinstance(leaf, FakeTensor | fx.Proxy):
+                return True
+            if _is_record(leaf) and id(leaf) not in seen and len(seen) < _MOST_HOLDERS:
+                seen.add(id(leaf))
+                left.append(vars(leaf))
+    return False
+
+
+@final
+class Outsiders(TorchFunctionMode):
+    """Looks at what forward reads beside its arguments, and the model's parameters and buffers.
+
+    To a tracer such a tensor is a constant. So a gradient that flows into it would be lost, and it
+    would be written when the model is traced, besides in each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        real = list(filter(_is_real, pytree.tree_leaves((args, kwargs))))
+        if not real:
+            return func(*args, **kwargs)
+        if _may_write(func, kwargs):
+            for tensor in real:
+                if id(tensor) not in self._seen:
+                    with _disable_current_modes(), torch._C.DisableTorchFunction():
+                        copy = tensor.detach().clone()
+                    self._seen[id(tensor)] = tensor, tensor._version, copy
+        result = func(*args, **kwargs)
+        if torch.is_grad_enabled():
+            written = args[:1] if _may_write(func, kwargs) else ()
+            self._refuse_gradient(real, (result, written))
+        return result
+
+    def _refuse_gradient(self, real: Sequence[torch.Tensor], result: Any) -> None:
+        graded = [tensor for tensor in real if tensor.requires_grad]
+        rows = pytree.tree_leaves(result) if graded else []
+        if any(isinstance(row, FakeTensor) and row.requires_grad for row in rows):
+            raise TraceError(
+                f"forward reads a tensor of shape {list(graded[0].shape)} that needs a gradient "
+                f"and is no parameter of the model, at {asker()}: its gradient would be lost. "
+                f"{_REGISTER}"
+            )
+
+    def close(self) -> None:
+        """Let all be as it was before it was written."""
+        for tensor, version, value in self._seen.values():
+            if tensor._version != version:
+                tensor.detach().copy_(value)
+
+
+def _is_real(value: Any) -> bool:
+    real = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+    return real and not value.is_inference()
+
+
+def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    inplace = name.endswith("_") and not name.endswith("__")
+    special = name == "__setitem__" or name.startswith("__i")
+    return inplace or special or "norm" in name or "out" in kwargs

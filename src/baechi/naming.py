@@ -1,12 +1,13 @@
 """Names of operators for people, and keys that say which of them cost the same."""
 
+import operator
 from collections.abc import Sequence
 from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from baechi.propagation import Facts, Value
 
@@ -24,6 +25,8 @@ def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> st
         if isinstance(argument, fx.Node):
             if argument in local:
                 return f"%{local[argument]}"
+            if argument.op == "get_attr" and not facts.nodes[argument].values:
+                return _show_graph(operator.attrgetter(str(argument.target))(module))
             values = " ".join(map(_show_value, facts.nodes[argument].values))
             return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
         return repr(argument)
@@ -33,14 +36,37 @@ def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> st
         if node.op in ("placeholder", "get_attr"):
             rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
             continue
-        target = str(node.target)
-        if isinstance(node.target, FunctionType):  # its text would have its address
-            target = f"{node.target.__module__}.{node.target.__qualname__}"
+        target = _show_target(node.target)
         if node.op == "call_module":
-            target = repr(module.get_submodule(target))
+            leaf = module.get_submodule(target)
+            state = [*leaf.parameters(), *leaf.buffers()]
+            target = f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
         arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
         rows.append(f"{node.op} {target}{arguments}")
     return "; ".join(rows)
+
+
+def _show_target(target: Any) -> str:
+    if isinstance(target, FunctionType):  # its text would have its address
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
+
+
+def _show_graph(graph: Any) -> str:
+    """The graph that an operator runs, such as a block under autocast; names left out."""
+    if not isinstance(graph, fx.GraphModule):
+        return repr(graph)
+    local = {node: i for i, node in enumerate(graph.graph.nodes)}
+    rows = []
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = operator.attrgetter(str(node.target))(graph)
+            rows.append(_show_graph(value) if isinstance(value, nn.Module) else str(value.shape))
+        else:
+            target = "" if node.op == "placeholder" else _show_target(node.target)
+            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{local[n]}")
+            rows.append(f"{target}{arguments}")
+    return f"{{{'; '.join(rows)}}}"
 
 
 def _show_value(value: Value) -> str:

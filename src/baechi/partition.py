@@ -22,7 +22,6 @@ from typing import Any, final
 import networkx
 from torch import fx, nn
 
-from baechi.asked_values import CHECK
 from baechi.propagation import Facts
 
 
@@ -80,7 +79,7 @@ class Partition:
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
-            acts = facts.writes or facts.random or str(node.target).startswith(CHECK)
+            acts = facts.writes or facts.random or facts.checks
             if node in alive or acts or node.op == "placeholder":
                 alive.add(node)
                 alive.update(node.all_input_nodes)

@@ -12,8 +12,9 @@ import io
 import logging
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from types import FunctionType
 from typing import Any, final
 
 import torch
@@ -21,6 +22,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.asked_values import CHECK
 from baechi.structures import Structure, flatten, tensors_in
 
 
@@ -47,13 +49,18 @@ class Value:
 @final
 @dataclass
 class NodeFacts:
-    """What one node does. `saved` are storages, each once; `structure` is around the values."""
+    """What one node does.
+
+    `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
+    for some values, as a model's assertion does.
+    """
 
     values: tuple[Value, ...] = ()
     structure: Structure | None = None
     writes: frozenset[int] = frozenset()
     saved: tuple[int, ...] = ()
     random: bool = False
+    checks: bool = False
 
 
 @final
@@ -137,7 +144,6 @@ class _Recorder(fx.Interpreter):
         self._alive: list[torch.Tensor] = []
         self._saved: list[int] = []
         self._current: fx.Node | None = None
-        self._drawn = False  # by the latest opaque leaf
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Facts:
         stand_ins = [self._world.stand_in(tensor) for tensor in inputs]
@@ -165,7 +171,9 @@ class _Recorder(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self._saved, self._current = [], n
         before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
-        result = super().run_node(n)
+        drawing = _Drawing() if _is_python(n) else None
+        with drawing or nullcontext():
+            result = super().run_node(n)
         if n.op == "output":
             return result
         written = {self._storage(t) for t, version in before if t._version != version}
@@ -173,9 +181,18 @@ class _Recorder(fx.Interpreter):
         tensors, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
         values = tuple(self._value(tensor, n) for tensor in tensors)
         saved = tuple(dict.fromkeys(self._saved))
-        facts = NodeFacts(values, structure, frozenset(written), saved, self._draws(n))
+        inner = list(self._inner(n))
+        random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
+        checks = any(str(node.target).startswith(CHECK) for node in inner)
+        facts = NodeFacts(values, structure, frozenset(written), saved, random, checks)
         self._facts.nodes[n] = facts
         return result
+
+    def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The node, and those of the graphs that it runs, such as a block under autocast."""
+        yield node
+        for argument in node.all_input_nodes:
+            yield from _nodes_of(self.env[argument])
 
     def _value(self, tensor: torch.Tensor, node: fx.Node) -> Value:
         attribute = str(node.target) if node.op == "get_attr" else None
@@ -195,10 +212,7 @@ class _Recorder(fx.Interpreter):
         stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
-        with _Drawing() as drawing:
-            result = torch.func.functional_call(leaf, stand_ins, args, kwargs)
-        self._drawn = drawing.drawn
-        return result
+        return torch.func.functional_call(leaf, stand_ins, args, kwargs)
 
     def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
         """What a node writes without any version counter saying so."""
@@ -217,11 +231,41 @@ class _Recorder(fx.Interpreter):
     def _draws(self, n: fx.Node) -> bool:
         if n.op == "call_module":
             leaf = self.fetch_attr(str(n.target))
-            drops = any(module.training and _drops(module) for module in leaf.modules())
-            return drops or self._drawn
+            return any(module.training and _drops(module) for module in leaf.modules())
         if n.op != "call_function":
             return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
-        return _may_draw(n.target, _named_arguments(n))
+        return _operator_draws(n.target, _named_arguments(n))
+
+
+def _is_python(node: fx.Node) -> bool:
+    """Whether any operator may run in it: a submodule, a function, a block under autocast."""
+    target = node.target
+    own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
+    return own or node.op == "call_module" or str(target).startswith("wrap_with_")
+
+
+def _nodes_of(value: Any) -> Iterator[fx.Node]:
+    """The nodes of a graph that an operator runs, and of those inside it."""
+    if isinstance(value, fx.GraphModule):
+        yield from value.graph.nodes
+        for inner in value.children():
+            yield from _nodes_of(inner)
+
+
+@final
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether what runs inside draws random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            self.drew |= _operator_draws(func, _by_name(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 _RANDOM_METHODS = ("bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "multinomial")
@@ -231,10 +275,9 @@ _RANDOM_FUNCTIONS = (
 )
 
 
-def _may_draw(target: Any, arguments: Mapping[str, Any]) -> bool:
-    """Whether a function draws random numbers when it is given these arguments."""
+def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
     switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
-    never = any(arguments.get(name, 1) == 0 for name in _PROBABILITIES)
+    never = any(_is_zero(arguments.get(name, 1)) for name in _PROBABILITIES)
     if isinstance(target, torch._ops.OpOverload):
         seeded = torch.Tag.nondeterministic_seeded in target.tags
         named = "dropout" in target.__name__ or "dropout" in arguments
@@ -244,17 +287,8 @@ def _may_draw(target: Any, arguments: Mapping[str, Any]) -> bool:
     return named and not switched_off and not never
 
 
-@final
-class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Whether what runs inside draws random numbers: of Python's own code nobody else knows."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.drawn |= _may_draw(func, _by_name(func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and bool(value == 0)
 
 
 def _drops(module: torch.nn.Module) -> bool:

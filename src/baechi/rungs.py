@@ -11,12 +11,14 @@ Each rung traces the same flat function (`calls.flat_model`).
 """
 
 import inspect
+import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import Any, final
+from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -27,11 +29,12 @@ from baechi.calls import Call, flat_model
 from baechi.eager_branches import EagerBranches
 from baechi.effectless import without_effectless
 from baechi.errors import TraceError
+from baechi.extraction import opaque_leaves
 from baechi.faithfulness import refuse_new_leaves, watched
 from baechi.gradient_mode import GradientMode
-from baechi.model_state import buffers_in_place
+from baechi.model_state import Outsiders, buffers_in_place, refuse_hidden_parameters
 from baechi.propagation import Facts, named_state, propagate
-from baechi.structures import Structure
+from baechi.structures import Structure, tensors_in
 
 
 @final
@@ -63,16 +66,18 @@ def _non_strict(
     heard: list[tuple[torch.Size, bool]] | None = None,
 ) -> Capture:
     replaced: list[str] = []
+    outsiders = Outsiders()
 
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
         told = nullcontext() if heard is None else AskedValues(heard)
-        with buffers_in_place(model, replaced=replaced), branches.taken(), told:
+        looked_at = nullcontext() if branches.nested else outsiders
+        with buffers_in_place(model, replaced=replaced), branches.taken(), told, looked_at:
             yield
 
     flat, returned = flat_model(model, call, around)
     _check_leaves(flat, call)
-    with watched(model, mode) as functions:
+    with watched(model, mode) as functions, closing(outsiders):
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
     functions.restore(module)
@@ -112,7 +117,12 @@ def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: C
 
 def _strict(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
     # Dynamo reads the model's code; what it would lose is seen when that code runs.
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
+    @contextmanager
+    def around(model: nn.Module) -> Iterator[None]:
+        with _BUFFERS_KEPT(model), Outsiders():
+            yield
+
+    flat, returned = flat_model(model, call, around)
     with watched(model, mode, keep=False):
         _run_fake(flat, call)
     if mode.told is False:
@@ -160,6 +170,7 @@ class _ModuleTracer(fx.Tracer):
         self._opaque = opaque
         self._modes = _modes()
         self.path: list[str] = []
+        self.told: list[fx.Node] = []  # whose values the model was told to be tensors
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that knows the model's own line, as those of `torch.export` do.
@@ -215,8 +226,7 @@ def _modes() -> tuple[Any, ...]:
 
 def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
     flat, returned = flat_model(model, call, _BUFFERS_KEPT)
-    module = _symbolic_module(model, flat, _ModuleTracer(model), mode)
-    _refuse_frozen(module, propagate(module, call.tensors))
+    module = _symbolic_module(model, flat, _ModuleTracer(model), mode, call)
     return Capture(module, returned[-1])
 
 
@@ -227,8 +237,7 @@ def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
     while True:
         tracer = _ModuleTracer(model, opaque)
         try:
-            module = _symbolic_module(model, flat, tracer, mode)
-            _refuse_frozen(module, propagate(module, call.tensors))
+            module = _symbolic_module(model, flat, tracer, mode, call)
             return Capture(module, returned[-1])
         except TraceError:
             raise
@@ -240,21 +249,94 @@ def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
 
 
 def _symbolic_module(
-    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode
+    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
 ) -> fx.GraphModule:
-    with watched(model, mode), _NothingDrawn():  # type: ignore[no-untyped-call]
+    with watched(model, mode), _NothingLost(), _types_told(model, tracer.told):
         graph = tracer.trace(flat)
-    return fx.GraphModule(flat, graph)
+    module = fx.GraphModule(flat, graph)
+    facts = propagate(module, call.tensors)
+    _refuse_frozen(module, facts)
+    refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
+    for node in tracer.told:
+        structure = facts.nodes[node].structure
+        if structure is None or not structure.spec.is_leaf() or structure.n_tensors != 1:
+            raise RuntimeError(f"forward asks for the type of {node}, which fx takes for a tensor")
+    return _returning_copies(module)
+
+
+@contextmanager
+def _types_told(model: nn.Module, told: list[fx.Node]) -> Iterator[None]:
+    """Let the model's code take proxies for tensors, where it asks with `isinstance`.
+
+    Args:
+        model: The model.
+        told: Gets the nodes of those.
+    """
+
+    def ask(value: Any, kinds: Any) -> bool:
+        if isinstance(value, fx.Proxy):
+            told.append(value.node)
+            return issubclass(torch.Tensor, kinds)
+        return isinstance(value, kinds)
+
+    scopes = [vars(sys.modules[name]) for name in own_modules(model) if name in sys.modules]
+    scopes = [scope for scope in scopes if "isinstance" not in scope]
+    for scope in scopes:
+        scope["isinstance"] = ask
+    try:
+        with patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor)):
+            yield
+    finally:
+        for scope in scopes:
+            del scope["isinstance"]
+
+
+def _returning_copies(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: what forward makes and returns is another one in each call."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if node.op == "get_attr" and str(node.target).startswith(_MADE):
+            with module.graph.inserting_before(output):
+                copy = module.graph.call_function(torch.clone, (node,))
+            output.replace_input_with(node, copy)
+    module.recompile()
+    return module
+
+
+_MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
 
 
 @final
-class _NothingDrawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What fx does not see runs once, when it traces: random numbers would be frozen."""
+class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What fx does not see runs once, when it traces: what it draws or writes would be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, torch.Tensor] = {}  # by storage, which lives as long
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError("forward draws random numbers, which fx would freeze")
-        return func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and _storages(_written(func, args, kwargs)).keys() - self._made:
+            raise RuntimeError("forward writes into a tensor of before, which fx would lose")
+        before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
+        result = func(*args, **kwargs)
+        self._made |= {key: t for key, t in _storages(result).items() if key not in before}
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    schema = func._schema.arguments
+    rows = [*zip(schema, args, strict=False), *((a, kwargs.get(a.name)) for a in schema)]
+    return [value for a, value in rows if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _storages(value: Any) -> dict[int, torch.Tensor]:
+    """A tensor of each storage."""
+    dense = (t for t in tensors_in(value) if t.layout is torch.strided)
+    return {tensor.untyped_storage()._cdata: tensor for tensor in dense}
 
 
 def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
@@ -265,7 +347,7 @@ def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
     """
     written = {storage for fact in facts.nodes.values() for storage in fact.writes}
     for node in module.graph.find_nodes(op="get_attr"):
-        made = str(node.target).startswith("_tensor_constant")
+        made = str(node.target).startswith(_MADE)
         if made and any(value.storage in written for value in facts.nodes[node].values):
             raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
 

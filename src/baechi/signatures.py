@@ -34,7 +34,7 @@ def canonical_arguments(
         if kind is inspect.Parameter.VAR_POSITIONAL:
             positional.extend(value)
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            named.update({key: value[key] for key in sorted(value)})
+            named.update(value)  # in the caller's order, which forward sees
         elif kind is inspect.Parameter.POSITIONAL_ONLY or (
             has_rest and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ):

@@ -65,7 +65,7 @@ def traced_for(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
-        call = replace(call, tensors=tuple(map(_versioned, call.tensors)))
+        call = replace(call, tensors=_apart(model, call.tensors))
         return _climb(model, call, GradientMode(gradients))
 
 
@@ -90,6 +90,16 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
         "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
         "forward may ask for truth values alone."
     )
+
+
+def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Arguments that a tracer tells from the model's own tensors, also where these are given."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own |= {id(value) for module in model.modules() for value in vars(module).values()}
+    given = {id(tensor): _versioned(tensor) for tensor in tensors}
+    for key in own & given.keys():
+        given[key] = given[key].detach().requires_grad_(given[key].requires_grad)
+    return tuple(given[id(tensor)] for tensor in tensors)
 
 
 def _versioned(tensor: torch.Tensor) -> torch.Tensor:
