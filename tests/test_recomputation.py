@@ -12,7 +12,7 @@ import zoo
 from baechi.recomputation import module_paths
 from baechi.structures import tensors_in
 from baechi.training import BACKWARD, LOSS, RECOMPUTE, backward_ops, mirrored, recomputed, units_of
-from placed import cpus, place_on
+from placed import cpus, place_on, same
 
 ALL = {**zoo.MODELS, **zoo.AWKWARD}
 
@@ -368,6 +368,33 @@ def test_buffers_of_a_submodule_that_stays_whole_move_once() -> None:
     placed = placed_on(model, (x,), 1, "single", ["0", "1"])
     assert any(node.op == "call_module" for node in placed.traced.module.graph_module.graph.nodes)
     assert_equal_steps(model, placed, (x,), {})
+
+
+class Skips(nn.Module):
+    """Is left out at random, by a number of its own: it stays whole, and says nowhere that it draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if torch.rand(1).item() < 0.5 else x + self.linear(x).tanh()
+
+
+@pytest.mark.parametrize("checkpoint", [None, ["1", "2"]])
+def test_what_a_submodule_that_stays_whole_draws_is_drawn_again(checkpoint: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Skips(), Skips(), nn.Linear(4, 4))
+    x = torch.randn(6, 4)
+    placed = placed_on(model, (x,), 1, "single", checkpoint)
+    assert sum(op.random for op in placed.traced.ops) == 2
+    for seed in range(8):
+        found = []
+        for module in (model, placed):
+            module.zero_grad()
+            torch.manual_seed(seed)
+            module(x).square().sum().backward()
+            found.append([*(parameter.grad for parameter in model.parameters()), torch.rand(1)])
+        assert all(map(same, *found))
 
 
 def test_two_forwards_before_two_backwards_accumulate_as_in_the_unsplit_model() -> None:

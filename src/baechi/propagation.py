@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.structures import Structure, flatten, tensors_in
 
@@ -136,6 +137,7 @@ class _Recorder(fx.Interpreter):
         self._alive: list[torch.Tensor] = []
         self._saved: list[int] = []
         self._current: fx.Node | None = None
+        self._drawn = False  # by the latest opaque leaf
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Facts:
         stand_ins = [self._world.stand_in(tensor) for tensor in inputs]
@@ -193,7 +195,10 @@ class _Recorder(fx.Interpreter):
         stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
-        return torch.func.functional_call(leaf, stand_ins, args, kwargs)
+        with _Drawing() as drawing:  # type: ignore[no-untyped-call]
+            result = torch.func.functional_call(leaf, stand_ins, args, kwargs)
+        self._drawn = drawing.drawn
+        return result
 
     def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
         """What a node writes without any version counter saying so."""
@@ -212,19 +217,11 @@ class _Recorder(fx.Interpreter):
     def _draws(self, n: fx.Node) -> bool:
         if n.op == "call_module":
             leaf = self.fetch_attr(str(n.target))
-            return any(module.training and _drops(module) for module in leaf.modules())
+            drops = any(module.training and _drops(module) for module in leaf.modules())
+            return drops or self._drawn
         if n.op != "call_function":
             return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
-        arguments = _named_arguments(n)
-        switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
-        never = any(arguments.get(name, 1) == 0 for name in _PROBABILITIES)
-        if isinstance(n.target, torch._ops.OpOverload):
-            seeded = torch.Tag.nondeterministic_seeded in n.target.tags
-            named = "dropout" in n.target.__name__ or "dropout" in arguments
-            return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
-        name = getattr(n.target, "__name__", "")
-        named = "dropout" in name or name in _RANDOM_FUNCTIONS
-        return named and not switched_off and not never
+        return _may_draw(n.target, _named_arguments(n))
 
 
 _RANDOM_METHODS = ("bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "multinomial")
@@ -232,6 +229,32 @@ _RANDOM_FUNCTIONS = (
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
     *("bernoulli", "normal", "multinomial", "rrelu", "gumbel_softmax"),
 )
+
+
+def _may_draw(target: Any, arguments: Mapping[str, Any]) -> bool:
+    """Whether a function draws random numbers when it is given these arguments."""
+    switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
+    never = any(arguments.get(name, 1) == 0 for name in _PROBABILITIES)
+    if isinstance(target, torch._ops.OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        named = "dropout" in target.__name__ or "dropout" in arguments
+        return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
+    name = getattr(target, "__name__", "")
+    named = "dropout" in name or name in _RANDOM_FUNCTIONS
+    return named and not switched_off and not never
+
+
+@final
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Whether what runs inside draws random numbers: of Python's own code nobody else knows."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.drawn |= _may_draw(func, _by_name(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _drops(module: torch.nn.Module) -> bool:
@@ -252,9 +275,13 @@ def _named_arguments(node: fx.Node) -> dict[str, Any]:
         except RuntimeError:  # several schemas fit, of `torch.tanh` for one
             normalized = None
         return dict(normalized.kwargs if normalized else node.kwargs)
+    return _by_name(target, node.args, node.kwargs)
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     names = [argument.name for argument in target._schema.arguments]
-    return {**arguments, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**arguments, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
