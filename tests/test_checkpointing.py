@@ -161,7 +161,7 @@ def test_a_limit_is_told_from_a_name() -> None:
     assert memory_target("4GiB") == 4 << 30
     assert memory_target(1000) == 1000
     assert memory_target(True) == 2**63 - 1
-    for names in (None, False, "0", "h.*", "layer2", ["4GiB"]):
+    for names in (None, False, "0", "h.*", "layer2", "0.linear", ["4GiB"]):
         assert memory_target(names) is None
     with pytest.raises(baechi.InputError, match=r"checkpoint '4XiB' cannot be read"):
         memory_target("4XiB")

@@ -16,6 +16,7 @@ schedule. Deterministic.
 Complexity: O(log candidates) placements of the graph for each cut.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -39,6 +40,9 @@ from baechi.values import check_is
 # than what is between units, so below a sixteenth there is next to nothing left to gain.
 _SHARES: Final = (4, 8, 16, 2)
 
+# A number and letters: `4GiB`, but not `0.linear`, which a `Sequential` may hold.
+_SIZE: Final = re.compile(r"\d+(\.\d+)?\s*[A-Za-z]+")
+
 Checkpoint = bool | int | str | Iterable[str] | None
 
 
@@ -54,7 +58,7 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
         return 2**63 - 1
     if isinstance(checkpoint, int) and checkpoint is not False:
         return parse_bytes(checkpoint, what="checkpoint")
-    if isinstance(checkpoint, str) and checkpoint[:1].isdigit() and checkpoint[-1:].isalpha():
+    if isinstance(checkpoint, str) and _SIZE.fullmatch(checkpoint):
         return parse_bytes(checkpoint, what="checkpoint")
     return None
 
