@@ -176,6 +176,34 @@ def test_attributes_of_the_model_are_there() -> None:
             ask(plain)
 
 
+class Warm(nn.Module):
+    """Has its number behind a property."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._warmth = 1.0
+
+    @property
+    def warmth(self) -> float:
+        return self._warmth
+
+    @warmth.setter
+    def warmth(self, value: float) -> None:
+        self._warmth = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.warmth
+
+
+def test_a_property_of_the_model_is_set_through_the_placed_one() -> None:
+    model, x = Warm(), torch.ones(2)
+    placed = baechi.place(model, ["cpu"], costs="estimate", progress=False)
+    placed(x)
+    placed.warmth = 3.0
+    assert model.warmth == 3.0
+    assert torch.equal(placed(x), model(x))
+
+
 def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:
     class ReturnsAnItem(nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, float]:

@@ -167,7 +167,7 @@ class PlacedModule(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("_model")
         own = model is None or name in self.__dict__ or hasattr(type(self), name)
-        if own or name not in vars(model):
+        if own or not (name in vars(model) or hasattr(type(model), name)):
             super().__setattr__(name, value)
         else:  # what forward reads is the model's
             setattr(model, name, value)
