@@ -104,3 +104,23 @@ def test_it_is_one_operator_whose_key_has_no_address(before: tuple[nn.Module, ..
     keys = [op.key for op in traced.ops]
     assert sum("Square" in key for key in keys) == 1
     assert not any(" at 0x" in key for key in keys)
+
+
+class Ends(nn.Module):
+    """Two outputs, one of them a function's; a metered step and a large one end tapes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), square(self.two(x), 2)
+
+
+def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
+    """An optimizer would let the weights decay of what unsplit it leaves alone."""
+    model, x = Ends(), torch.randn(10_000, 8)
+    placed = again_at_random(baechi.trace(model, (x,)), seed=0, devices=1)
+    placed(x)[0].sum().backward()
+    assert model.one.weight.grad is not None
+    assert model.two.weight.grad is None

@@ -371,7 +371,7 @@ def test_buffers_of_a_submodule_that_stays_whole_move_once() -> None:
 
 
 class Skips(nn.Module):
-    """Is left out at random, by a number of its own: it stays whole, and says nowhere that it draws."""
+    """Is left out at random: it stays whole, and says nowhere that it draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,6 +395,26 @@ def test_what_a_submodule_that_stays_whole_draws_is_drawn_again(checkpoint: Any)
             module(x).square().sum().backward()
             found.append([*(parameter.grad for parameter in model.parameters()), torch.rand(1)])
         assert all(map(same, *found))
+
+
+class Force(nn.Module):
+    """Goes backward inside its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.energy = nn.Linear(3, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            at = x.detach().requires_grad_()
+            energy = self.energy(self.inner(at).tanh()).sum()
+            return torch.autograd.grad(energy, at, create_graph=True)[0] * x
+
+
+def test_what_goes_backward_inside_its_forward_runs_again() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Force(), nn.Linear(3, 3))
+    placed = placed_on(model, (torch.randn(2, 3),), 1, "single", "1")
+    assert_equal_steps(model, placed, (torch.randn(2, 3),), {})
 
 
 def test_two_forwards_before_two_backwards_accumulate_as_in_the_unsplit_model() -> None:

@@ -29,6 +29,8 @@ class Again:
     Attributes:
         copied: Arguments that are buffers which the model writes.
         leaves: Opaque submodules with buffers that they may write.
+        opaque: Whether there is an opaque submodule that is not torch's own: it may go backward in
+            its forward, and needs what its graph keeps until it returns.
         random: Whether it draws random numbers.
         crossing: (argument, slot, whether it is the last that reads the slot) of what another tape
             of the unit makes again.
@@ -37,6 +39,7 @@ class Again:
 
     copied: tuple[int, ...]
     leaves: tuple[nn.Module, ...]
+    opaque: bool
     random: bool
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]

@@ -253,6 +253,7 @@ class _Binder:
             exits=len(part.exits),
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
+            by_hand=any(map(_is_by_hand, nodes)),
             parameters=self._gradients.of_tape(tape),
             again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
         )
@@ -270,7 +271,7 @@ class _Binder:
         """How a checkpointed tape runs again."""
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
-        leaves = opaque_leaves(self._module.graph_module, nodes).values()
+        leaves = tuple(opaque_leaves(self._module.graph_module, nodes).values())
         crossing: list[tuple[int, int, int]] = []  # (argument, slot, the tape that reads it last)
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
             user = reader if reader is not None else self._layout.users_in(node, tape)[0]
@@ -288,6 +289,7 @@ class _Binder:
                 and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
             ),
             leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
+            opaque=any(not type(leaf).__module__.startswith("torch.nn.") for leaf in leaves),
             random=any(facts[node].random for node in nodes),
             crossing=tuple(
                 (argument, slot, end == tape and last[slot] == argument)
@@ -367,3 +369,11 @@ class _Binder:
             return True
         forward = self._program.twins.index(producer)
         return self._layout.device(self._layout.tape_of[forward]) == place.device
+
+
+def _is_by_hand(node: fx.Node) -> bool:
+    """Whether its backward may be somebody's Python: what is neither torch's nor made of that."""
+    if node.op == "call_module":
+        return True
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return node.op == "call_function" and not own

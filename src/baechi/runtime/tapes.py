@@ -51,6 +51,7 @@ class TapeCode:
         seeds: For each exit, and then for each tensor of each output that the function makes, the
             slots of the gradients that come back, in the order in which they are added up.
         large: Whether these are many bytes, so that each should go as soon as it is used.
+        by_hand: Whether an operator's backward is somebody's Python.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
         again: How it runs again, if it is checkpointed.
@@ -72,6 +73,7 @@ class TapeCode:
     exits: int
     seeds: tuple[tuple[int, ...], ...]
     large: bool
+    by_hand: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     sums: tuple[tuple[int, int], ...] = ()
     again: Again | None = None
@@ -102,7 +104,7 @@ class TapeCode:
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         apart = self._part(step, arguments) if step.differentiate and step.apart else {}
         try:
-            with nullcontext() if again is None else dropped():
+            with nullcontext() if again is None or again.opaque else dropped():
                 results = self.function(arguments)
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device) from error
@@ -356,4 +358,11 @@ class TapeCode:
         if all(seed is None for seed in record.seeds):
             record.seeds.clear()
             return (), ()
+        if self.by_hand and any(seed is None for seed in record.seeds):
+            # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
+            graded = (edge for edge in record.published if edge is not None)
+            pairs = zip(graded, record.seeds, strict=True)
+            found = [(edge, seed) for edge, seed in pairs if seed is not None]
+            record.seeds.clear()
+            return tuple(edge for edge, _ in found), tuple(seed for _, seed in found)
         return (record.end[0],), (record.end[1],)
