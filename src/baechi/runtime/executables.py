@@ -108,6 +108,7 @@ class Executable:
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing = Sharing(self._module)
+        self._rewritten = _rewritten(self._module)
         self._identity = Identity(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
@@ -229,6 +230,8 @@ class Executable:
         plan = Plan(way, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        if self._rewritten:
+            plan.rewrite(self._rewritten)
         values, plan.outputs = plan.outputs, []
         outputs = [
             Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
@@ -267,6 +270,20 @@ class Executable:
         result, changes = self._module.returned.fill(values, call.objects)
         change(call.objects, changes)
         return result
+
+
+def _rewritten(module: TracedModule) -> list[int]:
+    """Which of the caller's tensors forward writes into with a gradient."""
+    facts = module.facts.nodes
+    storages = {
+        value.storage
+        for node, fact in facts.items()
+        if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
+        for value in fact.values
+        if value.requires_grad and value.storage in fact.writes
+    }
+    given = module.graph_module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
 
 
 def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:

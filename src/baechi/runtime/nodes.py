@@ -6,8 +6,8 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, final
 
 import torch
 from torch.utils import _pytree as pytree
@@ -83,6 +83,26 @@ class Plan:
             merged.append(pytree.tree_unflatten(leaves, spec))
         self._parts = []  # the caller alone decides how long results live
         return merged
+
+    def rewrite(self, indices: Sequence[int]) -> None:
+        """Tell autograd that the forward wrote into some of the caller's tensors, with a gradient.
+
+        What the caller has saved of one is then another. Tapes themselves count these writes
+        already, in what is cut off or, where it needed no gradient before, in the tensor itself.
+        """
+        origins = self.step.origins
+        known = [[origin.source._version for origin in row] for row in origins]
+        for tensor, graded in ((self.call.tensors[index], self.graded[index]) for index in indices):
+            if tensor.requires_grad:
+                version = tensor._version
+                Rewritten.apply(tensor)  # type: ignore[no-untyped-call]
+                if not graded:
+                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+        for row, versions in zip(origins, known, strict=True):
+            row[:] = [
+                replace(origin, version=origin.version + origin.source._version - version)
+                for origin, version in zip(row, versions, strict=True)
+            ]
 
     def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
         """Take the caller's gradient of an output."""
@@ -177,6 +197,32 @@ class StepFunction(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             gradients = _once([*ctx.plan.given(), *tokens], gradients)
         return (None, None, *gradients)
+
+
+class Rewritten(torch.autograd.Function):
+    """A tensor of the caller's, from when the forward wrote into it.
+
+    It has new values and its old history: a backward from it would pass the forward by.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> NoReturn:  # noqa: ARG004 (as autograd wants it)
+        """Refuse.
+
+        Raises:
+            ExecutionError: Always.
+        """
+        raise ExecutionError(
+            "the placed model wrote into one of its arguments, and something after it depends on "
+            "that argument's new values: there is no graph of these outside of the model. Let "
+            "forward return them, or give it a copy of the argument (x.clone())."
+        )
 
 
 class Result(torch.autograd.Function):
