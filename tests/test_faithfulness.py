@@ -461,3 +461,43 @@ def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
         placed(x)
     model.c._backward_hooks.clear()
     placed.unplace()
+
+
+class Leaves(nn.Module):
+    """Trains buffers: one that two operators read, one of a submodule that stays whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(4, 4), Whole()
+        self.register_buffer("scale", torch.ones(4, requires_grad=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.linear(x) * self.scale) + self.scale.tanh()
+
+
+class Whole(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(4, requires_grad=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.shift if x.sum().item() > -(10**9) else x
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_buffers_that_need_a_gradient_get_it(devices: int) -> None:
+    torch.manual_seed(0)
+    model, x = Leaves(), torch.randn(3, 4)
+    placed = at_random(model, (x,), devices=devices)
+    tensors = [*model.parameters(), *model.buffers()]
+    expected = torch.autograd.grad(model(x).square().sum(), tensors)
+    placed(x).square().sum().backward()
+    for tensor, gradient in zip(tensors, expected, strict=True):
+        assert torch.equal(tensor.grad, gradient)
+
+
+def test_what_is_trained_in_a_plain_attribute_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    model[1].prompt = torch.zeros(4, requires_grad=True)
+    with pytest.raises(baechi.TraceError, match="module '1' has a tensor that needs a gradient"):
+        baechi.trace(model, (torch.ones(1, 4),))

@@ -41,8 +41,8 @@ def refuse_unfaithful(model: nn.Module) -> None:
     """Refuse what no trace keeps.
 
     Raises:
-        TraceError: The model or a part of it is scripted, a parameter is lazy, or there is a
-            backward hook or a hook on all modules.
+        TraceError: The model or a part of it is scripted, a parameter is lazy, there is a backward
+            hook or a hook on all modules, or what is trained is in a plain attribute.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(
@@ -74,6 +74,20 @@ def refuse_unfaithful(model: nn.Module) -> None:
             raise TraceError(
                 f"parameter {name!r} has no shape yet; run the model once, then trace it."
             )
+    _refuse_hidden_leaves(model)
+
+
+def _refuse_hidden_leaves(model: nn.Module) -> None:
+    """Refuse what is trained and is neither a parameter nor a buffer."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+                raise TraceError(
+                    f"{_title(model, name)} has a tensor that needs a gradient in its plain "
+                    f"attribute {key!r}, and a placed model would give it none. Make it a "
+                    "parameter (torch.nn.Parameter) or a buffer (register_buffer), or call its "
+                    "requires_grad_(False)."
+                )
 
 
 @contextmanager

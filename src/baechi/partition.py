@@ -185,11 +185,12 @@ class Partition:
         return [user for user in node.users if user in self.position]
 
     def travels(self, node: fx.Node) -> bool:
-        """Whether a get_attr's value may be sent: no parameter, never written, no submodule."""
+        """Whether a get_attr's value may be sent: not trained, never written, no submodule."""
         values = self._facts.nodes[node].values
         if not values or any(v.storage in self.last_write for v in values):
             return False
-        return not isinstance(attribute(self._module, str(node.target)), nn.Parameter)
+        value = attribute(self._module, str(node.target))
+        return not (isinstance(value, nn.Parameter) or value.requires_grad)
 
     def _quotient(self) -> "networkx.DiGraph[int]":
         """Operators, and who must come before whom."""

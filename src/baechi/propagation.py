@@ -195,7 +195,7 @@ class _Recorder(fx.Interpreter):
         stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
-        with _Drawing() as drawing:  # type: ignore[no-untyped-call]
+        with _Drawing() as drawing:
             result = torch.func.functional_call(leaf, stand_ins, args, kwargs)
         self._drawn = drawing.drawn
         return result

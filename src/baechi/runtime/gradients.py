@@ -12,7 +12,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import Any, Final, TypeGuard, final
 
 import torch
 from torch import fx
@@ -250,13 +250,13 @@ class Gradients:
         for node, reader in zip(part.inputs, part.readers, strict=True):
             if layout.is_state(node) and reader is None:
                 value = layout.attribute(node)
-                if isinstance(value, torch.nn.Parameter):
+                if _is_trained(value):
                     last = layout.position[layout.users_in(node, tape)[-1]]
                     rows[value] = max(last, rows.get(value, last))
         nodes = layout.nodes(tape)
         for name, leaf in opaque_leaves(layout.module.graph_module, nodes).items():
             last = max(layout.position[n] for n in nodes if n.target == name)
-            for parameter in leaf.parameters():
+            for parameter in filter(_is_trained, (*leaf.parameters(), *leaf.buffers())):
                 rows[parameter] = max(last, rows.get(parameter, last))
         for parameter, position in rows.items():
             slot = self._new()
@@ -314,6 +314,12 @@ class Gradients:
                 gradients = self._of[node, leaf]
                 rows.append(_in_order(g for g in gradients if (node, g.position) not in exits))
         return tuple(rows)
+
+
+def _is_trained(value: Any) -> TypeGuard[torch.nn.Parameter]:
+    """Whether it is a parameter, or is trained as one: a buffer that needs a gradient."""
+    parameter = isinstance(value, torch.nn.Parameter)
+    return parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
 
 
 def _in_order(gradients: Iterable[_Gradient]) -> tuple[int, ...]:
