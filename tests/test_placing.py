@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.runtime import module
@@ -28,6 +29,22 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     assert said.count("tracing Sequential") == 2
     assert "input [2, 8]" in said
     assert "input [3, 8]" in said
+
+
+def test_a_first_call_that_the_caller_checkpoints_is_planned_once() -> None:
+    """Planning goes backward itself; its own tensors are not the caller's to compute again."""
+    torch.manual_seed(0)
+    unsplit = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    module = copy.deepcopy(unsplit)
+    placed = baechi.place(
+        module, DEVICES, placer="round-robin", costs="estimate", progress=False, verify=True
+    )
+    found = []
+    for one in (unsplit, placed):
+        x = torch.ones(2, 8, requires_grad=True)
+        checkpoint(one, x * 1, use_reentrant=False).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in one.parameters())])
+    torch.testing.assert_close(*found)
 
 
 def test_the_limit_of_shapes_is_told() -> None:

@@ -35,6 +35,7 @@ from baechi.runtime.homes import Homes, first_homes, staying
 from baechi.runtime.module import PlacedModule, apply
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
+from baechi.saving import unhooked
 from baechi.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.tracing import traced_for
@@ -186,7 +187,7 @@ class _Maker:
         homes = first_homes(special.executable.homes for special in earlier)
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), unhooked():
             return self._made(model, call, homes, gradients)
 
     def _made(self, model: nn.Module, call: Call, homes: Homes, gradients: bool) -> Specialization:

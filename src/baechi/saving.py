@@ -5,7 +5,8 @@ such as a recurrent kernel's workspace or the statistics of a normalization, dep
 that the device has; so it is measured where the operator is.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,3 +33,21 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
     own = {tensor.untyped_storage()._cdata for tensor in [*known, *leaves]}
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in kept}
     return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+
+
+@contextmanager
+def unhooked() -> Iterator[None]:
+    """Run the block without the saved-tensor hooks that are on around it, such as checkpointing's.
+
+    They are for what the caller computes: checkpointing would run the whole call again for a
+    tensor of the block.
+    """
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
