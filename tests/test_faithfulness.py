@@ -496,8 +496,21 @@ def test_buffers_that_need_a_gradient_get_it(devices: int) -> None:
         assert torch.equal(tensor.grad, gradient)
 
 
-def test_what_is_trained_in_a_plain_attribute_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    model[1].prompt = torch.zeros(4, requires_grad=True)
-    with pytest.raises(baechi.TraceError, match="module '1' has a tensor that needs a gradient"):
+class Prompted(nn.Module):
+    """Trains a tensor that it keeps in a plain attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = torch.zeros(4, requires_grad=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.prompt
+
+
+def test_what_is_trained_in_a_plain_attribute_is_refused_where_it_is_read() -> None:
+    model = Prompted()
+    with pytest.raises(baechi.TraceError, match="gradient would be lost"):
         baechi.trace(model, (torch.ones(1, 4),))
+    unread = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    unread[1].prompt = torch.zeros(4, requires_grad=True)
+    assert baechi.trace(unread, (torch.ones(1, 4),)).ops

@@ -77,20 +77,6 @@ def refuse_unfaithful(model: nn.Module) -> None:
             raise TraceError(
                 f"parameter {name!r} has no shape yet; run the model once, then trace it."
             )
-    _refuse_hidden_leaves(model)
-
-
-def _refuse_hidden_leaves(model: nn.Module) -> None:
-    """Refuse what is trained and is neither a parameter nor a buffer."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
-                raise TraceError(
-                    f"{_title(model, name)} has a tensor that needs a gradient in its plain "
-                    f"attribute {key!r}, and a placed model would give it none. Make it a "
-                    "parameter (torch.nn.Parameter) or a buffer (register_buffer), or call its "
-                    "requires_grad_(False)."
-                )
 
 
 @contextmanager
