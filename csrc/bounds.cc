@@ -377,17 +377,18 @@ Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& ef
   Bounds bounds{relaxation.path(), 0, 0, 0, 0};
   if (relaxation.refuted()) return bounds;
   bounds.group = relaxation.group();
+  if (bounds.group == kForever) return bounds;  // no site has all of a group's ops
   bounds.work = relaxation.work();
   bounds.interval = relaxation.interval(std::max({bounds.path, bounds.group, bounds.work, known}));
   bounds.guess = bounds.interval;
   // Ever larger steps up while makespans are refuted, then bisection below one that was not.
   int64_t above = kForever, step = bounds.guess / 16;
   for (int32_t i = 0; i < effort.guesses && step > 0; ++i) {
-    const int64_t guess = bounds.guess + step;
+    const int64_t guess = bounds.guess + std::min(step, kForever - bounds.guess);
     const int64_t reached = refute(relaxation, guess);
     if (reached < guess) above = guess;
     bounds.guess = std::max(bounds.guess, reached);
-    step = above == kForever ? 2 * step : (above - bounds.guess) / 2;
+    step = above == kForever ? 2 * std::min(step, kForever / 2) : (above - bounds.guess) / 2;
   }
   return bounds;
 }
