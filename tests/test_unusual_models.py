@@ -1,5 +1,6 @@
 """What few models do, and some: as the unsplit model, or refused by name; never something else."""
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -256,6 +257,31 @@ def test_what_forward_registers_is_refused_until_it_has_run(
     for each in (model, unsplit):
         torch.manual_seed(1)
         each(X)
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    assert_equal_steps(unsplit, placed, [(X,), (X + 1,)])
+
+
+class Way(nn.Module):
+    """A layer, and a factor for what it gives."""
+
+    def __init__(self, layer: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def choose_another_way(model: Any, x: Tensor) -> Tensor:
+    if model.extra.factor > 0:
+        model.extra = Way(model.extra.layer, -1.0)
+    return model.extra(x)
+
+
+def test_a_submodule_that_forward_exchanges_for_one_of_the_same_weights_is_no_new_state() -> None:
+    """As BigBird does, whose attention is another where the text is short."""
+    unsplit, model = (Middle(choose_another_way) for _ in range(2))
+    unsplit.extra, model.extra = (Way(copy.deepcopy(unsplit.last), 1.0) for _ in range(2))
     placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
     assert_equal_steps(unsplit, placed, [(X,), (X + 1,)])
 

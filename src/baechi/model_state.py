@@ -116,6 +116,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     holders = _holders(model)
     entries = [dict(_entries(holder)) for holder in holders]
     rosters = [(path, module, _roster(module)) for path, module in model.named_modules()]
+    known = _state_of(model)
     loose = [(t, t._version, t.detach().clone()) for t in _loose(model, entries)]
     caches = [(cache, cache.cache_info().misses) for cache in _caches(model)]
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
@@ -132,7 +133,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for cache, misses in caches:
             if cache.cache_info().misses != misses:
                 cache.cache_clear()
-        made = [name for path, module, before in rosters for name in _restore(path, module, before)]
+        made = [name for row in rosters for name in _restore(*row, known)]
         for holder, before in zip(holders, entries, strict=True):
             _clean(holder, before)
     if made:
@@ -156,12 +157,23 @@ def _rosters(module: nn.Module) -> list[dict[str, Any]]:
     return [module._parameters, module._buffers, module._modules]
 
 
-def _restore(path: str, module: nn.Module, before: tuple[Any, ...]) -> list[str]:
-    """Let a module have the parameters, buffers and submodules that it had; names of the others."""
+def _state_of(module: nn.Module) -> set[int]:
+    return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+
+
+def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[int]) -> list[str]:
+    """Let a module have the parameters, buffers and submodules that it had; names of the others.
+
+    A submodule in the place of another is none of those where it has the model's own state alone:
+    forward has chosen another way to compute with it, and noted that.
+    """
     rosters, volatile, attributes = before
     made: list[str] = []
     for now, then in zip(_rosters(module), rosters, strict=True):
-        made += [f"{path}.{name}".lstrip(".") for name in now if now[name] is not then.get(name)]
+        for name, value in now.items():
+            chosen = isinstance(value, nn.Module) and _state_of(value) <= known
+            if value is not then.get(name) and not chosen:
+                made.append(f"{path}.{name}".lstrip("."))
         if len(now) != len(then) or made:
             now.clear()
             now.update(then)
