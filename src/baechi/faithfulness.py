@@ -44,8 +44,8 @@ def refuse_unfaithful(model: nn.Module) -> None:
     """Refuse what no trace keeps.
 
     Raises:
-        TraceError: The model or a part of it is scripted, a parameter is lazy, there is a backward
-            hook or a hook on all modules, or what is trained is in a plain attribute.
+        TraceError: The model or a part of it is scripted, a parameter is lazy, or there is a
+            backward hook or a hook on all modules.
     """
     if isinstance(model, torch.jit.ScriptModule):
         raise TraceError(

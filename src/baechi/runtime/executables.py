@@ -263,8 +263,6 @@ class Executable:
                 values.append(node)
             elif node in self._given:
                 values.append(call.tensors[self._given[node]])
-            elif str(node.target).startswith("_tensor_constant"):
-                values.append(self._attribute(node).clone())  # forward makes a new one each time
             elif node.op == "get_attr":
                 values.append(self._attribute(node))
             else:

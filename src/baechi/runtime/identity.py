@@ -2,18 +2,15 @@
 
 A placed model runs the tensors that it was traced with. Who replaces one in the model, instead of
 writing into it, would train or load what no longer runs. So would who unties a weight that has
-several names, of which the graph reads one; who gives a layer the bias that it did without; and who
-puts another tensor into a plain attribute.
+several names, of which the graph reads one, and who gives a layer the bias that it did without.
 """
 
 from typing import Any, final
 
-import torch
 from torch import fx, nn
 
 from baechi.errors import ExecutionError
 from baechi.extraction import opaque_leaves
-from baechi.partition import attribute
 
 
 @final
@@ -36,7 +33,7 @@ class Identity:
         for path, leaf in leaves.items():
             names += [f"{path}.{name}" for name, _ in leaf.named_parameters()]
         for name in names:
-            self._add_path(model, name.removeprefix("model."), attribute(graph, name))
+            self._add_path(model, name.removeprefix("model."))
         whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
         read = {id(value) for _, _, value, _ in self._rows}
         for path, module in model.named_modules():
@@ -46,16 +43,14 @@ class Identity:
                     if value is None or id(value) in read:
                         self._add(holder, key, f"{path}.{key}".lstrip("."))
 
-    def _add_path(self, model: nn.Module, name: str, read: Any) -> None:
+    def _add_path(self, model: nn.Module, name: str) -> None:
         """What the model holds on the way to what is read under a name, and that itself."""
         owner: Any = model
         for part in name.split("."):
             holders = (owner._modules, owner._parameters, owner._buffers)
             holder = next((h for h in holders if h.get(part) is not None), None)
-            if holder is None and isinstance(read, torch.Tensor):  # in a plain attribute
-                holder = vars(owner) if vars(owner).get(part) is read else None
             if holder is None:
-                break  # a constant of the graph
+                break  # a constant of the graph, or in a plain attribute (`attributes`)
             self._add(holder, part, name)
             owner = holder[part]
 
