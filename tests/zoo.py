@@ -313,7 +313,7 @@ class Constants(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[-1], device=x.device)
         scale = torch.tensor([1.0, 2.0, 3.0, 4.0], device=x.device)
-        window = torch.ones(4, 4).tril()
+        window = torch.ones(4, 4, device=x.device).tril()
         return self.linear(x * scale + positions) @ window + torch.zeros_like(x)
 
 
@@ -411,7 +411,7 @@ class SliceAssigned(nn.Module):
         self.linear = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = torch.zeros(x.shape[0], 8)
+        out = torch.zeros(x.shape[0], 8, device=x.device)
         hidden = self.linear(x)
         out[:, :4] = hidden
         out[:, 4:] = hidden.flip(-1)
