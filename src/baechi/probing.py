@@ -215,5 +215,9 @@ def _free_gpu_bytes(gpu: torch.device) -> int:
         nn.functional.conv2d(image, image.new_zeros(8, 8, 3, 3), padding=1)
     del matrix, image
     torch.cuda.synchronize(gpu)
-    unused = torch.cuda.memory_reserved(gpu) - torch.cuda.memory_allocated(gpu)
-    return int(torch.cuda.mem_get_info(gpu)[0]) + unused
+    free, total = torch.cuda.mem_get_info(gpu)
+    reserved = torch.cuda.memory_reserved(gpu)
+    # What torch may take in all (`set_per_process_memory_fraction`).
+    granted = int(total * torch.cuda.get_per_process_memory_fraction(gpu))
+    unused = reserved - torch.cuda.memory_allocated(gpu)
+    return max(min(int(free), granted - reserved), 0) + unused
