@@ -13,7 +13,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final, final
 
 import torch
@@ -34,6 +34,9 @@ _QUEUED_NS: Final = 2_000_000
 _RECORDING_NS: Final = 20_000
 # A spin too long costs time only; one too short leaves gaps.
 _SPIN_MARGIN: Final = 2.0
+# Until a GPU's clock is up: spins of so many cycles, for so long.
+_RAMP_CYCLES: Final = 10_000_000
+_RAMP_NS: Final = 200_000_000
 _SYNCHRONIZING: Final = "called a synchronizing CUDA operation"
 
 
@@ -47,7 +50,7 @@ class CudaTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._captures: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._captures = _captures(device)
         self._cycles_per_ns = self._spin_rate()
         with torch.cuda.device(device):
             self._pair_ns = statistics.median(self._queued([_nothing] * _QUEUED, 0))
@@ -155,17 +158,32 @@ class CudaTimer:
         return elapsed_ns
 
     def _spin_rate(self) -> float:
-        """Cycles of the spinning kernel per nanosecond."""
-        cycles = 10_000_000
+        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work.
+
+        One that was idle begins at a fraction of it, and spins would be too short by as much.
+        """
+        rate = spun_ns = 0.0
         with torch.cuda.device(self._device):
-            pair = [_event() for _ in range(2)]
-            _spin(cycles)  # the first launch loads the kernel
-            torch.cuda.synchronize(self._device)
-            pair[0].record()
-            _spin(cycles)
-            pair[1].record()
-            torch.cuda.synchronize(self._device)
-            return cycles / max(float(pair[0].elapsed_time(pair[1])) * 1e6, 1.0)
+            while spun_ns < _RAMP_NS:
+                pair = [_event() for _ in range(2)]
+                torch.cuda.synchronize(self._device)
+                pair[0].record()
+                _spin(_RAMP_CYCLES)
+                pair[1].record()
+                torch.cuda.synchronize(self._device)
+                took_ns = max(float(pair[0].elapsed_time(pair[1])) * 1e6, 1.0)
+                rate = max(rate, _RAMP_CYCLES / took_ns)
+                spun_ns += took_ns
+        return rate
+
+
+@cache
+def _captures(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which what is timed on a device is captured: one, whoever measures.
+
+    torch never gives a stream back, and cuBLAS keeps a workspace for each.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def _event() -> torch.cuda.Event:
