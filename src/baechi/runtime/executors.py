@@ -98,20 +98,23 @@ def graphs_of(
         )
         for code in bound.tapes
     ]
-    return Graphs(
-        program,
-        bound.tapes,
-        bound.sizes,
-        obstacles,
-        recorder or (lambda device: _recorder(places[device])),
-    )
+    return Graphs(program, bound.tapes, bound.sizes, obstacles, recorder or _recorders(places))
 
 
-def _recorder(gpu: torch.device) -> CudaRecorder:
-    """A recorder with as much free memory as there is.
+def _recorders(places: Sequence[torch.device]) -> Callable[[int], CudaRecorder]:
+    """Makes recorders of logical devices, each with as much free memory as there is.
 
     While something is captured the allocator gives nothing back, and the eager steps before have
-    left as much in its cache as the graphs will take.
+    left as much in its cache as the graphs will take. Those of one logical device, for training and
+    for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
+    for each, and a lane never replays two graphs at once.
     """
-    torch.cuda.empty_cache()
-    return CudaRecorder(gpu)
+    streams: dict[int, torch.cuda.Stream] = {}
+
+    def recorder(device: int) -> CudaRecorder:
+        torch.cuda.empty_cache()
+        made = CudaRecorder(places[device], streams.get(device))
+        streams[device] = made.stream
+        return made
+
+    return recorder
