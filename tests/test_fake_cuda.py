@@ -234,3 +234,18 @@ def test_gradients_that_are_added_up_last_are_waited_for(monkeypatch: pytest.Mon
             gradient = gradient.clone()
         assert not sanitizer.found
         torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize(("devices", "warns"), [(1, True), (2, False)])
+def test_a_step_on_several_lanes_does_not_let_torch_warn_of_their_streams(
+    devices: int, warns: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A submodule that stays whole gives gradients on its lane, and they go to the caller's."""
+    said: list[bool] = []
+    graph = torch.autograd.graph
+    monkeypatch.setattr(graph, "set_warn_on_accumulate_grad_stream_mismatch", said.append)
+    traced = baechi.trace(Chains(), (torch.ones(2, 16),))
+    placed = again_at_random(traced, seed=6, devices=devices)
+    with sanitized(monkeypatch):
+        on_streams(placed, graphs=False)
+    assert said == ([] if warns else [False])

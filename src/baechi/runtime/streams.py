@@ -114,8 +114,9 @@ class CudaExecutor:
         gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._gpus = tuple(gpus)
         self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
-        if self._out:
-            # The step is one node, on one GPU, and gives gradients of parameters on several: that
+        if self._out or self._shared:
+            # The step is one node, on one GPU, and gives gradients of parameters on several; and on
+            # one with several lanes, submodules that stay whole give them where they run. That
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
