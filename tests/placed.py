@@ -1,8 +1,8 @@
 """Models on logical CPU devices for tests, and what a training step of one leaves behind."""
 
 import copy
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +95,19 @@ def place_on(
 def one_thread() -> AbstractContextManager[None]:
     """One torch thread here as in the workers: then equal means in every bit."""
     return torch_threads(1)
+
+
+@contextmanager
+def rounded_to(kind: str, *owners: Any) -> Iterator[None]:
+    """Inside the block these parts of `torch.backends` round fp32 so."""
+    before = [owner.fp32_precision for owner in owners]
+    for owner in owners:
+        owner.fp32_precision = kind
+    try:
+        yield
+    finally:
+        for owner, value in zip(owners, before, strict=True):
+            owner.fp32_precision = value
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,9 @@ import baechi
 import zoo
 from baechi.device_kinds import find
 from baechi.efficiency import Kernel
+from baechi.estimation import rounded_classes
 from baechi.workload import UNSEEN, UNSEEN_BACKWARD, workloads
+from placed import rounded_to
 
 KIND = "H100-SXM-80GB"
 
@@ -200,6 +202,14 @@ def test_tf32_is_for_the_products_that_are_told():
     assert fast < slow / 3
     assert default == slow
     assert baechi.estimate(traced, "V100-SXM-16GB", tf32=True).environment.endswith("nothing")
+
+
+def test_tf32_is_asked_for_class_by_class():
+    """As torch's documents set it since 2.9; one question for all of them raises an error then."""
+    assert rounded_classes(find(KIND), None) == {"convolution", "recurrent"}
+    backends = torch.backends
+    with rounded_to("tf32", backends.cuda.matmul), rounded_to("ieee", backends.cudnn.conv):
+        assert rounded_classes(find(KIND), None) == {"matmul", "recurrent"}
 
 
 @pytest.mark.parametrize("name", sorted(zoo.MODELS))

@@ -329,7 +329,7 @@ ALLOWED = {
         "partition",
         "propagation",
     },
-    "estimation": {"workload"},
+    "estimation": {"torch_devices", "workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
     "runtime.steps": {"runtime.again"},

@@ -20,7 +20,7 @@ from baechi.lowering import TracedModule
 from baechi.operands import Operands
 from baechi.profile_store import Conditions, Measured
 from baechi.timing import CpuTimer, Reading, Run, Timer, no_collections
-from baechi.torch_devices import cache_bytes, device_kind, hardware
+from baechi.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware
 from baechi.traced import Traced
 from baechi.workspace import Sizes, sizes
 
@@ -208,12 +208,13 @@ def _library_settings() -> str:
     """What of torch's settings changes how fast an operator is."""
     settings = {
         "dtype": torch.get_default_dtype(),
-        "matmul": torch.get_float32_matmul_precision(),
+        **fp32_precisions(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "mkldnn": torch._C._get_mkldnn_enabled(),
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn benchmark": torch.backends.cudnn.benchmark,
+        "cudnn deterministic": torch.backends.cudnn.deterministic,
         "denormals": torch.tensor(1e-40).mul(1).item() == 0,
     }
     return ", ".join(f"{name} {value}" for name, value in settings.items())

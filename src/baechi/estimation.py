@@ -19,6 +19,7 @@ from baechi.costs import OpCost, Profile
 from baechi.device_kinds import DeviceKind, find
 from baechi.efficiency import Calibration, Kernel
 from baechi.errors import InputError
+from baechi.torch_devices import fp32_precisions
 from baechi.traced import Traced
 from baechi.values import check_is
 from baechi.workload import Workload, workloads
@@ -84,10 +85,9 @@ def rounded_classes(kind: DeviceKind, tf32: bool | None) -> frozenset[str]:
         return frozenset()
     if tf32 is not None:
         return frozenset({"matmul", "convolution", "recurrent"} if tf32 else ())
-    products = torch.get_float32_matmul_precision() != "highest"
-    convolutions = torch.backends.cudnn.allow_tf32
-    chosen = {"convolution", "recurrent"} if convolutions else set()
-    return frozenset(chosen | ({"matmul"} if products else set()))
+    classes = ("matmul", "convolution", "recurrent")
+    chosen = fp32_precisions()
+    return frozenset(name for name in classes if chosen[f"cuda {name}"] == "tf32")
 
 
 def as_run(kernel: Kernel, rounded: frozenset[str]) -> Kernel:

@@ -105,6 +105,25 @@ def _read_size(path: Path) -> int:
     return int(digits) * units.get(text[-1:], 1) if digits.isdigit() else 0
 
 
+def fp32_precisions() -> dict[str, str]:
+    """To what fp32 is rounded before it is multiplied: `tf32`, `bf16`, or `ieee`, which is not.
+
+    By library and class of operator, and one by one: where they were set apart,
+    `torch.get_float32_matmul_precision` and `torch.backends.cudnn.allow_tf32` raise an error.
+    """
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    rows = {
+        "cuda matmul": cuda.matmul,
+        "cuda convolution": cudnn.conv,  # type: ignore[attr-defined]
+        "cuda recurrent": cudnn.rnn,
+        "cpu matmul": mkldnn.matmul,  # type: ignore[attr-defined]
+        "cpu convolution": mkldnn.conv,  # type: ignore[attr-defined]
+        "cpu recurrent": mkldnn.rnn,  # type: ignore[attr-defined]
+    }
+    found = {name: str(row.fp32_precision) for name, row in rows.items()}
+    return {name: "ieee" if kind == "none" else kind for name, kind in found.items()}
+
+
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
     """Lets torch use so many threads for an operator inside, as a logical CPU device does."""

@@ -25,7 +25,7 @@ from torch import fx
 from baechi.calls import Call
 from baechi.errors import InputError
 from baechi.naming import op_name, source_line
-from baechi.torch_devices import torch_threads
+from baechi.torch_devices import fp32_precisions, torch_threads
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -210,7 +210,7 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
         tuple(parameter.requires_grad for parameter in parameters),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_float32_matmul_precision(),
+        tuple(fp32_precisions().items()),
         torch.get_default_dtype(),
     )
 
