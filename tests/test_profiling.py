@@ -17,6 +17,7 @@ from baechi.operands import Operands, operator_name
 from baechi.profile_store import Measured
 from baechi.profiling import _additions
 from baechi.value_dependence import value_remark
+from placed import rounded_to
 
 
 def test_a_deep_model_is_measured_as_its_distinct_layers() -> None:
@@ -444,3 +445,27 @@ def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:
         return backward.reused_bytes
 
     assert reused(3) > reused(2) > 0
+
+
+def test_a_trace_made_on_a_gpu_has_its_known_values_without_one() -> None:
+    """Its factories name that GPU; and what the model holds may be on another device by now."""
+    traced = baechi.trace(Routed(), (torch.randint(50, (3, 6)),))
+    nodes = traced.module.graph_module.graph.nodes
+    for node in nodes:
+        if "device" in node.kwargs:
+            node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
+    operands = Operands(traced.module, torch.device("cpu"))
+    attention = next(n for n in nodes if "attention" in operator_name(n))
+    mask = operands.make(attention.args[3], [attention])
+    assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
+
+
+def test_precisions_that_were_set_apart_are_told_apart() -> None:
+    """As torch's documents say since 2.9; one question for all raises an error then."""
+    traced = baechi.trace(nn.Linear(2, 2), (torch.ones(1, 2),))
+    first = Bench(traced, torch.device("cpu"), 1)
+    with rounded_to("tf32", torch.backends.cuda.matmul):
+        with pytest.raises(RuntimeError, match="legacy and new"):
+            torch.get_float32_matmul_precision()
+        second = Bench(traced, torch.device("cpu"), 1)
+    assert second.conditions != first.conditions

@@ -45,6 +45,8 @@ class _Prefix(fx.Interpreter):
         super().__init__(module.graph_module, garbage_collect_values=False)
         self._without = set(without)
         self._copies: dict[str, Any] = {}
+        tensors = [*module.call.tensors, *module.model.parameters()]
+        self._home = next((tensor.device for tensor in tensors), torch.device("cpu"))
         self.args_iter = iter([tensor.detach().clone() for tensor in module.call.tensors])
         self._graph = module.graph_module.graph
 
@@ -58,13 +60,13 @@ class _Prefix(fx.Interpreter):
                 self.env[node] = self.run_node(node)
 
     def fetch_attr(self, target: str) -> Any:
-        """A copy of the model's parameter, buffer or submodule."""
+        """A copy of the model's parameter, buffer or submodule, where the example is."""
         if target not in self._copies:
             value = super().fetch_attr(target)
             if isinstance(value, torch.Tensor):
-                value = value.detach().clone()
+                value = value.detach().to(self._home, copy=True)
             elif isinstance(value, torch.nn.Module):
-                value = copy.deepcopy(value)
+                value = copy.deepcopy(value).to(self._home)
             self._copies[target] = value
         return self._copies[target]
 

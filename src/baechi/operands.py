@@ -5,6 +5,8 @@ that it has there. Everything else is made up: floats in (0.1, 1), so that logar
 variances are numbers; booleans that are true; integers that are in range of what they index, drawn
 evenly, so that neither every row nor a single one is read.
 
+Known values are computed on the CPU: the example, and what the model holds, may be on any devices.
+
 Complexity: O(nodes + bytes of the known values).
 """
 
@@ -69,7 +71,7 @@ class Operands:
             if node.op == "placeholder":
                 tensor = next(placeholders)
                 if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
-                    self._known[node] = tensor
+                    self._known[node] = tensor.cpu()
             elif facts is not None and not facts.random and _is_knowable(facts.values):
                 self._evaluate(node, facts.writes)
 
@@ -77,15 +79,24 @@ class Operands:
         if node.op == "get_attr":
             value = attribute(self._module.graph_module, str(node.target))
             if not (value.is_meta or isinstance(value, torch.nn.Parameter)):
-                self._known[node] = value.detach()
+                self._known[node] = value.detach().cpu()
             return
         known = all(argument in self._known for argument in node.all_input_nodes)
         if node.op == "call_function" and known and not writes:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._known.__getitem__)
-            with torch.no_grad():
-                value = node.target(*args, **kwargs)  # type: ignore[operator]
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._given)
+            try:
+                with torch.no_grad():
+                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:  # what a CPU has no kernel for is made up
+                return
             if not any(leaf.is_meta for leaf in tensors_in(value)):
                 self._known[node] = value
+
+    def _given(self, argument: Any) -> Any:
+        """An argument as it is on the CPU."""
+        if isinstance(argument, fx.Node):
+            return self._known[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
     def make(self, node: fx.Node, readers: Sequence[fx.Node]) -> Any:
         """A value for a node that the readers, nodes of one operator, read."""
