@@ -396,3 +396,23 @@ def test_a_metered_step_is_no_replay() -> None:
     assert_same(
         gradients(reference, sum(y.square().sum() for y in reference(x))), gradients(placed, loss)
     )
+
+
+def test_measured_steps_are_replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that run eagerly and the one that records are over before a step is timed."""
+    torch.manual_seed(0)
+    placed = placed_at_random(Tied(), (torch.randn(3, 4),), {}, 0, 2)
+    graphs = replaying(placed)
+    placed._current.executable.graphs = graphs
+    begun: list[bool] = []
+    begin = Graphs.begin
+
+    def noted(self: Graphs, step: Any) -> bool:
+        replayed = begin(self, step)
+        if step.meter is None:
+            begun.append(replayed)
+        return replayed
+
+    monkeypatch.setattr(Graphs, "begin", noted)
+    placed.measure(1)
+    assert begun[-2:] == [True, True]

@@ -107,7 +107,7 @@ def measure(
                     threads_per_device=threads if devices > 1 else None,
                 )
                 title = (name, batch, mode, devices, placement_name)
-                cases.append(_Case(title, profiles[threads], cluster, placement, placed))
+                cases.append(_Case(title, profiles[threads], placement, placed))
         yield from _measured(cases, list(profiles.values()), kind, quiet, say)
         del model, traced, args, kwargs, cases, profiles
         gc.collect()
@@ -175,15 +175,15 @@ class _Case:
         self,
         title: tuple[str, int, str, int, str],
         profiled: _Profiled,
-        cluster: baechi.Cluster,
         placement: baechi.Placement,
         placed: baechi.PlacedModule,
     ) -> None:
         self.title, self.devices = title, title[3]
         self.placed = placed
         self._profiled, self._placement = profiled, placement
-        # By the costs that the program was made with; its peaks are of the same order of operators.
-        self._schedule = baechi.simulate(profiled.graph, cluster, placement)
+        # By the costs that the program was made with; its peaks are of the same order of operators,
+        # with what streams hold.
+        self._schedule = placed.schedule
         self._calm = False
         self._passes: list[tuple[int, baechi.Measurement]] = []
 

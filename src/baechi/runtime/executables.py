@@ -33,7 +33,7 @@ from baechi.runtime.homes import homes_of
 from baechi.runtime.identity import Identity
 from baechi.runtime.nodes import Plan, Result, StepFunction, Way
 from baechi.runtime.program import Program
-from baechi.runtime.replays import Graphs
+from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.sharing import Sharing
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
@@ -131,6 +131,11 @@ class Executable:
             program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
         bound = bind(self._module, self._graph, program, self.places)
         return Way(bound, CudaExecutor(program, bound, self.places))
+
+    @property
+    def warm_up(self) -> int:
+        """After how many calls of a kind all that can be a CUDA graph is one."""
+        return 0 if self.graphs is None else WARM_UP + 1
 
     def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted

@@ -1,6 +1,6 @@
 """Measured steps of a placed model: their times, then, apart from these, their peaks.
 
-    warm-up          not counted: pages, caches, kernels that are chosen at the first call
+    warm-up          not counted: pages, caches, kernels that are chosen at the first call, captures
     timed steps      without a meter, since counting storages slows a CPU down
     metered steps    the peak of each device, the highest of a few steps
 
@@ -74,7 +74,7 @@ def measure_steps(
     clock = _Clock(places)
     with _kept(model, places), call.autocast.applied():
         run = _Steps(executable, model, call, loss_device)
-        for _ in range(_WARM_UP):
+        for _ in range(_WARM_UP + executable.warm_up):
             run.step(clock.reading, None)
         samples = [run.step(clock.reading, None) for _ in range(steps)]
         peaks, moved = _peaks(run, metered, places)
