@@ -83,5 +83,5 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	CXX="$(CXX)" $(PIP) ".[dev,viz]"
+	CXX="$(CXX)" $(PIP) -C cmake.define.BAECHI_WERROR=ON ".[dev,viz]"
 	@touch $@
