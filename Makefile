@@ -58,7 +58,7 @@ SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print
 sanitize: $(VENV)/.installed ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
 	rm -rf build/sanitized
 	$(PIP) --no-deps --target build/sanitized . \
-	  -C build-dir=build/sanitize -C cmake.define.BAECHI_SANITIZE=ON
+	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
 	$(SANITIZED) -m pytest $(CORE_TESTS)
 
@@ -83,5 +83,5 @@ $(VENV)/.torch: $(VENV)/.created
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	CXX="$(CXX)" $(PIP) -C cmake.define.BAECHI_WERROR=ON ".[dev,viz]"
+	CXX="$(CXX)" $(PIP) --config-settings=cmake.define.BAECHI_WERROR=ON ".[dev,viz]"
 	@touch $@
