@@ -96,17 +96,17 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
 
 def test_lanes_capture_with_nothing_in_the_cache(allocators: Allocators) -> None:
     assert allocators.cached
-    executors._recorders([torch.device("cuda", 0)])(0).record(lambda: None, 0)()
+    executors._recorders({0: torch.device("cuda", 0)})(0).record(lambda: None, 0)()
     assert not allocators.cached
 
 
 @pytest.mark.usefixtures("allocators")
 def test_what_a_lane_captures_is_on_one_stream_and_never_in_one_memory() -> None:
     """For training, for inference and anew: each stream would cost two workspaces of cuBLAS."""
-    recorders = executors._recorders([torch.device("cuda", 0)] * 2)
+    recorders = executors._recorders(dict.fromkeys(range(2), torch.device("cuda", 0)))
     first, again, other = recorders(0), recorders(0), recorders(1)
-    assert first.stream is again.stream
-    assert first.stream is not other.stream
+    assert first._stream is again._stream
+    assert first._stream is not other._stream
     assert len({first._pool, again._pool, other._pool}) == 3
 
 

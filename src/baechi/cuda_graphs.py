@@ -22,9 +22,6 @@ class CudaRecorder:
         place: The GPU.
         stream: Where to capture; by default a stream of its own. Each stream on which matrices are
             multiplied costs a workspace of cuBLAS, which stays (32 MiB on an H100).
-
-    Attributes:
-        stream: Where it captures.
     """
 
     _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
@@ -33,7 +30,7 @@ class CudaRecorder:
         self._place = place
         if stream is None:
             stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
-        self.stream: torch.cuda.Stream = stream
+        self._stream: torch.cuda.Stream = stream
         self._pool: Any = torch.cuda.graph_pool_handle()
         self._latest = -1
 
@@ -51,7 +48,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         pool = self._pool if rank >= self._latest else torch.cuda.graph_pool_handle()
         self._latest = max(rank, self._latest)
-        with _undisturbed(), torch.cuda.stream(self.stream):
+        with _undisturbed(), torch.cuda.stream(self._stream):
             try:
                 # Autograd's and other people's threads may take memory meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -69,10 +66,10 @@ class CudaRecorder:
     def run(self, function: Callable[[], None]) -> None:
         """Run it now on the stream of the captures, between what is before and after it."""
         here = torch.cuda.current_stream(self._place)
-        self.stream.wait_stream(here)
-        with torch.cuda.stream(self.stream):
+        self._stream.wait_stream(here)
+        with torch.cuda.stream(self._stream):
             function()
-        here.wait_stream(self.stream)
+        here.wait_stream(self._stream)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """End a capture in which something failed.

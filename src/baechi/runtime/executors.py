@@ -4,7 +4,7 @@ An executor decides nothing: it does each lane's instructions in their order.
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -98,23 +98,27 @@ def graphs_of(
         )
         for code in bound.tapes
     ]
-    return Graphs(program, bound.tapes, bound.sizes, obstacles, recorder or _recorders(places))
+    if recorder is None:
+        pairs = zip(bound.tapes, obstacles, strict=True)
+        devices = sorted({code.device for code, why in pairs if not why})
+        recorder = _recorders({device: places[device] for device in devices})
+    return Graphs(program, bound.tapes, bound.sizes, obstacles, recorder)
 
 
-def _recorders(places: Sequence[torch.device]) -> Callable[[int], CudaRecorder]:
+def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder]:
     """Makes recorders of logical devices, each with as much free memory as there is.
 
     While something is captured the allocator gives nothing back, and the eager steps before have
     left as much in its cache as the graphs will take. Those of one logical device, for training and
     for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
-    for each, and a lane never replays two graphs at once.
+    for each, and a lane replays one graph at a time. They are drawn now, beside the lanes' own:
+    torch hands out its 32 in turn, and what was captured on the stream of another lane would share
+    a workspace with what runs there.
     """
-    streams: dict[int, torch.cuda.Stream] = {}
+    streams = {device: torch.cuda.Stream(gpu) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
 
     def recorder(device: int) -> CudaRecorder:
         torch.cuda.empty_cache()
-        made = CudaRecorder(places[device], streams.get(device))
-        streams[device] = made.stream
-        return made
+        return CudaRecorder(gpus[device], streams[device])
 
     return recorder
