@@ -410,6 +410,7 @@ ALLOWED = {
         "runtime.measuring",
         "runtime.methods",
         "runtime.specialization",
+        "runtime.turns",
     },
     "runtime.specialization": {"runtime.executables"},
     # Layer 6. What the runtime does is what `probe` measures.

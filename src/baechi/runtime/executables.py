@@ -137,6 +137,11 @@ class Executable:
     def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every parameter and buffer is where this placement wants it."""
+        return all(tensor.device == self.places[home] for tensor, home in self.homes.items())
+
     def settle(self) -> None:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
         for tensor, device in self.homes.items():
