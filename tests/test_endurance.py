@@ -257,6 +257,36 @@ def test_the_first_call_from_two_threads_plans_once() -> None:
     module.unplace()
 
 
+def test_a_thread_that_plans_another_shape_disturbs_no_other_thread() -> None:
+    """A trace replaces the model's parameters and its hooks for as long as it lasts."""
+    model, (x,), _ = zoo.towers()
+    module = baechi.place(
+        copy.deepcopy(model),
+        ["cpu:0", "cpu:1"],
+        example_args=(x,),
+        costs="estimate",
+        progress=False,
+    )
+    planned = threading.Event()
+    sizes: list[int] = []
+
+    def work(index: int) -> None:
+        if index:
+            for rows in range(1, 5):
+                module(x[:1].repeat(rows, *(1 for _ in x.shape[1:])))
+            planned.set()
+        else:
+            while not planned.is_set():
+                assert placed.same(module(x), expected)
+                sizes.append(len(module._specializations))
+
+    with placed.one_thread():
+        expected = module(x)
+        run_in_threads(work)
+    assert len(set(sizes)) > 1
+    module.unplace()
+
+
 def run_in_threads(work: Any) -> None:
     failures: list[BaseException] = []
 

@@ -26,9 +26,9 @@ LAYERS = {
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing rungs conversions repeated_reads eager_branches known_values asked_values "
     "attributes effectless autocast objects structures calls ctc_loss faithfulness gradient_mode "
-    "custom_functions scripted_functions model_state propagation partition naming lowering "
-    "extraction metering saving profiling bench passes copying torch_devices overlaps timing "
-    "cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
+    "custom_functions scripted_functions leftovers model_state propagation partition naming "
+    "lowering extraction metering saving profiling bench passes copying torch_devices overlaps "
+    "timing cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
     "workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
@@ -267,13 +267,14 @@ ALLOWED = {
     # Layer 4: calls, then what every node does, then operators; what measures reads those.
     "structures": {"objects"},
     "calls": {"autocast", "objects", "structures"},
-    "propagation": {"asked_values", "structures"},
+    "leftovers": {"objects"},
+    "propagation": {"asked_values", "leftovers", "structures"},
     "kernels": {"structures"},
     "extraction": {"asked_values"},
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation", "structures"},
-    "model_state": {"asked_values", "objects", "propagation"},
+    "model_state": {"asked_values", "leftovers", "objects", "propagation"},
     "faithfulness": {"calls", "custom_functions", "gradient_mode", "scripted_functions"},
     "eager_branches": {"known_values"},
     "rungs": {
@@ -284,6 +285,7 @@ ALLOWED = {
         "extraction",
         "faithfulness",
         "gradient_mode",
+        "leftovers",
         "model_state",
         "propagation",
         "structures",
@@ -324,6 +326,7 @@ ALLOWED = {
         "structures",
         "extraction",
         "kernels",
+        "leftovers",
         "lowering",
         "metering",
         "partition",
@@ -379,7 +382,7 @@ ALLOWED = {
         "runtime.streams",
         "runtime.workers",
     },
-    "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps"},
+    "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps", "runtime.tickets"},
     "runtime.executables": {
         "runtime.binding",
         "runtime.capturing",
@@ -392,6 +395,7 @@ ALLOWED = {
         "runtime.sharing",
         "runtime.steps",
         "runtime.streams",
+        "runtime.tickets",
         "runtime.workers",
     },
     "runtime.measuring": {"runtime.executables"},
@@ -406,6 +410,7 @@ ALLOWED = {
         "runtime.measuring",
         "runtime.methods",
         "runtime.specialization",
+        "runtime.turns",
     },
     "runtime.specialization": {"runtime.executables"},
     # Layer 6. What the runtime does is what `probe` measures.

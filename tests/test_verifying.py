@@ -131,6 +131,22 @@ def test_the_operator_whose_backward_differs_first_is_named(dropout: float) -> N
     assert "max rel error 0.25" in text
 
 
+class Dropped(nn.Module):
+    """Reads what a dropout gives that drops nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(6, 6), nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return drifts(self.dropout(self.layer(x)), False, True)
+
+
+def test_an_operator_that_does_nothing_is_not_named() -> None:
+    with pytest.raises(baechi.ExecutionError, match=r"first at the backward of drifts \("):
+        verified(Dropped(), example())
+
+
 def test_the_backward_that_gives_an_argument_a_wrong_gradient_is_named() -> None:
     class Begins(nn.Module):
         def __init__(self) -> None:

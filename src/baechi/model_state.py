@@ -1,34 +1,29 @@
 """What a forward does to its model and to torch, while a tracer runs it.
 
 A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
-that it puts elsewhere into the model, or into a list, an object or a cache of results there, would
-stay as a fake: it is taken out. One that is there and is no buffer is real to a tracer, so a write
-would happen once too often: it is undone. A parameter, buffer or submodule that it makes would be
-made in each call: it is refused. What torch.func began where a trace failed is ended.
+that it puts elsewhere would stay as a fake: it is taken out (`leftovers`). One that is there and is
+no buffer is real to a tracer, so a write would happen once too often: it is undone. A parameter,
+buffer or submodule that it makes would be made in each call: it is refused. What torch.func began
+where a trace failed is ended.
 """
 
-import functools
-import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from baechi.asked_values import asker
 from baechi.errors import TraceError
+from baechi.leftovers import entries, holders, rosters, taken_out
 from baechi.objects import is_container
 from baechi.propagation import Facts
 
-# How many lists, dicts and objects of a model are looked into.
-_MOST_HOLDERS: Final = 100_000
 _REGISTER: Final = (
     "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "
     "argument, or let it need none (requires_grad_(False))."
@@ -113,16 +108,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Raises:
         TraceError: Forward made a parameter, a buffer or a submodule.
     """
-    holders = _holders(model)
-    entries = [dict(_entries(holder)) for holder in holders]
-    rosters = [(path, module, _roster(module)) for path, module in model.named_modules()]
+    before = [(path, module, _roster(module)) for path, module in model.named_modules()]
     known = _state_of(model)
-    loose = [(t, t._version, t.detach().clone()) for t in _loose(model, entries)]
-    caches = [(cache, cache.cache_info().misses) for cache in _caches(model)]
+    loose = [(t, t._version, t.detach().clone()) for t in _loose(model)]
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
     try:
-        yield
+        with taken_out(model):
+            yield
     finally:
         if hooks_off is None:
             torch._C._autograd._saved_tensors_hooks_enable()
@@ -130,12 +123,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         for tensor, version, value in loose:
             if tensor._version != version:
                 tensor.detach().copy_(value)
-        for cache, misses in caches:
-            if cache.cache_info().misses != misses:
-                cache.cache_clear()
-        made = [name for row in rosters for name in _restore(*row, known)]
-        for holder, before in zip(holders, entries, strict=True):
-            _clean(holder, before)
+        made = [name for row in before for name in _restore(*row, known)]
     if made:
         raise TraceError(
             f"forward makes {made[0]!r}, a parameter, buffer or submodule that the model does not "
@@ -147,14 +135,10 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 def _roster(module: nn.Module) -> tuple[Any, ...]:
     """Its parameters, buffers and submodules."""
     return (
-        [dict(row) for row in _rosters(module)],
+        [dict(row) for row in rosters(module)],
         set(module._non_persistent_buffers_set),
         vars(module).copy(),
     )
-
-
-def _rosters(module: nn.Module) -> list[dict[str, Any]]:
-    return [module._parameters, module._buffers, module._modules]
 
 
 def _state_of(module: nn.Module) -> set[int]:
@@ -167,9 +151,9 @@ def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[i
     A submodule in the place of another is none of those where it has the model's own state alone:
     forward has chosen another way to compute with it, and noted that.
     """
-    rosters, volatile, attributes = before
+    rows, volatile, attributes = before
     made: list[str] = []
-    for now, then in zip(_rosters(module), rosters, strict=True):
+    for now, then in zip(rosters(module), rows, strict=True):
         for name, value in now.items():
             chosen = isinstance(value, nn.Module) and _state_of(value) <= known
             if value is not then.get(name) and not chosen:
@@ -185,68 +169,17 @@ def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[i
     return made
 
 
-def _holders(model: nn.Module) -> list[Any]:
-    """Dicts of attributes, and lists and dicts, in which the model's modules keep something."""
-    found: dict[int, Any] = {}
-    left = deque(vars(module) for module in model.modules())
-    while left and len(found) < _MOST_HOLDERS:
-        holder = left.popleft()
-        if id(holder) not in found:
-            found[id(holder)] = holder
-            for _, value in _entries(holder):
-                if is_container(value):
-                    left.append(value)
-                elif _is_record(value):
-                    left.append(vars(value))
-    return list(found.values())
-
-
-def _entries(holder: Any) -> list[tuple[Any, Any]]:
-    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
-
-
-def _is_record(value: Any) -> bool:
-    """Whether it is an object that may hold tensors in attributes: a cache, a state."""
-    apart = isinstance(value, torch.Tensor | nn.Module | ModuleType | FakeTensorMode)
-    return not apart and not callable(value) and type(getattr(value, "__dict__", None)) is dict
-
-
-def _clean(holder: Any, before: dict[Any, Any]) -> None:
-    """Take a tracer's tensors out of a list or a dict again."""
-    new = [key for key, value in _entries(holder) if value is not before.get(key)]
-    if not isinstance(holder, dict):
-        if any(_holds_fake(holder[key]) for key in new):
-            holder.clear()
-            holder.extend(before.values())
-        return
-    for key in new:
-        if _holds_fake(holder[key]):
-            if key in before:
-                holder[key] = before[key]
-            else:
-                del holder[key]
-
-
-def _loose(model: nn.Module, entries: Iterable[dict[Any, Any]]) -> list[torch.Tensor]:
+def _loose(model: nn.Module) -> list[torch.Tensor]:
     """The tensors in plain attributes of the model's modules, each once."""
     state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     found: dict[int, torch.Tensor] = {}
-    for row in entries:
-        for leaf in pytree.tree_leaves(tuple(row.values()), is_leaf=is_container):
+    for holder in holders(model):
+        rows = tuple(value for _, value in entries(holder))
+        for leaf in pytree.tree_leaves(rows, is_leaf=is_container):
             counts = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
             if counts and id(leaf) not in state:
                 found[id(leaf)] = leaf
     return list(found.values())
-
-
-def _caches(model: nn.Module) -> list[Any]:
-    """The functions with `functools.lru_cache` beside the model's classes, and their methods."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
-    names = {kind.__module__ for kind in kinds if kind.__module__.partition(".")[0] != "torch"}
-    scopes: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
-    scopes += [vars(sys.modules[name]) for name in names if name in sys.modules]
-    found = {id(value): value for scope in scopes for value in scope.values()}
-    return [value for value in found.values() if isinstance(value, functools._lru_cache_wrapper)]
 
 
 def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
@@ -268,19 +201,6 @@ def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> N
                     f"a {type(module).__name__} holds a parameter of shape {list(lost[0].shape)} "
                     f"that is not registered with it: its gradient would be lost. {_REGISTER}"
                 )
-
-
-def _holds_fake(value: Any) -> bool:
-    """Whether a tracer's tensor is in it, be it in the attributes of an object."""
-    left, seen = [value], {id(value)}
-    while left:
-        for leaf in pytree.tree_leaves(left.pop()):
-            if isinstance(leaf, FakeTensor | fx.Proxy):
-                return True
-            if _is_record(leaf) and id(leaf) not in seen and len(seen) < _MOST_HOLDERS:
-                seen.add(id(leaf))
-                left.append(vars(leaf))
-    return False
 
 
 @final

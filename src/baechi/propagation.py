@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.asked_values import CHECK
+from baechi.leftovers import taken_out
 from baechi.structures import Structure, flatten, tensors_in
 
 
@@ -96,8 +97,12 @@ _NORMALIZATIONS = ("batch_norm", "instance_norm")
 
 def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
     """What every node of `module` does on inputs of these shapes."""
+    whole = module.graph.find_nodes(op="call_module")  # what such a submodule remembers, it reads
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with (
+            taken_out(module) if whole else nullcontext(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
             return _Recorder(module, _FakeWorld(mode)).record(inputs)
     except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):

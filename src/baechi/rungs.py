@@ -32,6 +32,7 @@ from baechi.errors import TraceError
 from baechi.extraction import opaque_leaves
 from baechi.faithfulness import refuse_new_leaves, watched
 from baechi.gradient_mode import GradientMode
+from baechi.leftovers import taken_out
 from baechi.model_state import Outsiders, buffers_in_place, refuse_hidden_parameters
 from baechi.propagation import Facts, named_state, propagate
 from baechi.structures import Structure, tensors_in
@@ -55,7 +56,11 @@ _RECURRENT = tuple(
 )
 
 
-_BUFFERS_KEPT = partial(buffers_in_place, keep=False)
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    """Run the model's Python for a tracer that loses what it replaces and remembers."""
+    with taken_out(model), buffers_in_place(model, keep=False):
+        yield
 
 
 def _non_strict(
@@ -119,7 +124,7 @@ def _strict(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
     # Dynamo reads the model's code; what it would lose is seen when that code runs.
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
-        with _BUFFERS_KEPT(model), Outsiders():
+        with _nothing_kept(model), Outsiders():
             yield
 
     flat, returned = flat_model(model, call, around)
@@ -225,14 +230,14 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
+    flat, returned = flat_model(model, call, _nothing_kept)
     module = _symbolic_module(model, flat, _ModuleTracer(model), mode, call)
     return Capture(module, returned[-1])
 
 
 def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
     """Trace with ever more submodules opaque, the innermost that fails each time."""
-    flat, returned = flat_model(model, call, _BUFFERS_KEPT)
+    flat, returned = flat_model(model, call, _nothing_kept)
     opaque: frozenset[str] = frozenset()
     while True:
         tracer = _ModuleTracer(model, opaque)

@@ -35,6 +35,11 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
     return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
 
 
+def is_hooked() -> bool:
+    """Whether what autograd saves now goes through hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 @contextmanager
 def unhooked() -> Iterator[None]:
     """Run the block without the saved-tensor hooks that are on around it, such as checkpointing's.

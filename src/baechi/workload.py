@@ -13,6 +13,7 @@ Complexity: O(distinct operators), some milliseconds each.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final, final
 
@@ -26,6 +27,7 @@ from baechi.efficiency import Kernel
 from baechi.errors import InputError
 from baechi.extraction import extract, opaque_leaves
 from baechi.kernels import kernel_of
+from baechi.leftovers import taken_out
 from baechi.lowering import TracedModule
 from baechi.metering import Meter
 from baechi.partition import attribute
@@ -72,7 +74,13 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         )
     module: TracedModule = traced.module
     rows: dict[str, Workload] = {}
-    with quiet(), FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
+    with (
+        taken_out(module.graph_module) if whole else nullcontext(),
+        quiet(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.enable_grad(),
+    ):
         for op, nodes in zip(traced.ops, module.nodes, strict=True):
             if op.key in rows:
                 continue

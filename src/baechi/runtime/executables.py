@@ -37,7 +37,9 @@ from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.sharing import Sharing
 from baechi.runtime.steps import Step
 from baechi.runtime.streams import CudaExecutor
+from baechi.runtime.tickets import is_forgotten
 from baechi.runtime.workers import CpuExecutor
+from baechi.saving import is_hooked
 from baechi.traced import Traced
 from baechi.training import operator_graph
 
@@ -140,6 +142,11 @@ class Executable:
     def _way_of(self, meter: Meter | None) -> Way:
         return self._way if meter is None else self._counted
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether every parameter and buffer is where this placement wants it."""
+        return all(tensor.device == self.places[home] for tensor, home in self.homes.items())
+
     def settle(self) -> None:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
         for tensor, device in self.homes.items():
@@ -184,7 +191,7 @@ class Executable:
 
     @cached_property
     def _alone(self) -> Way:
-        """How a mode's first step runs, which compiles: the same tapes, in one thread."""
+        """The same tapes in one thread: a mode's first step, which compiles; and hooked ones."""
         executor = self._way.executor
         if not isinstance(executor, CpuExecutor) or executor.threads is None:
             return self._way
@@ -225,6 +232,8 @@ class Executable:
             step.write_back()
             return self._finish(call, step.results)
         _refuse_tangents(call.tensors)
+        if is_hooked() and not is_forgotten():
+            way = self._alone if meter is None else way  # hooks are of the caller's thread
         step = Step(True, meter, call.tensors, way.bound.sizes)
         for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from threading import Lock
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
@@ -26,6 +25,7 @@ from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.methods import Methods
 from baechi.runtime.program import Program
 from baechi.runtime.specialization import Specialization, Specializations, call_key
+from baechi.runtime.turns import Turns
 from baechi.simulation import simulate
 from baechi.torch_devices import gpus_of, torch_device
 from baechi.traced import Traced
@@ -143,7 +143,7 @@ class PlacedModule(nn.Module):
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
-        self._planning = Lock()
+        self._turns = Turns()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
@@ -181,27 +181,29 @@ class PlacedModule(nn.Module):
             ExecutionError: An operator failed, or the module was unplaced.
         """
         self._check_open()
-        model: nn.Module = self.__dict__["_model"]
-        call = canonical_call(model, args, kwargs)
-        return self._special(model, call).executable(call, self._meter)
+        with self._turns.side_by_side():
+            call = canonical_call(model := self.__dict__["_model"], args, kwargs)
+            special = self._specializations.find(call_key(model, call), call)
+            if special is not None and (special is self._latest or special.executable.is_settled):
+                self._latest = special
+                return special.executable(call, self._meter)
+        executable = self._special(model, call).executable
+        with self._turns.side_by_side():
+            return executable(call, self._meter)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
-        key = call_key(model, call)
-        special = self._specializations.find(key, call)
-        if special is not None and special is self._latest:
-            return special
-        with self._planning:  # of calls from several threads one plans, and the others wait
+        with self._turns.alone():  # of calls from several threads one plans, and the others wait
+            key = call_key(model, call)
             special = self._specializations.find(key, call)
             if special is None:
                 special = self._make(model, call, key)
                 self._specializations.add(key, special)
-            if special is not self._latest:
-                special.executable.settle()
-                self._latest = special
+            self._latest = special
+            special.executable.settle()
             return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
@@ -271,9 +273,9 @@ class PlacedModule(nn.Module):
         return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
 
     def _known(self, value: Any, what: str) -> Any:
-        if value is None:
-            raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
-        return value
+        if value is not None:
+            return value
+        raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
         """The placement for people.
@@ -317,12 +319,11 @@ class PlacedModule(nn.Module):
         """
         self._check_open()
         special = self._current
-        call: Call = special.traced.module.call
         loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
         measured = measure_steps(
             special.executable,
             self.__dict__["_model"],
-            call,
+            special.traced.module.call,
             special.placement.devices[loss] if special.executable.training else 0,
             lambda: self.metered(optimizer),
             steps,
@@ -382,9 +383,8 @@ class PlacedModule(nn.Module):
         )
 
     def __repr__(self) -> str:
-        model = type(self.__dict__["_model"]).__name__
-        n = len(self._specializations)
-        return f"PlacedModule({model}, {n} specialization{'s' if n != 1 else ''})"
+        kind, n = type(self.__dict__["_model"]).__name__, len(self._specializations)
+        return f"PlacedModule({kind}, {n} specialization{'s' if n != 1 else ''})"
 
     def __reduce__(self) -> NoReturn:
         raise ExecutionError(

@@ -5,8 +5,9 @@
 So `loss.backward()`, hooks, accumulation and any optimizer work as on the unsplit model.
 """
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, final
 
 import torch
@@ -14,18 +15,58 @@ from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.errors import ExecutionError
+from baechi.metering import Meter
 from baechi.runtime.binding import Bound
 from baechi.runtime.executors import Executor
 from baechi.runtime.steps import Step
+from baechi.runtime.tickets import Tickets, is_forgotten
+from baechi.saving import unhooked
 
 
 @final
 @dataclass(frozen=True)
 class Way:
-    """A program bound to the model, and who runs it."""
+    """A program bound to the model, and who runs it.
+
+    Attributes:
+        bound: The program.
+        executor: Who runs it.
+        tickets: Of its steps inside of checkpoints.
+    """
 
     bound: Bound
     executor: Executor
+    tickets: "Tickets[Plan]" = field(default_factory=Tickets, repr=False)
+
+
+@final
+class Seeds:
+    """The caller's gradients of a step's outputs, until its backward takes them.
+
+    Args:
+        n: How many slots of gradients a step has.
+        meter: Counts memory, if asked to.
+    """
+
+    def __init__(self, n: int, meter: Meter | None) -> None:
+        self._meter = meter
+        self._pass = -1  # which of autograd's passes the gradients that wait here are of
+        self._rows: list[torch.Tensor | None] = [None] * n
+
+    def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        current = torch._C._current_graph_task_id()
+        if current != self._pass:  # one that failed may have left gradients
+            self._pass = current
+            self._rows = [None] * len(self._rows)
+        if self._meter is not None:
+            self._meter.hold(device, gradient)
+        self._rows[slot] = gradient
+
+    def taken(self) -> list[torch.Tensor | None]:
+        """By slot those that have come, and nothing of them stays here."""
+        rows, self._rows = self._rows, [None] * len(self._rows)
+        return rows
 
 
 @final
@@ -46,7 +87,7 @@ class Plan:
         self.trained = trained
         self.hooked = hooked  # those whose gradients had hooks when the forward ran
         self.spent = False
-        self._pass = -1  # which of autograd's passes the gradients that wait here are of
+        self.seeds = Seeds(way.bound.sizes.grads, step.meter)
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
@@ -104,18 +145,12 @@ class Plan:
                 for origin, version in zip(row, versions, strict=True)
             ]
 
-    def seed(self, slot: int, device: int, gradient: torch.Tensor) -> None:
-        """Take the caller's gradient of an output."""
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:  # one that failed may have left gradients
-            self._pass = current
-            self.step.grads = [None] * len(self.step.grads)
-        if self.step.meter is not None:
-            self.step.meter.hold(device, gradient)
-        self.step.grads[slot] = gradient
-
-    def backward(self, keep: bool) -> list[torch.Tensor | None]:
+    def backward(self, seeds: Seeds, keep: bool) -> list[torch.Tensor | None]:
         """Gradients of the inputs and the parameters, given those of the outputs.
+
+        Args:
+            seeds: The gradients of the outputs: of this step, or of one that this has run again.
+            keep: Whether to leave the graph for another backward.
 
         Raises:
             ExecutionError: The graph was freed by an earlier backward, or a parameter has a hook
@@ -135,7 +170,7 @@ class Plan:
                 )
         self.spent = not keep
         step, bound = self.step, self.way.bound
-        step.keep = keep
+        step.grads, step.keep = seeds.taken(), keep
         self.way.executor.run(step, 1)
         result: list[torch.Tensor | None] = []
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
@@ -157,7 +192,7 @@ class Plan:
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
         self.way.executor.meet(step)
-        step.grads = [None] * len(step.grads)
+        step.grads = []
         return result
 
     def given(self) -> list[torch.Tensor]:
@@ -186,17 +221,25 @@ class StepFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Run the step's forward."""
         ctx.set_materialize_grads(False)
-        ctx.plan = plan
-        plan.forward()
+        ctx.seeds = plan.seeds
+        ctx.plan = None if is_forgotten() else plan
+        if ctx.plan is None:
+            ctx.origin = plan.way.tickets, plan.trained, plan.graded
+            with unhooked():
+                plan.forward()
+            ctx.save_for_backward(plan.way.tickets.of(plan))
+        else:
+            plan.forward()
         return tuple(tensor.new_empty(0) for tensor in plan.outputs)
 
     @staticmethod
     def backward(ctx: Any, *tokens: torch.Tensor | None) -> tuple[Any, ...]:
         """Run the step's backward; the gradients themselves are in the step."""
+        plan = _ran_again(ctx) if ctx.plan is None else ctx.plan
         with torch.no_grad():
-            gradients = ctx.plan.backward(_graph_is_kept())
+            gradients = plan.backward(ctx.seeds, _graph_is_kept())
         if torch.is_grad_enabled():  # create_graph=True
-            gradients = _once([*ctx.plan.given(), *tokens], gradients)
+            gradients = _once([*plan.given(), *tokens], gradients)
         return (None, None, *gradients)
 
 
@@ -242,7 +285,7 @@ class Result(torch.autograd.Function):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """The value itself."""
-        ctx.plan, ctx.slot = plan, slot
+        ctx.seeds, ctx.slot = plan.seeds, slot
         ctx.set_materialize_grads(False)
         return value.detach()
 
@@ -252,11 +295,11 @@ class Result(torch.autograd.Function):
         if gradient is None:
             return (None, None, None, None)
         if gradient.requires_grad:  # a second derivative, which the step refuses by this token
-            ctx.plan.seed(*ctx.slot, gradient.detach())
+            ctx.seeds.put(*ctx.slot, gradient.detach())
             return (None, None, gradient.reshape(-1)[:0], None)
         # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
         # of it would look like nobody else's.
-        ctx.plan.seed(*ctx.slot, gradient)
+        ctx.seeds.put(*ctx.slot, gradient)
         return (None, None, gradient.new_empty(0), None)
 
 
@@ -277,6 +320,25 @@ def _once(
     )
     rows = iter(node(*given, *found)[len(given) :])
     return [None if gradient is None else next(rows) for gradient in gradients]
+
+
+def _ran_again(ctx: Any) -> Plan:
+    """The step that a checkpoint of the caller's has run in the place of this one.
+
+    Raises:
+        ExecutionError: It is a step of another kind.
+    """
+    tickets, trained, graded = ctx.origin
+    (ticket,) = ctx.saved_tensors
+    plan: Plan | None = tickets.value(ticket)
+    same = plan is not None and plan.graded == graded and len(plan.trained) == len(trained)
+    if plan is None or not same or any(map(operator.is_not, plan.trained, trained)):
+        raise ExecutionError(
+            "torch.utils.checkpoint ran this call of the placed model again to go backward, and it "
+            "was another call: the mode, an attribute, or what needs a gradient has changed since "
+            "the forward. Change these after the backward."
+        )
+    return plan
 
 
 def _graph_is_kept() -> bool:

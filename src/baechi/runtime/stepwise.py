@@ -91,6 +91,7 @@ class Operators:
         self.nodes = {node.name: node for node in own}
         facts = module.facts.nodes
         self._written = {storage for fact in facts.values() for storage in fact.writes}
+        self._passing: set[fx.Node] = set()  # those seen to give the very tensor that they got
         self.draws = [name for name, node in self.nodes.items() if facts[node].random]
 
     # Runs.
@@ -112,6 +113,9 @@ class Operators:
                 tensor.detach().clone() if fact.storage in self._written else tensor.detach()
                 for tensor, fact in zip(made, facts, strict=True)
             )
+            writes = self._module.facts.nodes[node].writes
+            if not graded and not writes and any(t.grad_fn is not None for t in made):
+                self._passing.add(node)
             for leaf in graded:
 
                 def hook(gradient: torch.Tensor, leaf: int = leaf) -> None:
@@ -229,6 +233,9 @@ class Operators:
     def _readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
         """Whose backwards make the gradient of what the nodes stand for."""
         rows = [user for node in nodes for user in node.users if node.op != "call_module"]
+        for row in rows:  # a dropout that drops nothing has no backward
+            rows += row.users if row in self._passing else ()
+        rows = [row for row in rows if row not in self._passing]
         rows += [node for node in nodes if node.op == "call_module"]
         return sorted({n for n in rows if n.name in self.nodes}, key=self._rank.__getitem__)
 
