@@ -323,6 +323,7 @@ ALLOWED = {
     "workload": {
         "structures",
         "extraction",
+        "in_place",
         "kernels",
         "lowering",
         "metering",
