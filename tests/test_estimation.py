@@ -17,7 +17,7 @@ import zoo
 from baechi.device_kinds import find
 from baechi.efficiency import Kernel
 from baechi.estimation import rounded_classes
-from baechi.workload import UNSEEN, UNSEEN_BACKWARD, workloads
+from baechi.workload import SEEN, UNSEEN, UNSEEN_BACKWARD, workloads
 from placed import rounded_to
 
 KIND = "H100-SXM-80GB"
@@ -259,13 +259,23 @@ def test_scratch_is_what_the_dispatcher_sees():
     assert entropy.backward_workspace_bytes >= 64 * 100 * 4
 
 
-def test_what_depends_on_values_is_guessed_from_its_bytes_and_says_so():
+def test_what_depends_on_values_is_counted_on_the_example_and_says_so():
     model, args, kwargs = zoo.AWKWARD["data_dependent"]()
     traced = baechi.trace(model, args, kwargs)
     profile = baechi.estimate(traced, "cpu")
-    told = [op.name for op, c in zip(traced.ops, profile.costs, strict=True) if c.remark == UNSEEN]
-    assert len(told) == 2
+    assert [cost.remark for cost in profile.costs if cost.remark] == [SEEN, SEEN]
     assert all(cost.forward_ns > 0 for cost in profile.costs if cost.remark)
+    assert baechi.estimate(traced, "cpu") == profile
+
+
+def test_what_does_not_run_on_its_example_is_guessed_from_its_bytes_and_says_so():
+    model = Device()
+    traced = baechi.trace(model, (torch.randn(4), torch.randn(8)))
+    model.branching.forward = None
+    profile = baechi.estimate(traced, "cpu")
+    (cost,) = [cost for cost in profile.costs if cost.remark]
+    assert cost.remark == UNSEEN
+    assert cost.forward_ns > 0
 
 
 class _OneWay(torch.autograd.Function):

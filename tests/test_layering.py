@@ -325,6 +325,7 @@ ALLOWED = {
     "workload": {
         "structures",
         "extraction",
+        "in_place",
         "kernels",
         "leftovers",
         "lowering",

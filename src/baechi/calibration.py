@@ -40,7 +40,7 @@ from baechi.estimation import as_run, rounded_classes
 from baechi.linear_programs import Highs, LinearProgram
 from baechi.traced import Traced
 from baechi.values import check_row
-from baechi.workload import UNSEEN, workloads
+from baechi.workload import UNSEEN, UNSEEN_BACKWARD, workloads
 
 # (class of operator, element type, whether its FLOPs bind it)
 _Column = tuple[str, str, bool]
@@ -132,8 +132,9 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
     samples = []
     for key, load in workloads(traced).items():
         cost, op = profile.costs[first[key]], traced.ops[first[key]]
+        told = load.remark not in (UNSEEN, UNSEEN_BACKWARD)
         runs = [(load.forward, cost.forward_ns)] if load.remark != UNSEEN else []
-        runs += [(load.backward, cost.backward_ns)] if op.differentiable and not load.remark else []
+        runs += [(load.backward, cost.backward_ns)] if told and op.differentiable else []
         for kernels, measured_ns in runs:
             if kernels and measured_ns:
                 run = tuple(as_run(kernel, rounded) for kernel in kernels)

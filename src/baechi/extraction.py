@@ -1,5 +1,6 @@
 """A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -108,6 +109,18 @@ def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str,
     """The submodules that the nodes call, by qualified name."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
     return {target: module.get_submodule(target) for target in targets}
+
+
+def leaf_copies(
+    module: fx.GraphModule, nodes: Iterable[fx.Node], device: torch.device
+) -> dict[str, torch.nn.Module]:
+    """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
+    return {
+        target: copy.deepcopy(leaf).to_empty(device=device)
+        if any(tensor.is_meta for tensor in leaf.parameters())
+        else copy.deepcopy(leaf).to(device)
+        for target, leaf in opaque_leaves(module, nodes).items()
+    }
 
 
 def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:

@@ -12,7 +12,6 @@ In a training step of a large model some things are so that a tight loop would h
   of parameters of earlier runs held, while those of activations are freed and used again.
 """
 
-import copy
 import ctypes
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map_only
 
-from baechi.extraction import extract, located, opaque_leaves
+from baechi.extraction import extract, leaf_copies, located
 from baechi.lowering import TracedModule
 from baechi.structures import tensors_in
 from baechi.timing import Run
@@ -79,7 +78,7 @@ class Alone:
         inside = set(nodes)
         outputs = [n for n in nodes if any(user not in inside for user in n.users)]
         outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
-        leaves = _leaves(module, nodes, device)
+        leaves = leaf_copies(module.graph_module, nodes, device)
         part = extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
         self._function = part.function
         self._stays = [node.op == "get_attr" for node in part.inputs]
@@ -194,18 +193,6 @@ class Alone:
             self._held += kept
             self._held_bytes += sum(tensor.nbytes for tensor in kept)
         return kept
-
-
-def _leaves(
-    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
-) -> dict[str, torch.nn.Module]:
-    """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
-    return {
-        target: copy.deepcopy(leaf).to_empty(device=device)
-        if any(tensor.is_meta for tensor in leaf.parameters())
-        else copy.deepcopy(leaf).to(device)
-        for target, leaf in opaque_leaves(module.graph_module, nodes).items()
-    }
 
 
 def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.Tensor]], None]:

@@ -59,7 +59,7 @@ def _all_before(op: int, before: Mapping[int, Sequence[int]]) -> set[int]:
 
 def _own_bytes(op: TracedOp) -> int:
     """Bytes of the gradients of those of its parameters that no later op reads."""
-    return op.trained_bytes - min(op.trained_bytes, op.shared_bytes)
+    return op.trained_bytes - sum(nbytes for nbytes, *_ in op.lent)
 
 
 def viewed_whole(

@@ -250,12 +250,7 @@ class _Lowering:
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
-                    differentiable=any(
-                        value.requires_grad
-                        for node, fact in zip(nodes, facts, strict=True)
-                        for value in fact.values
-                        if node.op not in ("get_attr", "placeholder")
-                    ),
+                    differentiable=self._has_backward(nodes),
                     random=any(fact.random for fact in facts),
                     group=groups.get(op),
                     source=source_line(anchor),
@@ -265,12 +260,23 @@ class _Lowering:
             )
         return tuple(ops)
 
+    def _has_backward(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether something that an operator's nodes yield needs a gradient."""
+        return any(
+            value.requires_grad
+            for node in nodes
+            for value in self._facts.nodes[node].values
+            if node.op not in ("get_attr", "placeholder")
+        )
+
     def _ownership(self) -> tuple[list[_Owned], dict[int, str]]:
         """What every op owns, and the groups of ops that share a parameter.
 
-        State is counted once, by storage, at the first operator that uses it.
+        State is counted once, by storage, at the first operator that uses it; a parameter at the
+        first that may send it a gradient, which one under `no_grad` does not.
         """
         n = len(self._parts.nodes_of_op)
+        backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
@@ -288,27 +294,28 @@ class _Lowering:
                 runs = node.op == "get_attr" and node in self._parts.op_of
                 travels = runs and self._parts.travels(node)
                 nbytes = tensor.untyped_storage().nbytes()
+                grading = users[key] & backward if tensor.requires_grad and not runs else set()
+                first = min(grading or users[key])
                 if not travels and len(users[key]) > 1:
                     union.union(users[key])
                     labels.setdefault(key, label)
-                if tensor.requires_grad and not runs:
-                    for op in sorted(users[key])[:-1]:
-                        owned[op].shared.setdefault(key, nbytes)
+                for op in sorted(grading)[:-1]:
+                    owned[op].shared.setdefault(key, nbytes)
                 if tensor.requires_grad and label not in seen:
                     # An optimizer keeps state for every parameter, if two share a storage too.
                     seen.add(label)
                     trained = TrainedParameter(tuple(tensor.shape), tensor.element_size())
-                    owned[min(users[key])].parameters.append(trained)
+                    owned[first].parameters.append(trained)
                 if new:
-                    owner = owned[min(readers)]
+                    owner = owned[first]
                     owner.names.append(label)
                     owner.trained += nbytes if tensor.requires_grad else 0
-                    if tensor.requires_grad and not runs:
-                        lent[key] = min(readers), nbytes
+                    if grading:
+                        lent[key] = first, nbytes
                     owner.frozen += 0 if tensor.requires_grad or travels else nbytes
-        for key, (first, nbytes) in lent.items():
-            others = sorted(users[key] - {first})
-            owned[first].lent += [(nbytes, *others)] if max(others, default=0) > first else []
+        for key, (owner_op, nbytes) in lent.items():
+            later = sorted(op for op in users[key] & backward if op > owner_op)
+            owned[owner_op].lent += [(nbytes, *later)] if later else []
         self._join_split_views(union)
         members: dict[int, list[int]] = defaultdict(list)
         for op in range(n):

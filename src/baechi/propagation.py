@@ -77,10 +77,14 @@ class Storage:
 @final
 @dataclass
 class Facts:
-    """What every node of a graph does, and the storages between them."""
+    """What every node of a graph does, and the storages between them.
+
+    `real` says that shapes alone did not tell it, and the example ran.
+    """
 
     nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
     storages: list[Storage] = field(default_factory=list)
+    real: bool = False
 
     def is_state(self, node: fx.Node) -> bool:
         """Whether a node's value lies in a parameter or buffer: is one, or a view of one."""
@@ -108,7 +112,9 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
         with torch.random.fork_rng(devices=[]):
-            return _Recorder(module, _RealWorld()).record(inputs)
+            facts = _Recorder(module, _RealWorld()).record(inputs)
+        facts.real = True
+        return facts
 
 
 @final

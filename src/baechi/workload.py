@@ -3,7 +3,8 @@
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
 every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
 backward has as many products as inputs need gradients, and nothing is allocated: a model on the
-`meta` device is counted as any other.
+`meta` device is counted as any other. Only an operator that looks at values, in a model whose trace
+had to run the example as well, runs on these.
 
 The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
@@ -12,9 +13,10 @@ recurrent layer), the CPU's are counted.
 Complexity: O(distinct operators), some milliseconds each.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, final
 
 import torch
@@ -25,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.efficiency import Kernel
 from baechi.errors import InputError
-from baechi.extraction import extract, opaque_leaves
+from baechi.extraction import extract, leaf_copies, opaque_leaves
+from baechi.in_place import real_operands
 from baechi.kernels import kernel_of
 from baechi.leftovers import taken_out
 from baechi.lowering import TracedModule
@@ -35,10 +38,12 @@ from baechi.propagation import Value, quiet
 from baechi.structures import tensors_in
 from baechi.traced import Traced
 
+SEEN: Final = "shapes alone do not run it: counted on the values of the example"
 UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"
 UNSEEN_BACKWARD: Final = (
     "shapes alone do not run its backward: counted as reading and writing its tensors twice"
 )
+_CPU: Final = torch.device("cpu")
 
 
 @final
@@ -74,37 +79,62 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         )
     module: TracedModule = traced.module
     rows: dict[str, Workload] = {}
+    left: dict[str, Sequence[fx.Node]] = {}
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
-        taken_out(module.graph_module) if whole else nullcontext(),
+        taken_out(module.graph_module) if whole else contextlib.nullcontext(),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),
     ):
         for op, nodes in zip(traced.ops, module.nodes, strict=True):
-            if op.key in rows:
+            if op.key in rows or op.key in left:
                 continue
             if all(node.op in ("get_attr", "placeholder") for node in nodes):
                 rows[op.key] = Workload()
                 continue
+            leaves = opaque_leaves(module.graph_module, nodes)
             try:
-                rows[op.key] = _count(module, nodes)
+                fakes = {target: _Leaf(leaf) for target, leaf in leaves.items()}
+                rows[op.key] = _count(module, nodes, partial(_fake, module), fakes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
-                rows[op.key] = _unseen(module, nodes, op.differentiable)
+                left[op.key] = nodes
+    if left and module.facts.real:
+        for key, row in left.items():
+            with contextlib.suppress(Exception):  # it may need what is not on a CPU
+                rows[key] = _count_real(module, row)
+    for op in traced.ops:
+        if op.key not in rows:
+            rows[op.key] = _unseen(module, left[op.key], op.differentiable)
     return rows
 
 
-def _count(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
-    """One operator, run on fake tensors."""
+def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
+    """One operator, run on what it reads in a run of the model on its example."""
+    with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        values = real_operands(module, nodes, _CPU)
+
+        def make(node: fx.Node) -> Any:
+            return values[node] if node in values else _fake(module, node)
+
+        load = _count(module, nodes, make, leaf_copies(module.graph_module, nodes, _CPU))
+    return replace(load, remark=load.remark or SEEN)
+
+
+def _count(
+    module: TracedModule,
+    nodes: Sequence[fx.Node],
+    make: Callable[[fx.Node], Any],
+    leaves: Mapping[str, torch.nn.Module],
+) -> Workload:
+    """One operator, run on what `make` gives for the nodes that it reads."""
     inside = set(nodes)
     outputs = [n for n in nodes if any(user not in inside for user in n.users)]
     outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
-    leaves = opaque_leaves(module.graph_module, nodes)
-    fakes: dict[str, torch.nn.Module] = {t: _Leaf(leaf) for t, leaf in leaves.items()}
-    cpu = torch.device("cpu")
-    part = extract(module.graph_module, nodes, outputs, device=cpu, leaves=fakes)
-    inputs = [_fake(module, node) for node in part.inputs]
-    tensors = [*tensors_in(inputs), *(p for leaf in fakes.values() for p in leaf.parameters())]
+    part = extract(module.graph_module, nodes, outputs, device=_CPU, leaves=leaves)
+    inputs = [make(node) for node in part.inputs]
+    tensors = [*tensors_in(inputs), *(p for leaf in leaves.values() for p in leaf.parameters())]
     differentiable = [tensor for tensor in tensors if tensor.requires_grad]
     # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
     written = {s for node in nodes for s in module.facts.nodes[node].writes}

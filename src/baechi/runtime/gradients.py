@@ -225,12 +225,15 @@ class Gradients:
         """A slot for the gradient of a tape's reader, and a way for it."""
         slot = self._new()
         gradient = _Gradient(slot, position, tape, slot)
-        self._of[node, leaf].append(gradient)
-        if node.op == "placeholder":
-            return slot  # the caller adds them up
         layout, twins = self._layout, self._layout.program.twins
+        if node.op == "placeholder":
+            self._of[node, leaf].append(gradient)
+            return slot  # the caller adds them up
         mine = twins[layout.op_of[node]]
         theirs = [twin for reader in readers if (twin := twins[layout.op_of[reader]]) >= 0]
+        if not theirs:
+            return slot  # none of them has a backward, so nothing comes
+        self._of[node, leaf].append(gradient)
         ways = [way for twin in theirs for way in layout.between.get((twin, mine), [])]
         if ways and mine >= 0:
             if layout.device(layout.tape(node)) != layout.device(tape):

@@ -254,13 +254,18 @@ class TapeCode:
         entered: Edges,
         apart: dict[torch.nn.Parameter, GradientEdge],
     ) -> None:
-        """The edges of a graph that was recorded, if it has any."""
-        if not any(tensor.requires_grad for tensor in leaving):
+        """The edges of a graph that was recorded, if it has any that a gradient can come to.
+
+        What only led to others, such as to the indices of a sort, is let go of.
+        """
+        pairs = zip(leaving, self.seeds, strict=True)
+        ends = [tensor if tensor.requires_grad and slots else None for tensor, slots in pairs]
+        graded = [tensor for tensor in ends if tensor is not None]
+        if not graded:
             return
-        published = [get_gradient_edge(t) if t.requires_grad else None for t in leaving]
+        published = [None if tensor is None else get_gradient_edge(tensor) for tensor in ends]
         record = step.records[self.index] = Record(entered, published, apart)
         if self.large or step.meter is not None:  # small models are metered as large ones run
-            graded = [tensor for tensor in leaving if tensor.requires_grad]
             end = Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
 
