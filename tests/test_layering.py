@@ -343,6 +343,7 @@ ALLOWED = {
     },
     "runtime.gradients": {"runtime.ends", "runtime.strided"},
     "runtime.binding": {
+        "runtime.aliases",
         "runtime.again",
         "runtime.compiled",
         "runtime.ends",
@@ -379,7 +380,12 @@ ALLOWED = {
         "runtime.streams",
         "runtime.workers",
     },
-    "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps"},
+    "runtime.nodes": {
+        "runtime.aliases",
+        "runtime.binding",
+        "runtime.executors",
+        "runtime.steps",
+    },
     "runtime.executables": {
         "runtime.binding",
         "runtime.capturing",

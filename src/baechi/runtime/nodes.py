@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.errors import ExecutionError
+from baechi.runtime.aliases import bases_of
 from baechi.runtime.binding import Bound
 from baechi.runtime.executors import Executor
 from baechi.runtime.steps import Step
@@ -50,6 +51,7 @@ class Plan:
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
+        self._families: list[int] = []  # of each with whom it may share memory
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
 
@@ -59,7 +61,8 @@ class Plan:
         with torch.enable_grad():
             way.executor.run(step, 0)
         step.write_back()
-        for value, row in zip(step.results, way.bound.results.values(), strict=True):
+        families = way.bound.families.of
+        for value, (node, row) in zip(step.results, way.bound.results.items(), strict=True):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
             places = [-1] * len(leaves)
@@ -69,12 +72,14 @@ class Plan:
                     places[i] = len(self.outputs)
                     self.outputs.append(leaves[i])
                     self.slots.append((row.grads[leaf], row.device))
+                    self._families.append(families[node][leaf])
                     leaves[i] = None
             self._parts.append((leaves, spec, places))
         step.slots, step.results, step.inputs = [], [], ()
 
-    def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
+    def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
         """The results, with autograd's own tensors where there are gradients."""
+        outputs = self._outputs_behind(tokens)
         merged = []
         for leaves, spec, places in self._parts:
             for i, place in enumerate(places):
@@ -83,6 +88,25 @@ class Plan:
             merged.append(pytree.tree_unflatten(leaves, spec))
         self._parts = []  # the caller alone decides how long results live
         return merged
+
+    def _outputs_behind(self, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, each behind its token; what is a view of another is made after that one."""
+        values, self.outputs = self.outputs, []
+        found = list(values)
+        bases: Sequence[int | torch.Tensor | None] = [None] * len(values)
+        if any(family >= 0 for family in self._families):
+            given = self.way.bound.families.given(self.call.tensors)
+            bases = bases_of(values, self._families, given)
+        for number in sorted(range(len(values)), key=lambda n: isinstance(bases[n], int)):
+            base, value = bases[number], values[number]
+            if isinstance(base, int):
+                base = value if base == number else found[base]
+            found[number] = Result.apply(  # type: ignore[no-untyped-call]
+                self, self.slots[number], tokens[number], value, [base]
+            )
+            if base is not None and base is not value:
+                _may_be_written(found[number])
+        return found
 
     def rewrite(self, indices: Sequence[int]) -> None:
         """Tell autograd that the forward wrote into some of the caller's tensors, with a gradient.
@@ -240,24 +264,39 @@ class Result(torch.autograd.Function):
         slot: tuple[int, int],
         token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
         value: torch.Tensor,
+        bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
     ) -> torch.Tensor:
-        """The value itself."""
+        """The value itself; as a view of its base, if it has one."""
         ctx.plan, ctx.slot = plan, slot
         ctx.set_materialize_grads(False)
-        return value.detach()
+        (base,) = bases
+        if base is None:
+            return value.detach()
+        if base is value:
+            return value.view_as(value)  # a view of what no one has: autograd refuses writes
+        return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
         """Put the gradient where the step takes it."""
         if gradient is None:
-            return (None, None, None, None)
+            return (None, None, None, None, None)
         if gradient.requires_grad:  # a second derivative, which the step refuses by this token
             ctx.plan.seed(*ctx.slot, gradient.detach())
-            return (None, None, gradient.reshape(-1)[:0], None)
+            return (None, None, gradient.reshape(-1)[:0], None, None)
         # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
         # of it would look like nobody else's.
         ctx.plan.seed(*ctx.slot, gradient)
-        return (None, None, gradient.new_empty(0), None)
+        return (None, None, gradient.new_empty(0), None, None)
+
+
+def _may_be_written(view: torch.Tensor) -> None:
+    """Let autograd take a view that a function has made for one that the caller has made.
+
+    It refuses to write into the former, as the function's backward would go unused. Here it is
+    that of the view's values alone: of what is written, it is the base's that counts.
+    """
+    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
 
 
 def _once(
