@@ -332,7 +332,7 @@ ALLOWED = {
     "estimation": {"workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.steps": {"runtime.again"},
+    "runtime.steps": {"runtime.again", "runtime.watching"},
     "runtime.failures": {"runtime.compiled"},
     "runtime.tapes": {
         "runtime.again",
@@ -340,6 +340,7 @@ ALLOWED = {
         "runtime.ends",
         "runtime.failures",
         "runtime.steps",
+        "runtime.watching",
     },
     "runtime.gradients": {"runtime.ends", "runtime.strided"},
     "runtime.binding": {
@@ -383,8 +384,10 @@ ALLOWED = {
     "runtime.nodes": {
         "runtime.aliases",
         "runtime.binding",
+        "runtime.compiled",
         "runtime.executors",
         "runtime.steps",
+        "runtime.watching",
     },
     "runtime.executables": {
         "runtime.binding",

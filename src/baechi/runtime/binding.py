@@ -336,7 +336,8 @@ class _Binder:
             own = node.op == "placeholder"
             given = self._inputs[node] if own else self._layout.attribute(node)
         number = (results[node],) if node in results else ()
-        return Output(result, given, self._value(node), bare, tuple(slots), number)
+        watched = bool(number and self._layout.users(node))
+        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
 
     def _instructions(
         self,

@@ -16,8 +16,10 @@ from baechi.calls import Call
 from baechi.errors import ExecutionError
 from baechi.runtime.aliases import bases_of
 from baechi.runtime.binding import Bound
+from baechi.runtime.compiled import CompiledTape
 from baechi.runtime.executors import Executor
 from baechi.runtime.steps import Step
+from baechi.runtime.watching import Hooks, Watched
 
 
 @final
@@ -52,6 +54,8 @@ class Plan:
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
         self._families: list[int] = []  # of each with whom it may share memory
+        self._hooks: dict[int, tuple[Hooks, int]] = {}  # of some, and the tapes that run them
+        self._watched: list[tuple[Watched, int]] = []
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
 
@@ -62,7 +66,8 @@ class Plan:
             way.executor.run(step, 0)
         step.write_back()
         families = way.bound.families.of
-        for value, (node, row) in zip(step.results, way.bound.results.items(), strict=True):
+        rows = zip(step.results, way.bound.results.items(), strict=True)
+        for number, (value, (node, row)) in enumerate(rows):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
             places = [-1] * len(leaves)
@@ -70,6 +75,8 @@ class Plan:
             for leaf, i in enumerate(tensors):
                 if flag is True or (flag is not False and flag[leaf]):
                     places[i] = len(self.outputs)
+                    if (number, leaf) in step.hooks:
+                        self._hooks[places[i]] = step.hooks[number, leaf]
                     self.outputs.append(leaves[i])
                     self.slots.append((row.grads[leaf], row.device))
                     self._families.append(families[node][leaf])
@@ -106,6 +113,9 @@ class Plan:
             )
             if base is not None and base is not value:
                 _may_be_written(found[number])
+            if number in self._hooks:
+                hooks, tape = self._hooks[number]
+                self._watched.append((Watched(found[number], hooks), tape))
         return found
 
     def rewrite(self, indices: Sequence[int]) -> None:
@@ -160,7 +170,12 @@ class Plan:
         self.spent = not keep
         step, bound = self.step, self.way.bound
         step.keep = keep
-        self.way.executor.run(step, 1)
+        self._watch()
+        try:
+            self.way.executor.run(step, 1)
+        finally:
+            for watched, _ in self._watched:
+                watched.end()
         result: list[torch.Tensor | None] = []
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
         for tensor, graded, slots in rows:
@@ -183,6 +198,23 @@ class Plan:
         self.way.executor.meet(step)
         step.grads = [None] * len(step.grads)
         return result
+
+    def _watch(self) -> None:
+        """Let outputs that the model reads, too, take note of their gradients.
+
+        Raises:
+            ExecutionError: Somebody asks for one of a tape that autograd does not go through.
+        """
+        for watched, tape in self._watched:
+            function = self.way.bound.tapes[tape].function
+            hidden = tape in self.step.graphed or isinstance(function, CompiledTape)
+            if watched.begin() and hidden:
+                raise ExecutionError(
+                    "an output that the model reads itself has a hook (register_hook) or retains "
+                    "its gradient (retain_grad), and it comes from a tape that is compiled or "
+                    "replayed, whose gradients nobody sees. Place the model without compile= and "
+                    "cuda_graphs=."
+                )
 
     def given(self) -> list[torch.Tensor]:
         """The inputs and parameters that get a gradient."""
