@@ -1,6 +1,8 @@
 """Whoever sets a plain attribute of a module after a model was placed means another program."""
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -195,3 +197,86 @@ def test_a_value_of_any_kind_is_a_change_or_none(value: object) -> None:
     assert Attributes(model).hold()
     del model.temperature
     assert "is 'gone'" in attributes.changed()
+
+
+class Classy(nn.Module):
+    """Reads what its class says, and tensors that it keeps beside its state."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.act: Callable[[torch.Tensor], torch.Tensor] = partial(nn.functional.elu, alpha=0.5)
+        self.tables = {"low": [torch.ones(1)], "high": [torch.ones(6)]}
+        self.count = torch.ones(())
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y = self.change(self.act(self.linear(x))) * self.count
+        return y * self.tables["low"][0] + self.tables["high"][0]
+
+
+def hide_a_value(model: Any) -> None:
+    model.scale = 5.0
+
+
+def hide_a_method(model: Any) -> None:
+    model.change = lambda x: x * 7.0
+
+
+def hide_forward(model: Any) -> None:
+    model.linear.forward = lambda x: x @ model.linear.weight
+
+
+def exchange_a_partial(model: Any) -> None:
+    model.act = partial(nn.functional.elu, alpha=0.25)
+
+
+def exchange_a_tensor_in_a_list(model: Any) -> None:
+    model.tables["high"][0] = torch.zeros(6)
+
+
+def exchange_a_tensor_for_an_equal_one(model: Any) -> None:
+    model.count = model.count.clone()
+
+
+HIDING = [hide_a_value, hide_a_method, hide_forward]
+EXCHANGES = [
+    exchange_a_partial,
+    exchange_a_tensor_in_a_list,
+    exchange_a_tensor_for_an_equal_one,
+]
+
+
+@pytest.mark.parametrize("change", [*HIDING, *EXCHANGES])
+def test_what_hides_or_replaces_what_was_there_is_what_runs(
+    change: Callable[[Any], None],
+) -> None:
+    unsplit, model = Classy(), Classy()
+    model.load_state_dict(unsplit.state_dict())
+    module = baechi.place(
+        model, DEVICES, placer="single", costs="estimate", progress=False, threads_per_device=1
+    )
+    assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+    for one in (unsplit, model):
+        change(one)
+        one.note = "hides nothing"
+    for _ in range(2):
+        assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+        assert torch.equal(unsplit.count, model.count)
+        for one in (unsplit, model):  # the new tensors are read, too
+            one.tables["high"][0].add_(1)
+    assert len(module._specializations) == 2
+
+
+@pytest.mark.parametrize("change", HIDING)
+def test_apply_refuses_what_hides_an_attribute_of_the_class(change: Callable[[Any], None]) -> None:
+    model = Classy()
+    module = placed.at_random(model, (X,), devices=2)
+    change(model)
+    with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* and is "):
+        module(X)

@@ -91,6 +91,19 @@ def test_what_is_written_into_placed_state_runs() -> None:
     assert (model(X) == 1).all()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_what_is_cast_after_it_was_placed_is_refused(whole: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), Branch() if whole else nn.Linear(3, 3))
+    mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
+    expected = mine(X)
+    model[1].double()
+    message = r"'1\..*' of Sequential was torch.float32 .* is torch.float64"
+    with pytest.raises(baechi.ExecutionError, match=message):
+        mine(X)
+    model[1].float()
+    torch.testing.assert_close(mine(X), expected)
+
+
 class Tied(nn.Module):
     """One weight under two names, a layer without a bias, and tensors in plain attributes."""
 

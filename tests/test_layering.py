@@ -336,7 +336,7 @@ ALLOWED = {
     "estimation": {"torch_devices", "workload"},
     "calibration": {"estimation", "workload"},
     # Layer 5: tapes and what binds a program to them, then those who run it, then the module.
-    "runtime.steps": {"runtime.again"},
+    "runtime.steps": {"runtime.again", "runtime.watching"},
     "runtime.failures": {"runtime.compiled"},
     "runtime.tapes": {
         "runtime.again",
@@ -344,9 +344,11 @@ ALLOWED = {
         "runtime.ends",
         "runtime.failures",
         "runtime.steps",
+        "runtime.watching",
     },
     "runtime.gradients": {"runtime.ends", "runtime.strided"},
     "runtime.binding": {
+        "runtime.aliases",
         "runtime.again",
         "runtime.compiled",
         "runtime.ends",
@@ -383,7 +385,16 @@ ALLOWED = {
         "runtime.streams",
         "runtime.workers",
     },
-    "runtime.nodes": {"runtime.binding", "runtime.executors", "runtime.steps", "runtime.tickets"},
+    "runtime.nodes": {
+        "runtime.aliases",
+        "runtime.binding",
+        "runtime.compiled",
+        "runtime.executors",
+        "runtime.results",
+        "runtime.steps",
+        "runtime.tickets",
+        "runtime.watching",
+    },
     "runtime.executables": {
         "runtime.binding",
         "runtime.capturing",

@@ -2,25 +2,27 @@
 
 A trace holds for their values as it does for the modes of modules: who writes `dropout.p = 0.1` or
 `adapter.disabled = True` after it means another program. Functions and tensors count, too: not what
-is in a tensor, which a placed model reads, but which one it is.
+is in a tensor, which a placed model reads, but which one it is. So does what hides an attribute of
+a module's class: who writes `layer.forward = f` means f.
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from operator import attrgetter, itemgetter
-from types import BuiltinFunctionType, FunctionType
+from operator import attrgetter, is_, itemgetter
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+_ITSELF: Final = (MethodType, partial, torch.Tensor)  # what counts is which one it is
 _PLAIN: Final = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype),
-    *(FunctionType, BuiltinFunctionType, torch.Tensor),
+    *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
 _OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: others look at these
 
@@ -35,19 +37,19 @@ class _Row:
     names: tuple[str, ...]
     read: Callable[[Any], Any]
     values: Any
+    tensors: tuple[torch.Tensor, ...]  # among them: one is no other that is equal now
 
     @classmethod
     def of(cls, path: str, owner: Any, names: Iterable[str]) -> "_Row":
         names = tuple(names)
         read = _reader(owner, names)
         values = read(owner)
-        leaves = pytree.tree_leaves(values)
-        same = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
-        return cls(path, owner, names, read, copy.deepcopy(values, same))
+        same = {id(leaf): leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, _ITSELF)}
+        return cls(path, owner, names, read, copy.deepcopy(values, same), _tensors(values))
 
     def holds(self) -> bool:
         """Whether all have their values still."""
-        return _holds(self.read, self.owner, self.values)
+        return _holds(self.read, self.owner, self.values, self.tensors)
 
     def changed(self) -> dict[str, Any]:
         """The value that each had of those that have another, or are gone."""
@@ -56,16 +58,38 @@ class _Row:
         return {
             name: value
             for name, value in pairs
-            if not _holds(_reader(self.owner, (name,)), self.owner, value)
+            if not _holds(_reader(self.owner, (name,)), self.owner, value, _tensors(value))
         }
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Names:
+    """Which attributes a module has itself."""
+
+    path: str
+    module: nn.Module
+    own: dict[str, Any]
+    names: frozenset[str]
+    n: int
+
+    @classmethod
+    def of(cls, path: str, module: nn.Module) -> "_Names":
+        own = vars(module)
+        return cls(path, module, own, frozenset(own), len(own))
+
+    def hiding(self) -> list[str]:
+        """Those that came since, and hide what the module's class has."""
+        new = sorted(self.own.keys() - self.names)
+        return [name for name in new if hasattr(type(self.module), name)]
 
 
 @final
 class Attributes:
     """The plain attributes of a model's modules as they are now.
 
-    Plain are numbers, strings, flags, and lists, tuples, sets and dicts of these. Other objects are
-    not looked into, and attributes that come later are no part of it.
+    Plain are numbers, strings, flags, functions, and lists, tuples, sets and dicts of these. Other
+    objects are not looked into. Attributes that come later count if they hide one of the class.
 
     Args:
         model: The model.
@@ -78,24 +102,34 @@ class Attributes:
             for owner, names in ((vars(module), _own(module)), (module, _of_class(module)))
             if names
         ]
+        self._names = [_Names.of(path, module) for path, module in model.named_modules()]
 
     def settled(self) -> "Attributes":
         """These without the ones that have changed since, which forward sets itself."""
         rows = [(row, {} if row.holds() else row.changed()) for row in self._rows]
         return self._with(
-            _Row.of(row.path, row.owner, kept) if changed else row
-            for row, changed in rows
-            if (kept := [name for name in row.names if name not in changed])
+            (
+                _Row.of(row.path, row.owner, kept) if changed else row
+                for row, changed in rows
+                if (kept := [name for name in row.names if name not in changed])
+            ),
+            (_Names.of(row.path, row.module) for row in self._names),
         )
 
     def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
         """These without those of submodules that stay whole: their Python reads what is there."""
         modules = [module for leaf in leaves for module in leaf.modules()]
         whole = {id(owner) for module in modules for owner in (module, vars(module))}
-        return self._with(row for row in self._rows if id(row.owner) not in whole)
+        return self._with(
+            (row for row in self._rows if id(row.owner) not in whole),
+            (row for row in self._names if id(row.module) not in whole),
+        )
 
     def hold(self) -> bool:
-        """Whether all are as they were; about 0.3 us a module."""
+        """Whether all are as they were; about 0.4 us a module."""
+        for names in self._names:
+            if len(names.own) != names.n and names.hiding():
+                return False
         return all(row.holds() for row in self._rows)
 
     def changed(self) -> str:
@@ -110,11 +144,15 @@ class Attributes:
                 if isinstance(was, torch.Tensor):
                     return f"{title} was another tensor"
                 return f"{title} was {was!r} and is {now!r}"
+        for names in self._names:
+            for name in names.hiding():
+                title = f"{names.path}.{name}".lstrip(".")
+                return f"{title} was its class's and is {names.own[name]!r}"
         return ""
 
-    def _with(self, rows: Iterable[_Row]) -> "Attributes":
+    def _with(self, rows: Iterable[_Row], names: Iterable[_Names]) -> "Attributes":
         found = object.__new__(Attributes)
-        found._rows = list(rows)
+        found._rows, found._names = list(rows), list(names)
         return found
 
 
@@ -142,12 +180,22 @@ def _reader(owner: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
     return itemgetter(*names) if isinstance(owner, dict) else attrgetter(*names)
 
 
-def _holds(read: Callable[[Any], Any], owner: Any, value: Any) -> bool:
-    """Whether what is read equals the value; not-a-number equals itself."""
+def _holds(
+    read: Callable[[Any], Any], owner: Any, value: Any, tensors: Sequence[torch.Tensor]
+) -> bool:
+    """Whether what is read equals the value, of these tensors; not-a-number equals itself."""
     try:
-        return (read(owner),) == (value,)
+        now = read(owner)
+        if (now,) != (value,):
+            return False
     except Exception:  # deleted, or compared with what has no one truth, such as a tensor
         return False
+    return not tensors or all(map(is_, _tensors(now), tensors))
+
+
+def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+    leaves = pytree.tree_leaves(value)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _is_plain(value: Any) -> bool:

@@ -44,11 +44,16 @@ def is_container(value: Any) -> bool:
 
 def can_hold(value: Any) -> bool:
     """Whether the value holds others, which `contents` tells."""
-    return (
-        isinstance(value, _CONTAINERS)
-        or hasattr(value, "__dict__")
-        or (dataclasses.is_dataclass(value) and not isinstance(value, type))
-    )
+    if isinstance(value, _CONTAINERS):
+        return True
+    slotted = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not (slotted or hasattr(value, "__dict__")):
+        return False
+    try:
+        object.__new__(type(value))
+    except TypeError:  # it holds more than Python sees, as random.Random does
+        return False
+    return True
 
 
 def contents(value: Any) -> tuple[Contents, tuple[Any, ...]]:

@@ -19,6 +19,7 @@ from baechi.graph import OpGraph
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
 from baechi.runtime.again import Again
+from baechi.runtime.aliases import Families
 from baechi.runtime.compiled import CompiledTape, CompileOptions
 from baechi.runtime.ends import Entry, Output
 from baechi.runtime.gradients import Gradients, Layout
@@ -70,6 +71,7 @@ class Bound:
         input_grads: For each of them the gradients to add up, in order.
         parameters: For each its device and the gradients to add up, in order.
         results: By the node that yields it, in the order of a step's results.
+        families: Which results may share memory.
     """
 
     tapes: tuple[TapeCode, ...]
@@ -80,6 +82,7 @@ class Bound:
     input_grads: tuple[tuple[int, ...], ...]
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
     results: dict[fx.Node, Result]
+    families: Families
 
 
 def bind(
@@ -163,6 +166,7 @@ class _Binder:
             tuple(gradients.of_input(node) for node in self._inputs),
             gradients.of_parameters(),
             results,
+            Families.among(self._module, tuple(results)),
         )
 
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
@@ -332,7 +336,8 @@ class _Binder:
             own = node.op == "placeholder"
             given = self._inputs[node] if own else self._layout.attribute(node)
         number = (results[node],) if node in results else ()
-        return Output(result, given, self._value(node), bare, tuple(slots), number)
+        watched = bool(number and self._layout.users(node))
+        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
 
     def _instructions(
         self,

@@ -31,7 +31,7 @@ from baechi.runtime.compiling import compile_program
 from baechi.runtime.executors import graphs_of, make_executor
 from baechi.runtime.homes import homes_of
 from baechi.runtime.identity import Identity
-from baechi.runtime.nodes import Plan, Result, StepFunction, Way
+from baechi.runtime.nodes import Plan, StepFunction, Way
 from baechi.runtime.program import Program
 from baechi.runtime.replays import WARM_UP, Graphs
 from baechi.runtime.sharing import Sharing
@@ -246,13 +246,7 @@ class Executable:
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         if self._rewritten:
             plan.rewrite(self._rewritten)
-        values, plan.outputs = plan.outputs, []
-        outputs = [
-            Result.apply(plan, slot, token, value)  # type: ignore[no-untyped-call]
-            for slot, token, value in zip(plan.slots, tokens, values, strict=True)
-        ]
-        del values
-        return self._finish(call, plan.merge(outputs))
+        return self._finish(call, plan.merge(tokens))
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""

@@ -158,11 +158,12 @@ class Gradients:
         """Ways out for the gradients of values that are read inside and outside a tape.
 
         Autograd adds up from the last reader to the first, and an alias is in its turn where it is
-        made. Values that are written in place are left out: a view would not follow.
+        made. That is after the last write into the value, as all readers outside are: a view would
+        not follow one.
         """
         position = self._layout.position
         inside = set(nodes)
-        written = {storage for node in nodes for storage in self._facts[node].writes}
+        written = {s: position[node] for node in nodes for s in self._facts[node].writes}
         rows = []
         for node in outputs:
             values = self._facts[node].values
@@ -170,11 +171,9 @@ class Gradients:
             within = any(user in inside for user in readers)
             if not within or len(readers) < 3 or len(values) != 1 or not values[0].requires_grad:
                 continue
-            if values[0].storage in written:
-                continue
             for reader in readers:
-                if reader not in inside:
-                    turn = _CALLER if reader.op == "output" else position[reader]
+                turn = _CALLER if reader.op == "output" else position[reader]
+                if reader not in inside and turn > written.get(values[0].storage, -1):
                     after = (n for n in nodes if position[n] > turn)
                     rows.append((node, turn, next(after, None)))
         end = len(position)

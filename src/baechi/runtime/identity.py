@@ -2,11 +2,13 @@
 
 A placed model runs the tensors that it was traced with. Who replaces one in the model, instead of
 writing into it, would train or load what no longer runs. So would who unties a weight that has
-several names, of which the graph reads one, and who gives a layer the bias that it did without.
+several names, of which the graph reads one, and who gives a layer the bias that it did without. And
+who casts one: `model.half()` leaves it the same object, and the plan is for the type that it had.
 """
 
 from typing import Any, final
 
+import torch
 from torch import fx, nn
 
 from baechi.errors import ExecutionError
@@ -27,6 +29,7 @@ class Identity:
     def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
         self._model = type(model).__name__
         self._rows: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._types: list[tuple[torch.Tensor, torch.dtype, str]] = []
         self._seen: set[tuple[int, str]] = set()
         names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
         leaves = opaque_leaves(graph, graph.graph.nodes)
@@ -57,13 +60,16 @@ class Identity:
     def _add(self, holder: dict[str, Any], key: str, name: str) -> None:
         if (id(holder), key) not in self._seen:
             self._seen.add((id(holder), key))
-            self._rows.append((holder, key, holder[key], name))
+            value = holder[key]
+            self._rows.append((holder, key, value, name))
+            if isinstance(value, torch.Tensor):
+                self._types.append((value, value.dtype, name))
 
     def check(self) -> None:
-        """Nothing, 50 ns a name.
+        """Nothing, 100 ns a name.
 
         Raises:
-            ExecutionError: One of them was replaced.
+            ExecutionError: One of them was replaced, or cast to another type.
         """
         for holder, key, value, name in self._rows:
             if holder.get(key) is not value:
@@ -72,4 +78,11 @@ class Identity:
                     "assignment, load_state_dict(assign=True) or functional_call: what was placed "
                     "would run without it. Write into the tensor that is there (load_state_dict "
                     "does), or call model = placed.unplace(), change the model, and place it again."
+                )
+        for tensor, dtype, name in self._types:
+            if tensor.dtype is not dtype:
+                raise ExecutionError(
+                    f"{name!r} of {self._model} was {dtype} when the model was placed, and is "
+                    f"{tensor.dtype}: .half(), .double() or .to() cast it. Call model = "
+                    "placed.unplace(), cast the model, and place it again."
                 )

@@ -15,11 +15,14 @@ from torch.utils import _pytree as pytree
 
 from baechi.calls import Call
 from baechi.errors import ExecutionError
-from baechi.metering import Meter
+from baechi.runtime.aliases import bases_of
 from baechi.runtime.binding import Bound
+from baechi.runtime.compiled import CompiledTape
 from baechi.runtime.executors import Executor
+from baechi.runtime.results import Result, Seeds, may_be_written
 from baechi.runtime.steps import Step
 from baechi.runtime.tickets import Tickets, is_forgotten
+from baechi.runtime.watching import Hooks, Watched
 from baechi.saving import unhooked
 
 
@@ -37,36 +40,6 @@ class Way:
     bound: Bound
     executor: Executor
     tickets: "Tickets[Plan]" = field(default_factory=Tickets, repr=False)
-
-
-@final
-class Seeds:
-    """The caller's gradients of a step's outputs, until its backward takes them.
-
-    Args:
-        n: How many slots of gradients a step has.
-        meter: Counts memory, if asked to.
-    """
-
-    def __init__(self, n: int, meter: Meter | None) -> None:
-        self._meter = meter
-        self._pass = -1  # which of autograd's passes the gradients that wait here are of
-        self._rows: list[torch.Tensor | None] = [None] * n
-
-    def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
-        """Take the caller's gradient of an output."""
-        current = torch._C._current_graph_task_id()
-        if current != self._pass:  # one that failed may have left gradients
-            self._pass = current
-            self._rows = [None] * len(self._rows)
-        if self._meter is not None:
-            self._meter.hold(device, gradient)
-        self._rows[slot] = gradient
-
-    def taken(self) -> list[torch.Tensor | None]:
-        """By slot those that have come, and nothing of them stays here."""
-        rows, self._rows = self._rows, [None] * len(self._rows)
-        return rows
 
 
 @final
@@ -91,6 +64,9 @@ class Plan:
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
+        self._families: list[int] = []  # of each with whom it may share memory
+        self._hooks: dict[int, tuple[Hooks, int]] = {}  # of some, and the tapes that run them
+        self._watched: list[tuple[Watched, int]] = []
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
 
@@ -100,7 +76,9 @@ class Plan:
         with torch.enable_grad():
             way.executor.run(step, 0)
         step.write_back()
-        for value, row in zip(step.results, way.bound.results.values(), strict=True):
+        families = way.bound.families.of
+        rows = zip(step.results, way.bound.results.items(), strict=True)
+        for number, (value, (node, row)) in enumerate(rows):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
             places = [-1] * len(leaves)
@@ -108,14 +86,18 @@ class Plan:
             for leaf, i in enumerate(tensors):
                 if flag is True or (flag is not False and flag[leaf]):
                     places[i] = len(self.outputs)
+                    if (number, leaf) in step.hooks:
+                        self._hooks[places[i]] = step.hooks[number, leaf]
                     self.outputs.append(leaves[i])
                     self.slots.append((row.grads[leaf], row.device))
+                    self._families.append(families[node][leaf])
                     leaves[i] = None
             self._parts.append((leaves, spec, places))
         step.slots, step.results, step.inputs = [], [], ()
 
-    def merge(self, outputs: Sequence[torch.Tensor]) -> list[Any]:
+    def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
         """The results, with autograd's own tensors where there are gradients."""
+        outputs = self._outputs_behind(tokens)
         merged = []
         for leaves, spec, places in self._parts:
             for i, place in enumerate(places):
@@ -124,6 +106,28 @@ class Plan:
             merged.append(pytree.tree_unflatten(leaves, spec))
         self._parts = []  # the caller alone decides how long results live
         return merged
+
+    def _outputs_behind(self, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs, each behind its token; what is a view of another is made after that one."""
+        values, self.outputs = self.outputs, []
+        found = list(values)
+        bases: Sequence[int | torch.Tensor | None] = [None] * len(values)
+        if any(family >= 0 for family in self._families):
+            given = self.way.bound.families.given(self.call.tensors)
+            bases = bases_of(values, self._families, given)
+        for number in sorted(range(len(values)), key=lambda n: isinstance(bases[n], int)):
+            base, value = bases[number], values[number]
+            if isinstance(base, int):
+                base = value if base == number else found[base]
+            found[number] = Result.apply(  # type: ignore[no-untyped-call]
+                self.seeds, self.slots[number], tokens[number], value, [base]
+            )
+            if base is not None and base is not value:
+                may_be_written(found[number])
+            if number in self._hooks:
+                hooks, tape = self._hooks[number]
+                self._watched.append((Watched(found[number], hooks), tape))
+        return found
 
     def rewrite(self, indices: Sequence[int]) -> None:
         """Tell autograd that the forward wrote into some of the caller's tensors, with a gradient.
@@ -171,7 +175,12 @@ class Plan:
         self.spent = not keep
         step, bound = self.step, self.way.bound
         step.grads, step.keep = seeds.taken(), keep
-        self.way.executor.run(step, 1)
+        self._watch()
+        try:
+            self.way.executor.run(step, 1)
+        finally:
+            for watched, _ in self._watched:
+                watched.end()
         result: list[torch.Tensor | None] = []
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
         for tensor, graded, slots in rows:
@@ -194,6 +203,23 @@ class Plan:
         self.way.executor.meet(step)
         step.grads = []
         return result
+
+    def _watch(self) -> None:
+        """Let outputs that the model reads, too, take note of their gradients.
+
+        Raises:
+            ExecutionError: Somebody asks for one of a tape that autograd does not go through.
+        """
+        for watched, tape in self._watched:
+            function = self.way.bound.tapes[tape].function
+            hidden = tape in self.step.graphed or isinstance(function, CompiledTape)
+            if watched.begin() and hidden:
+                raise ExecutionError(
+                    "an output that the model reads itself has a hook (register_hook) or retains "
+                    "its gradient (retain_grad), and it comes from a tape that is compiled or "
+                    "replayed, whose gradients nobody sees. Place the model without compile= and "
+                    "cuda_graphs=."
+                )
 
     def given(self) -> list[torch.Tensor]:
         """The inputs and parameters that get a gradient."""
@@ -267,40 +293,6 @@ class Rewritten(torch.autograd.Function):
             "that argument's new values: there is no graph of these outside of the model. Let "
             "forward return them, or give it a copy of the argument (x.clone())."
         )
-
-
-class Result(torch.autograd.Function):
-    """One output of a step.
-
-    Autograd holds what a node's backward is given until it ends. So the step's node is given
-    tokens, and the gradients are put where it takes them as it needs them.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        plan: Plan,
-        slot: tuple[int, int],
-        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
-        value: torch.Tensor,
-    ) -> torch.Tensor:
-        """The value itself."""
-        ctx.seeds, ctx.slot = plan.seeds, slot
-        ctx.set_materialize_grads(False)
-        return value.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
-        """Put the gradient where the step takes it."""
-        if gradient is None:
-            return (None, None, None, None)
-        if gradient.requires_grad:  # a second derivative, which the step refuses by this token
-            ctx.seeds.put(*ctx.slot, gradient.detach())
-            return (None, None, gradient.reshape(-1)[:0], None)
-        # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
-        # of it would look like nobody else's.
-        ctx.seeds.put(*ctx.slot, gradient)
-        return (None, None, gradient.new_empty(0), None)
 
 
 def _once(

@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from baechi.metering import Meter
 from baechi.runtime.again import Kept
 from baechi.runtime.edges import Origin
+from baechi.runtime.watching import Hooks
 
 Edges = list[GradientEdge | None]
 
@@ -39,12 +40,14 @@ class Step:
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         moved: What is written of the caller's tensors on another device than theirs, by input.
+        hooks: Of outputs that the model reads, too, by result and tensor; and the tape of each.
         own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
         *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
+        "hooks",
         *("__weakref__",),
     )
 
@@ -70,6 +73,7 @@ class Step:
         self.apart = False
         self.graphed: set[int] = set()
         self.moved: dict[int, torch.Tensor] = {}
+        self.hooks: dict[tuple[int, int], tuple[Hooks, int]] = {}
         self.own: Any = None
 
     def write_back(self) -> None:
