@@ -210,6 +210,7 @@ def test_the_text_says_what_matters():
     assert re.search(r"cpu:1 +1 +33% +241 B +2.0 MiB +0% +30 B +0 B", text)
     assert re.search(r"single/cpu:0 +35 ns *\n", text)
     assert re.search(r"m-etf/fine +60 ns +chosen", text)
+    assert "makespan_ns" not in text, "it stands with the candidates"
     assert re.search(r"step +60 ns +66 ns +-9.1 %", text)
     assert re.search(r"peak memory of cpu:1 +241 B +300 B +-19.7 %", text)
     assert re.search(r"bytes moved +30 B +30 B +\+0.0 %", text)
@@ -345,6 +346,7 @@ def test_the_pictures_hold_every_op_transfer_and_limit():
     assert list(bars["cpu:0"].x) == [10, 5]
     assert list(bars["to cpu:1"].base) == [10]
     assert list(bars["to cpu:1"].marker.color) == [color(0)]
+    assert bars["to cpu:1"].marker.line.width > 0, "or what takes no time is not drawn"
     lines = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
     assert list(lines["cpu:1"].y) == [200, 230, 241, 200]
     assert list(lines["limit of cpu:0"].y) == [1000, 1000]

@@ -225,6 +225,7 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             col=1,
         )
         arriving = [transfer for transfer in schedule.transfers if transfer.dst == device]
+        senders = [color(transfer.src) for transfer in arriving] or _LINE
         figure.add_bar(
             orientation="h",
             name=f"to {name}",
@@ -232,7 +233,8 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             base=[transfer.start_ns / scale for transfer in arriving] or [0],
             x=[(transfer.end_ns - transfer.start_ns) / scale for transfer in arriving] or [0],
             width=0.45,
-            marker={"color": [color(t.src) for t in arriving] or _LINE, "opacity": 0.85},
+            # The outline shows what takes no time, as a hand-over between CPU workers.
+            marker={"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}},
             hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
             hoverinfo="text" if arriving else "skip",
             legendgroup=name,
