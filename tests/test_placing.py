@@ -90,6 +90,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
     x = torch.randn(4, 512)
     with pytest.raises(baechi.InfeasibleError) as caught:
         baechi.place(big, {"cpu:0": "1MiB"}, example_args=(x,), progress=False)
+    assert "checkpoint=True" in str(caught.value)
+    with pytest.raises(baechi.InfeasibleError) as other:
+        baechi.place(big, {"cpu:0": "1MiB"}, example_args=(x,), progress=False, training=False)
+    assert "checkpoint" not in str(other.value), "an inference keeps nothing"
     need = (1 << 20) + caught.value.extra_bytes
     placed = baechi.place(big, {"cpu:0": need}, example_args=(x,), progress=False)
     assert max(placed.schedule.peak_bytes) <= need

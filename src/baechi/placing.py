@@ -258,8 +258,10 @@ class _Maker:
                 )
                 return graph, placement
             except (InfeasibleError, InputError) as error:
+                if isinstance(error, InfeasibleError) and self.training and not self.checkpoint:
+                    error = _advised(error)
                 if not stay:
-                    raise
+                    raise error from None
                 failure = error
         raise _tied_down(failure, traced.name)
 
@@ -320,6 +322,12 @@ def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
     room = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}"
     step = format_ns(schedule.makespan_ns)
     return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
+
+
+def _advised(failure: InfeasibleError) -> InfeasibleError:
+    """The failure of a training step that keeps all that its backward needs."""
+    text = f"{failure} Or give checkpoint=True: parts run forward again instead of being kept."
+    return InfeasibleError(text, *failure.args[1:])
 
 
 def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleError | InputError:
