@@ -189,6 +189,21 @@ def test_example_arguments_of_the_wrong_signature(args: Any, kwargs: Any) -> Non
         baechi.trace(towers(), args, kwargs)
 
 
+def test_an_example_without_values() -> None:
+    placed = baechi.place(towers(), ["cpu:0"], costs="estimate", progress=False)
+    for run in (lambda: baechi.trace(towers(), (X.to("meta"),)), lambda: placed(X.to("meta"))):
+        with pytest.raises(baechi.InputError, match=r"argument x is on the meta.*real tensor"):
+            run()
+
+
+def test_a_model_without_weights_is_traced_without_values_and_not_placed() -> None:
+    model = towers().to("meta")
+    traced = baechi.trace(model, (X,))
+    assert traced == baechi.trace(towers(), (X,))
+    with pytest.raises(baechi.InputError, match=r"on the meta device and has no weights.*plan"):
+        baechi.place(model, ["cpu:0"], example_args=(X,), costs="estimate", progress=False)
+
+
 def test_a_tensor_in_place_of_a_tuple_of_arguments() -> None:
     with pytest.raises(baechi.InputError, match="tuple"):
         baechi.trace(towers(), X)
@@ -197,7 +212,9 @@ def test_a_tensor_in_place_of_a_tuple_of_arguments() -> None:
 def test_example_arguments_of_the_wrong_shape() -> None:
     with pytest.raises(baechi.TraceError, match="Towers") as caught:
         baechi.trace(towers(), (torch.zeros(2, 5),))
-    assert "towers.py" in str(caught.value), "the text has the model's own line"
+    message = str(caught.value)
+    assert "towers.py" in message, "the text has the model's own line"
+    assert message.count("shapes cannot be multiplied") == 1, "what fails on all rungs is told once"
 
 
 class Box:

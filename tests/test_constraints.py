@@ -1,6 +1,7 @@
 """Constraints: what they refuse, that every placer respects them, and that none is too strict."""
 
 import pickle
+import re
 from functools import partial
 
 import numpy as np
@@ -90,6 +91,21 @@ def test_constraints_are_a_value_and_survive_json():
     assert loads('{"format": "baechi", "type": "Constraints", "version": 1, "value": {}}') == (
         Constraints()
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("h.0", "name; it is a submodule's, so name its ops: 'h.0.norm/add', 'h.0/mul'."),
+        ("h.0/mull", "name. Did you mean 'h.0/mul', 'h.01/mul'?"),
+        ("transformer", "name, only 'h.0.norm/add', 'h.0/mul', 'h.01/mul'."),
+    ],
+)
+def test_an_unknown_name_gets_a_hint(name, hint):
+    graph = OpGraph(tuple(Op(name, 1) for name in ("h.0.norm/add", "h.0/mul", "h.01/mul")))
+    with pytest.raises(InputError, match=re.escape(f"names {name!r}, but")) as caught:
+        solve(graph, CLUSTER, constraints=Constraints(pins={name: "device0"}))
+    assert str(caught.value).endswith(hint)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,32 @@ def writer() -> nn.Module:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **special)).eval()
 
 
+DOCUMENTS = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*.md", "docs/*.md", "benchmarks/*.md", "benchmarks/results/*.md")
+    for path in ROOT.glob(pattern)
+)
+
+
+def anchors(document: Path) -> set[str]:
+    """What a link may name after `#`, as the usual hosts make it of the headings."""
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / document).read_text())
+    for link in links:
+        if link.startswith("http"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (ROOT / document).parent / path if path else ROOT / document
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
 @pytest.mark.parametrize(("document", "count"), [("README.md", 1), ("docs/guide.md", 4)])
 def test_examples_run(
     document: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

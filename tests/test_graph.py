@@ -24,7 +24,9 @@ A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
         (lambda: Op("a", 1.5), "time_ns of op 'a' is 1.5, a float; it must be an integer"),
         (lambda: Op("a", True), "time_ns of op 'a' is True, a bool"),
         (lambda: Op("a", 0, 2**63), "persistent_bytes of op 'a' is 9223372036854775808"),
-        (lambda: Op("a", 0, 0, "9"), "workspace_bytes of op 'a' is '9', a str"),
+        (lambda: Op("a", 0, 0, "nine"), "workspace_bytes of op 'a' 'nine' cannot be read"),
+        (lambda: Op("a", "9"), "time_ns of op 'a' is '9', a str"),
+        (lambda: Tensor(0, (), "9 miles"), "nbytes of a tensor of op 0 '9 miles' cannot be read"),
         (lambda: Op("a", 0, reused_bytes=-1), "reused_bytes of op 'a' is -1; it must be between"),
         (lambda: Op("a", 0, group=""), "group of op 'a' is ''"),
         (lambda: Tensor(-1, (), 0), "producer of a tensor is -1"),
@@ -195,3 +197,9 @@ def test_late_bytes_are_in_the_digest():
 def test_no_more_comes_late_than_is_persistent(op, match):
     with pytest.raises(InputError, match=match):
         OpGraph((Op("f", 1, persistent_bytes=100, group="g"), op))
+
+
+def test_sizes_may_be_given_as_people_write_them() -> None:
+    assert Op("a", 5, "1.5KiB", "2KB") == Op("a", 5, 1536, 2000)
+    assert Tensor(0, (), "1MiB") == Tensor(0, (), 2**20)
+    assert type(Tensor(0, (), "1MiB").nbytes) is int

@@ -39,10 +39,10 @@ LAYERS = {
 # but one: `Traced.graph` is a method of the value for the caller's sake, and `training` reads it.
 ALLOWED = {
     # Layer 0: values are built on the errors and on the checks that all share.
-    "units": {"errors"},
+    "units": {"errors", "values"},
     "values": {"errors"},
     "arrays": {"_core"},
-    "graph": {"arrays", "errors", "values"},
+    "graph": {"arrays", "errors", "units", "values"},
     "devices": {"errors", "units", "values"},
     "topology": {"devices", "errors", "units", "values"},
     "constraints": {"errors", "units", "values"},
@@ -148,6 +148,13 @@ ALLOWED = {
     "runtime.lifetimes": {"reporting.occupancy"},
     "runtime.fitting": {"runtime.compiling", "runtime.lifetimes"},
     # A simulated cluster: jobs, then machines, then who gets them, then the clock, then results.
+    "scheduling": {
+        "scheduling.claims",
+        "scheduling.client",
+        "scheduling.decision",
+        "scheduling.ledger",
+        "scheduling.wishes",
+    },
     "scheduling.fleet": {"scheduling.jobs"},
     "scheduling.sharing": {"scheduling.jobs"},
     "scheduling.rooms": {"scheduling.fleet", "scheduling.jobs", "scheduling.sharing"},
@@ -535,6 +542,22 @@ def test_every_public_name_but_those_on_models_resolves_without_torch() -> None:
         "torch = {'apply', 'PlacedModule', 'calibrate', 'estimate', 'place', 'probe', 'profile'}\n"
         "torch |= {'trace'}\n"
         "for name in set(baechi.__all__) - torch: getattr(baechi, name)"
+    )
+    assert "torch" not in loaded
+
+
+def test_the_first_names_of_a_scheduler_are_in_its_package() -> None:
+    loaded = loaded_after(
+        "import baechi\n"
+        "import types\n"
+        "assert isinstance(baechi.scheduling, types.ModuleType)\n"
+        "from baechi.scheduling import Ledger\n"
+        "for name in baechi.scheduling.__all__: getattr(baechi.scheduling, name)\n"
+        "from baechi.scheduling.ledger import Ledger as same\n"
+        "assert Ledger is same\n"
+        "try: baechi.scheduling.Leger\n"
+        "except AttributeError as error: assert 'Leger' in str(error)\n"
+        "else: raise AssertionError"
     )
     assert "torch" not in loaded
 

@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.runtime import module
+from baechi.units import format_ns
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
@@ -29,6 +30,10 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     assert said.count("tracing Sequential") == 2
     assert "input [2, 8]" in said
     assert "input [3, 8]" in said
+    assert said.count("predicted: ") == 2
+    step = format_ns(placed.schedule.makespan_ns)
+    assert f"predicted: {step} a step, on 1 of 2 devices; the fullest, cpu:0, holds " in said
+    assert "of 1.0 GiB" in said
 
 
 def test_a_first_call_that_the_caller_checkpoints_is_planned_once() -> None:
@@ -85,6 +90,10 @@ def test_a_model_that_does_not_fit_is_refused_with_what_is_missing() -> None:
     x = torch.randn(4, 512)
     with pytest.raises(baechi.InfeasibleError) as caught:
         baechi.place(big, {"cpu:0": "1MiB"}, example_args=(x,), progress=False)
+    assert "checkpoint=True" in str(caught.value)
+    with pytest.raises(baechi.InfeasibleError) as other:
+        baechi.place(big, {"cpu:0": "1MiB"}, example_args=(x,), progress=False, training=False)
+    assert "checkpoint" not in str(other.value), "an inference keeps nothing"
     need = (1 << 20) + caught.value.extra_bytes
     placed = baechi.place(big, {"cpu:0": need}, example_args=(x,), progress=False)
     assert max(placed.schedule.peak_bytes) <= need
@@ -162,6 +171,16 @@ def test_costs_may_be_computed() -> None:
     placed = baechi.place(it, unknown, costs="estimate", progress=False)
     with pytest.raises(baechi.InputError, match="device kind 'abacus' is unknown"):
         placed(x)
+
+
+@pytest.mark.parametrize("costs", ["measure", "estimate"])
+def test_devices_without_a_kind_get_that_of_their_hardware(costs: str) -> None:
+    rows = [baechi.Device("cpu:0", "1GiB"), baechi.Device("cpu:1", "1GiB")]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(0, 10**9))
+    for devices in (rows, cluster):
+        placed = baechi.place(model(), devices, costs=costs, progress=False)
+        assert placed(torch.randn(2, 8)).shape == (2, 4)
+        assert {device.kind for device in placed.cluster.devices} == {"cpu"}
 
 
 def test_a_placed_module_cannot_be_placed_or_pickled_and_says_why() -> None:

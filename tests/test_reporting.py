@@ -210,6 +210,7 @@ def test_the_text_says_what_matters():
     assert re.search(r"cpu:1 +1 +33% +241 B +2.0 MiB +0% +30 B +0 B", text)
     assert re.search(r"single/cpu:0 +35 ns *\n", text)
     assert re.search(r"m-etf/fine +60 ns +chosen", text)
+    assert "makespan_ns" not in text, "it stands with the candidates"
     assert re.search(r"step +60 ns +66 ns +-9.1 %", text)
     assert re.search(r"peak memory of cpu:1 +241 B +300 B +-19.7 %", text)
     assert re.search(r"bytes moved +30 B +30 B +\+0.0 %", text)
@@ -345,12 +346,19 @@ def test_the_pictures_hold_every_op_transfer_and_limit():
     assert list(bars["cpu:0"].x) == [10, 5]
     assert list(bars["to cpu:1"].base) == [10]
     assert list(bars["to cpu:1"].marker.color) == [color(0)]
+    assert bars["to cpu:1"].marker.line.width > 0, "or what takes no time is not drawn"
     lines = {trace.name: trace for trace in figure.data if trace.type == "scatter"}
-    assert list(lines["cpu:1"].y) == [n / MIB for n in (200, 230, 241, 200)]
-    assert list(lines["limit of cpu:1"].y) == [2, 2]
+    assert list(lines["cpu:1"].y) == [200, 230, 241, 200]
+    assert list(lines["limit of cpu:0"].y) == [1000, 1000]
+    assert "limit of cpu:1" not in lines  # 2 MiB: it would leave all else at the bottom
+    assert figure.layout.yaxis2.title.text == "bytes in memory"
     equal = Cluster.uniform(2, 1000, Link(0, 10**9))
     figure = time_figure(Plan(GRAPH, equal, PLACEMENT, SCHEDULE))
     assert "limit of every device" in [trace.name for trace in figure.data]
+    roomy = Cluster.uniform(2, "1GiB", Link(0, 10**9))
+    figure = time_figure(Plan(GRAPH, roomy, PLACEMENT, SCHEDULE))
+    assert not [trace.name for trace in figure.data if "limit" in trace.name]
+    assert figure.layout.yaxis2.title.text == "bytes, far below all limits"
 
 
 def test_colors_are_told_apart():
@@ -421,3 +429,11 @@ def test_pools_share_one_profile():
     one, other = memory_profile(GRAPH, cluster, schedule)
     assert one == other
     assert max(nbytes for _, nbytes in one) == schedule.peak_bytes[0] == schedule.peak_bytes[1]
+
+
+def test_what_was_measured_comes_before_what_else_there_was():
+    placement = Placement(GRAPH.digest, (0, 1, 0), (0, 1, 2), "auto", {"m-etf/fine": 1})
+    measured = Measurement(35, (300, 241), (35,))
+    text = str(text_report(GRAPH, CLUSTER, placement, SCHEDULE, measured=measured))
+    headings = ("Devices", "Predicted beside measured", "What auto chose from")
+    assert sorted(headings, key=text.index) == list(headings)

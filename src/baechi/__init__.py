@@ -111,6 +111,8 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 (a list of str, computed from the one t
 
 
 def __getattr__(name: str) -> Any:
+    if name == "scheduling":
+        return import_module("baechi.scheduling")
     if name not in _HOME:
         raise AttributeError(f"module 'baechi' has no attribute {name!r}")
     try:

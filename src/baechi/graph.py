@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from baechi.errors import InputError
+from baechi.units import check_bytes
 from baechi.values import INT64_MAX, FrozenDict, check_count, check_counts, check_name, check_row
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @final
 @dataclass(frozen=True, slots=True)
 class Op:
-    """An operator.
+    """An operator; its sizes may be given as strings, such as `"10GiB"`.
 
     Attributes:
         name: Unique in its graph.
@@ -70,7 +71,8 @@ class Op:
                 continue
             value = getattr(self, attribute)
             if type(value) is not int or not 0 <= value <= INT64_MAX:
-                count = check_count(value, f"{attribute} of op {self.name!r}")
+                check = check_count if attribute.endswith("_ns") else check_bytes
+                count = check(value, f"{attribute} of op {self.name!r}")
                 object.__setattr__(self, attribute, count)
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
@@ -89,7 +91,7 @@ class Tensor:
     Attributes:
         producer: Op index.
         consumers: Op indices, ascending, without repetition (the constructor sorts them).
-        nbytes: Its size, in memory and on a link.
+        nbytes: Its size, in memory and on a link; may be given as a string.
         kept: Returned to the caller, so that it stays to the end of the step.
     """
 
@@ -113,7 +115,7 @@ class Tensor:
         row = check_row(self.consumers, f"consumers {what}")
         consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in row}))
         object.__setattr__(self, "consumers", consumers)
-        object.__setattr__(self, "nbytes", check_count(self.nbytes, f"nbytes {what}"))
+        object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
         if not isinstance(self.kept, bool):
             raise InputError(f"kept {what} is {self.kept!r}; it must be a bool.")
 

@@ -22,7 +22,7 @@ from baechi.errors import InfeasibleError, InputError
 from baechi.estimation import estimate
 from baechi.graph import OpGraph
 from baechi.optimizers import check_optimizer
-from baechi.placement import Placement
+from baechi.placement import Placement, Schedule
 from baechi.placers.auto import check_effort
 from baechi.placers.named import placer_of
 from baechi.probing import probe
@@ -32,6 +32,7 @@ from baechi.runtime.capturing import CudaGraphs, check_wish
 from baechi.runtime.compiled import compile_options
 from baechi.runtime.fitting import solve_with_held
 from baechi.runtime.homes import Homes, first_homes, staying
+from baechi.runtime.matching import refuse_meta
 from baechi.runtime.module import PlacedModule, apply
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.verifying import Unsplit, verify
@@ -39,6 +40,7 @@ from baechi.saving import unhooked
 from baechi.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced import Traced
 from baechi.tracing import traced_for
+from baechi.units import format_bytes, format_ns
 from baechi.values import check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
@@ -122,7 +124,8 @@ def place(
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     target = memory_target(checkpoint)
-    cluster = probe(devices) if target is None else within_memory(probe(devices), target)
+    cluster = _with_kinds(probe(devices))
+    cluster = cluster if target is None else within_memory(cluster, target)
     compile_options(compile, ())  # wrong options are told before anything is traced
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
@@ -192,6 +195,7 @@ class _Maker:
 
     def _made(self, model: nn.Module, call: Call, homes: Homes, gradients: bool) -> Specialization:
         say = _say if self.progress else _hush
+        refuse_meta(model)
         call = _beside(model, call)
         say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
@@ -209,6 +213,8 @@ class _Maker:
             cuda_graphs=self.cuda_graphs,
         )
         special = placed._current
+        if self.progress:
+            say(_outlook(placed.schedule, self.cluster, placement))
         if unsplit is not None:
             verify(unsplit, special.executable, traced.module, call)
         return special
@@ -252,8 +258,10 @@ class _Maker:
                 )
                 return graph, placement
             except (InfeasibleError, InputError) as error:
+                if isinstance(error, InfeasibleError) and self.training and not self.checkpoint:
+                    error = _advised(error)
                 if not stay:
-                    raise
+                    raise error from None
                 failure = error
         raise _tied_down(failure, traced.name)
 
@@ -294,6 +302,34 @@ class _Maker:
         return max(torch.get_num_threads() // cpus, 1) if cpus else None
 
 
+def _with_kinds(cluster: Cluster) -> Cluster:
+    """The cluster, with the kinds of the hardware where none is told: costs are found by them."""
+    if all(device.kind for device in cluster.devices):
+        return cluster
+    rows = (
+        row if row.kind else replace(row, kind=device_kind(torch_device(row.name)))
+        for row in cluster.devices
+    )
+    return replace(cluster, devices=tuple(rows))
+
+
+def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
+    """What a step is predicted to take and to hold, in a line."""
+    used, n = len(set(placement.devices)), len(cluster.devices)
+    where = f"{used} of {n} devices" if n > 1 else cluster.devices[0].name
+    rows = list(zip(schedule.peak_bytes, cluster.devices, strict=True))
+    peak, device = max(rows, key=lambda row: row[0] / (row[1].memory_bytes or 1))
+    room = f"{format_bytes(peak)} of {format_bytes(device.memory_bytes)}"
+    step = format_ns(schedule.makespan_ns)
+    return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
+
+
+def _advised(failure: InfeasibleError) -> InfeasibleError:
+    """The failure of a training step that keeps all that its backward needs."""
+    text = f"{failure} Or give checkpoint=True: parts run forward again instead of being kept."
+    return InfeasibleError(text, *failure.args[1:])
+
+
 def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleError | InputError:
     """The failure of a call whose parameters have to stay where an earlier one put them."""
     text = (
@@ -311,14 +347,18 @@ def _beside(model: nn.Module, call: Call) -> Call:
     home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
     if home is None or home.type == "meta" or all(t.device == home for t in call.tensors):
         return call
-    rows = (t.detach().to(home).requires_grad_(t.requires_grad) for t in call.tensors)
+    rows = (
+        t if t.is_meta else t.detach().to(home).requires_grad_(t.requires_grad)
+        for t in call.tensors
+    )
     return replace(call, tensors=tuple(rows))
 
 
 def _say(text: str) -> None:
     from rich.console import Console
 
-    Console(stderr=True, highlight=False).print(f"baechi: {text}", style="dim")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"baechi: {text}", style="dim")
 
 
 def _hush(text: str) -> None:

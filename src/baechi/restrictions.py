@@ -5,6 +5,7 @@ that, and the limit on the number of devices.
 """
 
 from collections.abc import Collection, Sequence
+from difflib import get_close_matches
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,8 @@ from baechi.values import FrozenDict
 
 # Names that an error text lists.
 _LISTED = 8
+# Names that are looked through for one like an unknown one, which takes some 20 us each.
+_SEARCHED = 5_000
 
 
 def allowed_devices(
@@ -41,8 +44,8 @@ def allowed_devices(
         op = graph.op_index.get(name, members[0] if members else None)
         if op is None:
             raise InputError(
-                f"{what} names {name!r}, but the graph has no op and no group of this name, only "
-                f"{_list(dict.fromkeys([*graph.op_index, *graph.groups]))}."
+                f"{what} names {name!r}, but the graph has no op and no group of this name"
+                f"{_hint(graph, name)}"
             )
         return int(op_group[op])
 
@@ -74,6 +77,16 @@ def allowed_devices(
         targets = sorted({target for _, target in pinned.values()})
         _check_limit(constraints.max_devices, cluster, allowed, targets)
     return allowed
+
+
+def _hint(graph: OpGraph, name: str) -> str:
+    """What an unknown op or group may have meant: a submodule, a name like it, or any of them."""
+    inside = [op for op in graph.op_index if op.startswith((f"{name}/", f"{name}."))]
+    if inside:
+        return f"; it is a submodule's, so name its ops: {_list(inside)}."
+    known = list(dict.fromkeys([*graph.op_index, *graph.groups]))
+    alike = get_close_matches(name, known[:_SEARCHED], 3)
+    return f". Did you mean {_list(alike)}?" if alike else f", only {_list(known)}."
 
 
 def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:

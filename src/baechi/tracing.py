@@ -65,7 +65,7 @@ def traced_for(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     with torch.inference_mode(False), torch.enable_grad():
-        call = replace(call, tensors=_apart(model, call.tensors))
+        call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
         return _climb(model, call, GradientMode(gradients))
 
 
@@ -83,13 +83,42 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-    reasons = "\n".join(f"  {a.rung}: {a.reason}" for a in attempts)
     raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{reasons}\n"
+        f"{type(model).__name__} cannot be traced:\n{_told_once(attempts)}\n"
         "Check that the example arguments run through the model. Control flow that looks at "
         "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
         "forward may ask for truth values alone."
     )
+
+
+def _told_once(attempts: Sequence[Attempt]) -> str:
+    """The reason of every rung; one that several have once, with the model's line if one knows."""
+    rungs: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        rungs.setdefault(attempt.reason.partition(" (at ")[0], []).append(attempt)
+    return "\n".join(
+        f"  {'; '.join(a.rung for a in row)}: {max((a.reason for a in row), key=len)}"
+        for row in rungs.values()
+    )
+
+
+def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+    """The arguments: of a model without weights, without values; those of others have some."""
+    state = [*model.parameters(), *model.buffers()]
+    if state and all(tensor.is_meta for tensor in state):
+        rows = (t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
+        return tuple(
+            given if given.is_meta else row for given, row in zip(call.tensors, rows, strict=True)
+        )
+    real = bool(state) and not any(tensor.is_meta for tensor in state)
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta and real:
+            raise InputError(
+                f"argument {name} is on the meta device and has no values, but this "
+                f"{type(model).__name__} has its weights; give a real tensor, or move the model "
+                "there, too (`model.to('meta')`), to plan without weights."
+            )
+    return call.tensors
 
 
 def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

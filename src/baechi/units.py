@@ -3,6 +3,7 @@
 import re
 
 from baechi.errors import InputError
+from baechi.values import check_count
 
 _BYTES = {
     "": 1,
@@ -47,6 +48,15 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
     if not 0 <= nbytes <= _INT64_MAX:
         raise InputError(f"{what} is {size!r}; it must be between 0 and 2**63 - 1 bytes.")
     return nbytes
+
+
+def check_bytes(size: object, what: str) -> int:
+    """The size in bytes: of a string as `parse_bytes` reads it, else as `check_count` takes it.
+
+    Raises:
+        InputError: As theirs.
+    """
+    return parse_bytes(size, what=what) if isinstance(size, str) else check_count(size, what)
 
 
 def format_bytes(nbytes: int) -> str:

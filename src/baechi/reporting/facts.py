@@ -201,9 +201,14 @@ def _is_candidate(name: str) -> bool:
 
 
 def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What else the placer said, as name and text."""
+    """What else the placer said, as name and text; which candidate it chose stands with these."""
+    told = {"chosen", "makespan_ns"} if candidates(plan) else set()
     items = plan.placement.stats.items()
-    return tuple((name, _stat(name, value)) for name, value in items if not _is_candidate(name))
+    return tuple(
+        (name, _stat(name, value))
+        for name, value in items
+        if not _is_candidate(name) and name not in told
+    )
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:

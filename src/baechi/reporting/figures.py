@@ -25,6 +25,8 @@ COLORS: Final = (
 )
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 _DASHES: Final = ("solid", "dot", "dashdot", "longdashdot")  # "dash" is a limit's
+# A limit that is so many times the highest peak would leave that at the bottom of the picture.
+_FAR: Final = 10
 _GRID: Final = "rgba(128,128,128,0.22)"
 _LINE: Final = "rgba(128,128,128,0.45)"
 
@@ -223,6 +225,7 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             col=1,
         )
         arriving = [transfer for transfer in schedule.transfers if transfer.dst == device]
+        senders = [color(transfer.src) for transfer in arriving] or _LINE
         figure.add_bar(
             orientation="h",
             name=f"to {name}",
@@ -230,7 +233,8 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             base=[transfer.start_ns / scale for transfer in arriving] or [0],
             x=[(transfer.end_ns - transfer.start_ns) / scale for transfer in arriving] or [0],
             width=0.45,
-            marker={"color": [color(t.src) for t in arriving] or _LINE, "opacity": 0.85},
+            # The outline shows what takes no time, as a hand-over between CPU workers.
+            marker={"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}},
             hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
             hoverinfo="text" if arriving else "skip",
             legendgroup=name,
@@ -242,7 +246,13 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
 
 def _draw_memory(figure: Any, plan: Plan) -> None:
     profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
-    unit, scale = _unit(max(device.memory_bytes for device in plan.cluster.devices))
+    most = max(plan.schedule.peak_bytes)
+    drawn = [
+        device
+        for device, row in enumerate(plan.cluster.devices)
+        if row.memory_bytes <= _FAR * most or not most
+    ]
+    unit, scale = _unit(max(most, *(plan.cluster.devices[d].memory_bytes for d in drawn), 0))
     _, time_scale = _time_unit(plan)
     for device, (target, steps) in enumerate(zip(plan.cluster.devices, profiles, strict=True)):
         name = escape(target.name)
@@ -258,15 +268,17 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
             row=2,
             col=1,
         )
-    _draw_limits(figure, plan, scale)
-    figure.update_yaxes(title_text=f"{unit} in memory", rangemode="tozero", gridcolor=_GRID, row=2)
+    _draw_limits(figure, plan, scale, drawn)
+    title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
+    figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)
 
 
-def _draw_limits(figure: Any, plan: Plan, scale: int) -> None:
-    """A dashed line per device, or one gray line where all limits are equal."""
+def _draw_limits(figure: Any, plan: Plan, scale: int, drawn: list[int]) -> None:
+    """A dashed line for each of these devices, or one gray line where all limits are equal."""
     limits = [device.memory_bytes for device in plan.cluster.devices]
     one = len(set(limits)) == 1
-    for device, limit in enumerate(limits[:1] if one else limits):
+    for device in drawn[:1] if one else drawn:
+        limit = limits[device]
         name = escape(plan.cluster.devices[device].name)
         label = "limit of every device" if one else f"limit of {name}"
         figure.add_scatter(

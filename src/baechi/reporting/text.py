@@ -52,6 +52,10 @@ def text_report(
     plan = Plan(graph, cluster, placement, schedule, traced, measured)
     parts: list[Text | Table] = [Text(line) for line in summary(plan)]
     parts.append(_devices(plan))
+    if comparison(plan):
+        header = ["", ">predicted", ">measured", ">error"]
+        rows = [list(row) for row in comparison(plan)]
+        parts.append(_table("Predicted beside measured", header, rows))
     if candidates(plan):
         rows = [list(row) for row in candidates(plan)]
         parts.append(
@@ -60,10 +64,6 @@ def text_report(
     if stats(plan):
         rows = [list(row) for row in stats(plan)]
         parts.append(_table(f"What placer {placement.placer} says", ["", ">"], rows))
-    if comparison(plan):
-        header = ["", ">predicted", ">measured", ">error"]
-        rows = [list(row) for row in comparison(plan)]
-        parts.append(_table("Predicted beside measured", header, rows))
     if traced is not None:
         rows = [[a.rung, a.reason or "taken"] for a in traced.attempts]
         parts.append(_table(f"How {traced.name} was traced", ["rung", "what happened"], rows))

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from baechi.errors import InputError
 from baechi.graph import OpGraph
@@ -64,4 +65,14 @@ def check_places(n_devices: int, places: Sequence[torch.device]) -> None:
         raise InputError(
             f"the placement uses {n_devices} logical devices, but {len(places)} torch devices "
             "were given; name one for each, the same one several times if they share it."
+        )
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Passes a model that has weights to run with."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise InputError(
+            f"this {type(model).__name__} is on the meta device and has no weights to run with; "
+            "load them (`model.to_empty(device=...)`, `load_state_dict`), then place it, or trace "
+            "and apply it. To plan without weights: trace, estimate, solve."
         )

@@ -20,7 +20,7 @@ from baechi.runtime.capturing import CudaGraphs
 from baechi.runtime.compiled import compile_options
 from baechi.runtime.executables import Executable, move
 from baechi.runtime.fitting import scheduled
-from baechi.runtime.matching import check_placement, check_places
+from baechi.runtime.matching import check_placement, check_places, refuse_meta
 from baechi.runtime.measuring import measure_steps, planned_state_bytes
 from baechi.runtime.methods import Methods
 from baechi.runtime.program import Program
@@ -78,12 +78,7 @@ def apply(
             f"this trace of {traced.name} was loaded from a file and has no model to run; "
             "trace the model again in this process."
         )
-    state = [*traced.module.model.parameters(), *traced.module.model.buffers()]
-    if any(tensor.is_meta for tensor in state):
-        raise InputError(
-            f"this {traced.name} is on the meta device and has no weights to run with; load them "
-            "(`model.to_empty(device=...)`, `load_state_dict`), then trace and apply it."
-        )
+    refuse_meta(traced.module.model)
     units = () if graph is None else tuple(recomputed(graph).values())
     training = check_placement(traced, placement, graph, len(units))
     if devices is None:
