@@ -1,4 +1,4 @@
-"""The outputs of a step as its caller has them: each behind a token, with a place for its gradient."""
+"""What a step gives its caller: each output behind a token, with a place for its gradient."""
 
 from typing import Any, final
 
