@@ -164,6 +164,27 @@ def test_a_buffer_that_is_only_read_travels_and_does_not_tie_its_readers() -> No
     assert tensor.kept
 
 
+def test_a_batch_norm_that_counts_its_calls_does_so_where_it_runs() -> None:
+    """Else the counter, which nothing reads, goes to a device that is idle."""
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.BatchNorm2d(8),
+    ]
+    traced = baechi.trace(nn.Sequential(*layers), (torch.randn(2, 3, 8, 8),))
+    counters = [op for op in traced.ops if any("num_batches" in name for name in op.parameters)]
+    norms = [op for op in traced.ops if any("running_mean" in name for name in op.parameters)]
+    assert [op.group for op in counters] == [op.group for op in norms]
+    assert len({op.group for op in traced.ops}) == 1 + len(norms)  # and None for all others
+    graph = traced.graph(baechi.estimate(traced, kind="H200"), training=True)
+    cluster = baechi.Cluster.uniform(8, 2**33, baechi.Link(10_000, 1_000_000_000))
+    for placer in ("auto", "m-etf", "m-sct", "heft", "peft"):
+        placement = baechi.solve(graph, cluster, placer=placer)
+        assert len(set(placement.devices)) == 1, placer
+
+
 def test_what_autograd_keeps_is_what_a_real_run_keeps() -> None:
     model = nn.Sequential(
         nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)

@@ -9,7 +9,7 @@ Complexity: O(nodes + edges), with a sort.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import final
 
@@ -228,7 +228,9 @@ class _Lowering:
 
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
         tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
-        owned, groups = self._ownership()
+        read = [row for row, _ in tensors if row.consumers or row.kept]
+        linked = {op for row in read for op in (row.producer, *row.consumers)}
+        owned, groups = self._ownership(linked)
         names: set[str] = set()
         ops = []
         for op, nodes in enumerate(self._parts.nodes_of_op):
@@ -269,11 +271,12 @@ class _Lowering:
             if node.op not in ("get_attr", "placeholder")
         )
 
-    def _ownership(self) -> tuple[list[_Owned], dict[int, str]]:
-        """What every op owns, and the groups of ops that share a parameter.
+    def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
+        """What every op owns, and the groups of ops that share a parameter or a submodule's count.
 
         State is counted once, by storage, at the first operator that uses it; a parameter at the
         first that may send it a gradient, which one under `no_grad` does not.
+        `linked` are the ops that read what another makes, or make what somebody reads.
         """
         n = len(self._parts.nodes_of_op)
         backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
@@ -317,6 +320,7 @@ class _Lowering:
             later = sorted(op for op in users[key] & backward if op > owner_op)
             owned[owner_op].lent += [(nbytes, *later)] if later else []
         self._join_split_views(union)
+        _join_counters(union, owned, linked)
         members: dict[int, list[int]] = defaultdict(list)
         for op in range(n):
             members[union.find(op)].append(op)
@@ -380,3 +384,16 @@ class _Lowering:
             if makes and node.op != "get_attr":
                 return node
         return nodes[0]
+
+
+def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) -> None:
+    """What only writes a submodule's state, as a batch norm counts its calls, runs where that does.
+
+    Nothing else draws it to a device, so it would go to one that is idle, and wake it up.
+    """
+    ops = [*sorted(linked), *sorted(set(range(len(owned))) - linked)]
+    rows = [(name.rpartition(".")[0], op) for op in ops for name in owned[op].names]
+    home = {owner: op for owner, op in reversed(rows) if op in linked}
+    for owner, op in rows:
+        if op not in linked and owner in home:
+            union.union([home[owner], op])
