@@ -25,6 +25,7 @@ _PLAIN: Final = (
     *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
 _OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: others look at these
+_COMPILED: Final = "_compiled_call_impl"  # whether it is compiled: no other program
 
 
 @final
@@ -80,7 +81,7 @@ class _Names:
 
     def hiding(self) -> list[str]:
         """Those that came since, and hide what the module's class has."""
-        new = sorted(self.own.keys() - self.names)
+        new = sorted(self.own.keys() - self.names - {_COMPILED})
         return [name for name in new if hasattr(type(self.module), name)]
 
 
