@@ -8,6 +8,7 @@ is, and its pages are checked.
 import json
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ _APPLICATION: Final = 0x42414543
 _VERSION: Final = 1
 # How long a change waits for those of other processes, in seconds.
 _PATIENCE: Final = 30.0
+_PAUSE: Final = 0.01  # between two tries to open it, in seconds
 # What does not say that the file is damaged: held by another, full, read-only, gone.
 _PASSING: Final = (
     sqlite3.SQLITE_BUSY,
@@ -86,13 +88,7 @@ class Store:
         except sqlite3.Error as error:
             raise InputError(f"cannot open ledger {self.name}: {error}.") from error
         try:
-            with self._guarded():
-                with self.transaction(write=False):  # somebody may be making it
-                    self._check_ours()
-                if path is not None:
-                    self._file.execute("PRAGMA journal_mode = WAL")
-                self._file.execute("PRAGMA synchronous = FULL")
-                self.site = self._site(wanted, shared)
+            self.site = self._opened(wanted, shared)
             self._ready = True
         except BaseException:
             self._file.close()
@@ -207,6 +203,27 @@ class Store:
             if self._ready:
                 raise ReservationError(text, "unavailable") from error
             raise InputError(text) from error
+
+    def _opened(self, wanted: Site | None, shared: bool) -> Site:
+        """The file's site. While others make or close the file, it tries again.
+
+        SQLite waits for a lock, but not for one that two connections would wait for in each other's
+        way: that is so where a file that several have open gets its write-ahead log.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                with self._guarded():
+                    with self.transaction(write=False):  # somebody may be making it
+                        self._check_ours()
+                    self._file.execute("PRAGMA journal_mode = WAL")  # of no effect in memory
+                    self._file.execute("PRAGMA synchronous = FULL")
+                    return self._site(wanted, shared)
+            except InputError as error:
+                code = getattr(error.__cause__, "sqlite_errorcode", 0) & 0xFF
+                if code != sqlite3.SQLITE_BUSY or time.monotonic() > deadline:
+                    raise
+                time.sleep(_PAUSE)
 
     def _check_ours(self) -> None:
         """Passes a ledger and an empty file; only reads, so that any other stays as it is."""
