@@ -225,7 +225,8 @@ def training_graph(name: str) -> OpGraph:
 def test_a_model_s_step_runs_as_long_as_the_placement_says(
     name: str, n_devices: int, placer: str
 ) -> None:
-    """To 1 %: inside a segment the order differs, so transfers may take turns in another one.
+    """To 2 %: inside a segment the order differs, so what fills a gap of the placement's may come
+    before what is waited for, and transfers may take turns in another order.
 
     It may be shorter, where an output leaves earlier than it had to.
     """
@@ -240,7 +241,7 @@ def test_a_model_s_step_runs_as_long_as_the_placement_says(
         check_program(program)
         order = program.order(placement.order)
         done = baechi.simulate(graph, cluster, replace(placement, order=order))
-        assert 0.95 * said.makespan_ns <= done.makespan_ns <= 1.01 * said.makespan_ns
+        assert 0.95 * said.makespan_ns <= done.makespan_ns <= 1.02 * said.makespan_ns
         for one, other in zip(done.peak_bytes, said.peak_bytes, strict=True):
             assert abs(one - other) <= 0.06 * other
 

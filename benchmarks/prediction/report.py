@@ -52,12 +52,19 @@ def row_lines(rows: Sequence[Row]) -> list[list[str]]:
                 format_ns(row.predicted_ns),
                 format_ns(row.measured.step_ns),
                 f"{time_error(row):+.1%}" + " (disturbed)" * row.disturbed,
-                " ".join(f"{error_of(*each) or 0.0:+.0%}" for each in row.passes_ns),
+                " ".join(map(_pass_text, row.passes_ns)),
                 f"{min(peaks):+.1%}",
                 f"{max(peaks):+.1%}",
             ]
         )
     return lines
+
+
+def _pass_text(found: tuple[int, int, bool]) -> str:
+    """The error of a pass; in parentheses where the machine was disturbed."""
+    predicted_ns, step_ns, calm = found
+    text = f"{error_of(predicted_ns, step_ns) or 0.0:+.0%}"
+    return text if calm else f"({text})"
 
 
 def segment_line(rows: Sequence[Row]) -> str:

@@ -3,8 +3,10 @@
 The model is profiled as `place` does, at the threads that a logical device will have. The speed of
 a machine that others share changes by the minute, which is no error of a prediction. So costs
 and steps are measured in turns: every pass profiles and probes anew, predicts every placement by
-that, and measures it. A row is the pass of the median error. Passes begin when the machine is
-quiet; a row of which no pass was is `disturbed`.
+that, and measures it. Passes begin when the machine is quiet, and are made until there are three
+that were quiet throughout; whether one was is decided before its error is known. A row is the pass
+of the median error among these. Where there are none after `_MOST_PASSES` it is that of all, and
+`disturbed`.
 """
 
 import gc
@@ -24,6 +26,7 @@ _FEW_CUTS: Final = 2  # per device: a model in so many pieces, in a row
 _BUDGET_NS: Final = 1_000_000_000  # of the timed steps of one placement
 _STEPS: Final = (3, 20)
 _PASSES: Final = 3  # an odd number, so that one has the median error
+_MOST_PASSES: Final = 6
 
 
 @final
@@ -44,8 +47,8 @@ class Row:
         predicted_ns: The step, in the pass of the median error.
         predicted_bytes: The peak of every device.
         measured: The same pass, with the highest peak of any.
-        passes_ns: Of every pass, in the order in which they were made, the step as predicted and
-            the median step.
+        passes_ns: Of every pass, in the order in which they were made, the step as predicted, the
+            median step, and whether the machine was quiet.
         disturbed: Whether the machine was quiet in no pass.
     """
 
@@ -60,7 +63,7 @@ class Row:
     predicted_ns: int
     predicted_bytes: tuple[int, ...]
     measured: baechi.Measurement
-    passes_ns: tuple[tuple[int, int], ...]
+    passes_ns: tuple[tuple[int, int, bool], ...]
     disturbed: bool
 
 
@@ -119,7 +122,7 @@ class _Profiled:
 
     Attributes:
         graph: With these costs.
-        calm: Whether the machine was quiet before and after.
+        calm: Whether the machine was quiet meanwhile.
     """
 
     def __init__(
@@ -137,11 +140,11 @@ class _Profiled:
 
     def measure(self) -> None:
         """Measure every operator anew."""
-        before = self._quiet.wait()
-        profile = baechi.profile(
-            self._traced, self._device, threads=self._threads, progress=False, cache=False
-        )
-        self.calm = before and self._quiet.is_now()
+        with self._quiet.watching() as watch:
+            profile = baechi.profile(
+                self._traced, self._device, threads=self._threads, progress=False, cache=False
+            )
+        self.calm = watch.calm
         self.graph = self._traced.graph(profile, training=self._training)
 
 
@@ -180,40 +183,47 @@ class _Case:
     ) -> None:
         self.title, self.devices = title, title[3]
         self.placed = placed
-        self._profiled, self._placement = profiled, placement
+        self.profiled, self._placement = profiled, placement
         # By the costs that the program was made with; its peaks are of the same order of operators,
         # with what streams hold.
         self._schedule = placed.schedule
-        self._calm = False
-        self._passes: list[tuple[int, baechi.Measurement]] = []
+        self._passes: list[tuple[int, baechi.Measurement, bool]] = []
+
+    @property
+    def calm(self) -> int:
+        """How many passes were quiet."""
+        return sum(calm for _, _, calm in self._passes)
 
     def measure(self, cluster: baechi.Cluster, quiet: Quiet) -> None:
         """One more pass, predicted by the last profile and what the links cost now."""
-        graph = self._profiled.graph
+        graph = self.profiled.graph
         placement = replace(self._placement, graph_digest=graph.digest)  # the costs alone differ
         predicted_ns = baechi.simulate(graph, cluster, placement).makespan_ns
         fewest, most = _STEPS
         steps = min(max(_BUDGET_NS // max(predicted_ns, 1), fewest), most)
-        before = quiet.wait()
-        self._passes.append((predicted_ns, self.placed.measure(steps)))
-        self._calm |= self._profiled.calm and before and quiet.is_now()
+        with quiet.watching() as watch:
+            found = self.placed.measure(steps)
+        self._passes.append((predicted_ns, found, self.profiled.calm and watch.calm))
 
     def row(self) -> Row:
         """Prediction and measurement."""
-        by_error = sorted(self._passes, key=lambda one: one[0] / one[1].step_ns)
-        predicted_ns, found = by_error[len(by_error) // 2]
-        peaks = zip(*(each.peak_bytes for _, each in self._passes), strict=True)
+        counted = [one for one in self._passes if one[2]] or self._passes
+        by_error = sorted(counted, key=lambda one: one[0] / one[1].step_ns)
+        predicted_ns, found, calm = by_error[len(by_error) // 2]
+        peaks = zip(*(each.peak_bytes for _, each, _ in self._passes), strict=True)
         phases = self.placed._current.executable.program.phases
         return Row(
             *self.title,
-            ops=len(self._profiled.graph.ops),
+            ops=len(self.profiled.graph.ops),
             segments=sum(len(phase.segments) for phase in phases),
             transfers=len(self._schedule.transfers),
             predicted_ns=predicted_ns,
             predicted_bytes=self._schedule.peak_bytes,
             measured=replace(found, peak_bytes=tuple(map(max, peaks))),
-            passes_ns=tuple((predicted, each.step_ns) for predicted, each in self._passes),
-            disturbed=not self._calm,
+            passes_ns=tuple(
+                (predicted, each.step_ns, quiet) for predicted, each, quiet in self._passes
+            ),
+            disturbed=not calm,
         )
 
 
@@ -225,12 +235,14 @@ def _measured(
     say: Callable[[str], None],
 ) -> list[Row]:
     """The rows, after all passes."""
-    for count in range(_PASSES):
+    for count in range(_MOST_PASSES):
+        left = [case for case in cases if case.calm < _PASSES]
         for profiled in profiles if count else ():  # those of the first pass are made
-            profiled.measure()
-        sizes = {case.devices for case in cases}
+            if any(case.profiled is profiled for case in left):
+                profiled.measure()
+        sizes = {case.devices for case in left}
         clusters = {size: baechi.probe(device_names(kind, size)) for size in sorted(sizes)}
-        for case in cases:
+        for case in left:
             name, batch, mode, devices, placement = case.title
             say(f"{name} {batch} {mode}: {placement} on {devices}, pass {count + 1}")
             case.measure(clusters[case.devices], quiet)
