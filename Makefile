@@ -10,6 +10,8 @@ endif
 #   make TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu" test
 TORCH  ?= torch==2.13.0
 RESULT ?= benchmarks/results/latest.json
+# Processes that share the tests, each with one torch thread and about a gigabyte.
+JOBS   ?= 2
 
 BIN     := $(VENV)/bin
 PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
@@ -33,7 +35,7 @@ demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and tr
 	$(BIN)/baechi demo
 
 test: $(VENV)/.installed ## Run the tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 test-slow: $(VENV)/.installed ## Run the tests that are too slow for CI
 	$(BIN)/python -m pytest -m slow

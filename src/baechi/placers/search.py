@@ -50,10 +50,11 @@ _DEVICES: Final = 16
 _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
-# Graphs with fewer ops get fewer evaluations per op, too, in proportion; but so many, if the budget
-# has them.
+# Graphs with fewer ops get fewer evaluations per op, too, in proportion; but so many, a tenth of a
+# second, if that is no more than this share of what the budget has for large ones.
 _TINY: Final = 50
-_ENOUGH: Final = 1_000_000
+_ENOUGH: Final = 6_000_000
+_SHARE: Final = 10
 # A step that is proved to be within this part of the shortest is good enough.
 _CLOSE: Final = 2_000
 # Inputs of an op on average, above which its evaluation counts for several.
@@ -160,7 +161,8 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         moves=budget.moves // density,
     )
     some = min(budget.evaluations, budget.per_op * n)
-    evaluations = max(min(some, _ENOUGH), some * min(n, _TINY) // _TINY)
+    enough = max(min(some, _ENOUGH), min(budget.evaluations // _SHARE, _ENOUGH))
+    evaluations = max(enough, some * min(n, _TINY) // _TINY)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     bound = lower_bound_ns(problem)
     target = bound + bound // _CLOSE

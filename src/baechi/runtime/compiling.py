@@ -126,7 +126,7 @@ class _Compiler:
         forward: list[list[int]] = []
         backward: list[list[int]] = [[] for _ in pieces[-1]]
         for piece in pieces[0]:
-            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again)
+            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again, self._in_turn)
             forward.append(list(range(len(tapes), len(tapes) + len(rows))))
             for number, (index, _) in zip(forward[-1], rows, strict=True):
                 if index is not None:

@@ -221,20 +221,26 @@ def tapes_of(
     ops: Sequence[int],
     backward_piece: Mapping[int, int],
     again: Mapping[int, int] = FrozenDict(),
+    in_turn: Set[int] = frozenset(),
 ) -> list[tuple[int | None, tuple[int, ...]]]:
     """The tapes of a forward piece, in an order in which they can run.
 
-    Each is (backward piece or None, operators, ascending). An operator's tape is its backward's
-    piece; gradients flow from later pieces' operators to earlier ones', so tapes in descending
-    order of backward piece follow from each other. Where a value without a gradient goes the other
-    way a new level begins: (level, -backward piece) never falls along an edge. What runs again has
-    tapes of its own for each operator that runs it.
+    Each is (backward piece or None, operators). An operator's tape is its backward's piece;
+    gradients flow from later pieces' operators to earlier ones', so tapes in descending order of
+    backward piece follow from each other. Where a value without a gradient goes the other way a new
+    level begins: (level, -backward piece) never falls along an edge. What runs again has tapes of
+    its own for each operator that runs it.
+
+    Operators of a tape ascend: autograd adds up gradients in the reverse order of the forward's
+    operators, and sums are to be the unsplit model's. Where the piece has no backward they are in
+    the placement's order, so that no more memory is held than that needs.
 
     Args:
         graph: The graph.
         ops: Of the piece, in topological order.
         backward_piece: For every operator that has a backward, the piece that runs it.
         again: For every operator whose forward runs again, the operator that runs it.
+        in_turn: Operators that ascend in every tape, as those that draw random numbers do.
     """
     inside = set(ops)
     last_piece: dict[int, int] = {}
@@ -269,7 +275,8 @@ def tapes_of(
     for op in sorted(ops):
         tapes.setdefault(key_of[op], []).append(op)
     if None in tapes:
-        return [(None, tuple(tapes[None]))]  # no operator of the piece has a backward
+        drawing = [op for op in ops if op in in_turn]
+        return [(None, tuple(ops if drawing == sorted(drawing) else sorted(ops)))]
     rows = [tuple(tapes[key]) for key in sorted(key for key in tapes if key is not None)]
     return [
         (next((backward_piece[op] for op in row if op in backward_piece), None), row)

@@ -8,6 +8,7 @@ read with a gradient enters once per reader, and a value that is also read insid
 through an alias for each reader outside, made in the reader's turn (an *exit*).
 """
 
+import itertools
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -55,9 +56,11 @@ class Layout:
                 self.between[tensor.producer, consumer].append(index)
 
     def nodes(self, tape: int) -> list[fx.Node]:
-        """What a tape runs, in program order."""
-        nodes = (n for op in self.program.tapes[tape].ops for n in self.module.nodes[op])
-        return sorted(nodes, key=self.position.__getitem__)
+        """What a tape runs, in program order; or in the tape's, where that is another."""
+        ops = self.program.tapes[tape].ops
+        nodes = [node for op in ops for node in self.module.nodes[op]]
+        ascends = all(one < two for one, two in itertools.pairwise(ops))
+        return sorted(nodes, key=self.position.__getitem__) if ascends else nodes
 
     def tape(self, node: fx.Node) -> int:
         """The tape that runs a node."""
@@ -159,8 +162,11 @@ class Gradients:
 
         Autograd adds up from the last reader to the first, and an alias is in its turn where it is
         made. That is after the last write into the value, as all readers outside are: a view would
-        not follow one.
+        not follow one. A tape without a backward needs none.
         """
+        twins, op_of = self._layout.program.twins, self._layout.op_of
+        if all(twins[op_of[node]] < 0 for node in nodes):
+            return []
         position = self._layout.position
         inside = set(nodes)
         written = {s: position[node] for node in nodes for s in self._facts[node].writes}

@@ -76,7 +76,8 @@ class Tape:
 
     Attributes:
         device: Where they run.
-        ops: Forward operators, ascending.
+        ops: Forward operators, in the order in which they run; ascending where there is a
+            backward.
         again: The operator of the graph that runs them forward again; -1 if they keep their graph.
     """
 
