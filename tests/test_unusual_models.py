@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -226,11 +227,35 @@ def cosines(n: int) -> Tensor:
     return torch.arange(n, dtype=torch.float32)[:, None].cos()
 
 
-def test_cached_functions_keep_no_tensor_of_a_tracer() -> None:
-    model = Middle(lambda _, x: x * cosines(len(x)))
+class Tables:
+    @staticmethod
+    @functools.lru_cache
+    def cosines(n: int) -> Tensor:
+        return cosines.__wrapped__(n)
+
+
+@pytest.mark.parametrize(
+    ("where", "frozen"),
+    [("file", False), ("class", False), ("nowhere", False), ("file", True), ("class", True)],
+)
+def test_cached_functions_keep_no_tensor_of_a_tracer(where: str, frozen: bool) -> None:
+    """`conftest` has frozen what was there before this file's tests; a server may at any time.
+
+    Then a function without a name in a file or a class is not found.
+    """
+    table = {
+        "file": cosines,
+        "class": Tables.cosines,
+        "nowhere": functools.lru_cache(cosines.__wrapped__),
+    }[where]
+    model = Middle(lambda _, x: x * table(len(x)))
+    if not frozen:
+        gc.unfreeze()
     placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
-    assert type(cosines(len(X))) is Tensor
+    gc.freeze()
+    assert type(table(len(X))) is Tensor
     assert torch.equal(placed(X), model(X))
+    table.cache_clear()
 
 
 def make_buffer(model: Any, x: Tensor) -> Tensor:

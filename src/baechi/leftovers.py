@@ -6,7 +6,9 @@ another tracer, that on real tensors, or the user's own. So after each run it is
 
 Looked into are the attributes of the model's modules, with the lists, dicts and objects in them,
 the lists and dicts of their classes and of the files where these are, and every function of the
-process with `functools.lru_cache`: a model calls those of other files, and through decorators.
+process with `functools.lru_cache`: a model calls those of other files, and through decorators. Of
+what was there when somebody called `gc.freeze`, as servers do before they fork, the collector does
+not tell: there those are found that have a name in a file or a class, or a decorator that has one.
 
 Complexity: one pass over all objects of the process, some 100 ns each.
 """
@@ -17,7 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Final
 
 import torch
@@ -29,6 +31,10 @@ from baechi.objects import is_container
 
 # How many lists, dicts and objects of a model are looked into.
 _MOST_HOLDERS: Final = 100_000
+# Packages whose own caches keep no tensor of a model.
+_NO_MODELS: Final = {"torch", "numpy", "sympy", "mpmath", "scipy", *sys.stdlib_module_names}
+# What may hold a function with a cache in its `__wrapped__`, or as a function's closure.
+_WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
 
 
 @contextmanager
@@ -43,8 +49,7 @@ def taken_out(model: nn.Module) -> Iterator[None]:
     known = {id(row) for module in model.modules() for row in rosters(module)}
     rows = [row for row in (*holders(model), *_tables(model)) if id(row) not in known]
     before = [(holder, dict(entries(holder))) for holder in rows]
-    kind = functools._lru_cache_wrapper
-    caches = [(row, row.cache_info().misses) for row in gc.get_referrers(kind) if type(row) is kind]
+    caches = [(row, row.cache_info().misses) for row in _cached_functions()]
     try:
         yield
     finally:
@@ -53,6 +58,40 @@ def taken_out(model: nn.Module) -> Iterator[None]:
                 cache.cache_clear()
         for holder, own in before:
             _clean(holder, own)
+
+
+def _cached_functions() -> list[Any]:
+    """Every function with `functools.lru_cache`; of those that `gc.freeze` hides what has a name."""
+    kind = functools._lru_cache_wrapper
+    found = {id(row): row for row in gc.get_referrers(kind) if type(row) is kind}
+    if gc.get_freeze_count():
+        files = [
+            row
+            for name, row in list(sys.modules.items())
+            if name.partition(".")[0] not in _NO_MODELS and issubclass(type(row), ModuleType)
+        ]
+        values = [value for file in files for value in list(vars(file).values())]
+        kinds = {id(value): value for value in values if issubclass(type(value), type)}
+        values += [value for row in kinds.values() for value in list(vars(row).values())]
+        seen: set[int] = set()
+        while values:
+            value = values.pop()
+            if type(value) is kind:
+                found[id(value)] = value
+            elif type(value) in _WRAPPERS and id(value) not in seen:
+                seen.add(id(value))
+                values.append(getattr(value, "__wrapped__", None))
+                cells = getattr(value, "__closure__", None) or ()
+                values += [cell.cell_contents for cell in cells if _is_filled(cell)]
+    return list(found.values())
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
 
 
 def holders(model: nn.Module) -> list[Any]:
