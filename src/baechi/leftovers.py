@@ -61,7 +61,7 @@ def taken_out(model: nn.Module) -> Iterator[None]:
 
 
 def _cached_functions() -> list[Any]:
-    """Every function with `functools.lru_cache`; of those that `gc.freeze` hides what has a name."""
+    """Every function with `functools.lru_cache`; of those that `gc.freeze` hides, the named."""
     kind = functools._lru_cache_wrapper
     found = {id(row): row for row in gc.get_referrers(kind) if type(row) is kind}
     if gc.get_freeze_count():
