@@ -427,6 +427,32 @@ def test_a_forward_for_inference_is_measured_without_gradients() -> None:
     assert op.workspace_bytes == cost.inference_workspace_bytes
 
 
+class Turned(nn.Module):
+    """A weight for the transpose of what comes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(16, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x.transpose(0, 1))
+
+
+def test_a_made_up_weight_is_as_much_of_a_leaf_as_the_model_s() -> None:
+    """A product with a weight that needs a gradient copies a transposed input, even without one."""
+    x = torch.randn(8, 64, 16)
+    model = Turned()
+    traced = baechi.trace(model, (x,))
+    profile = baechi.profile(traced, threads=1, cache=False)
+    (index,) = [i for i, op in enumerate(traced.ops) if "linear" in op.name]
+    assert profile.costs[index].inference_workspace_bytes == x.nbytes
+    placed = baechi.place(
+        model, ["cpu"], example_args=(x,), training=False, costs=profile, threads_per_device=1
+    )
+    measured = placed.measure(steps=1)
+    assert measured.peak_bytes == placed.schedule.peak_bytes
+
+
 def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:
     """Layer by layer in a recurrent kernel: its scratch is the peak less what the clock counts."""
 

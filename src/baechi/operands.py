@@ -130,7 +130,9 @@ class Operands:
             flat = torch.ones(extent, dtype=torch.bool, device=self._device)
         else:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
-        tensor = flat.as_strided(value.shape, value.stride)
+        # Detached, so no view of `flat`: where there is no gradient, operators ask what a view of
+        # a weight is a view of, and choose another kernel if that needs none.
+        tensor = flat.as_strided(value.shape, value.stride).detach()
         return tensor.requires_grad_(value.requires_grad)
 
     def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
