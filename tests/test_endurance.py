@@ -108,7 +108,7 @@ def leaks_nothing(module: baechi.PlacedModule, x: torch.Tensor, bound_bytes: int
     objects = len(gc.get_objects())
     takes_steps(module, x, 1000)
     assert live_tensors() <= tensors
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert len(gc.get_objects()) <= objects + 100
     assert resident_bytes() - held < bound_bytes
 
@@ -135,7 +135,7 @@ def test_a_thousand_steps_of_a_real_model_leak_nothing(name: str) -> None:
     tensors, threads, held = live_tensors(), threading.active_count(), resident_bytes()
     steps(1000)
     assert live_tensors() <= tensors
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads
     assert resident_bytes() - held < 64 << 20
     module.unplace()
 

@@ -51,9 +51,11 @@ _WORTH: Final = 20
 # Changes of a partition at least, some milliseconds.
 _MOVES: Final = 30_000
 # Graphs with fewer ops get fewer evaluations per op, too, in proportion; but so many, a tenth of a
-# second, if that is no more than this share of what the budget has for large ones.
+# second, or so many times the ops squared for the tiniest, if that is no more than this share of
+# what the budget has for large ones.
 _TINY: Final = 50
 _ENOUGH: Final = 6_000_000
+_SQUARED: Final = 10_000
 _SHARE: Final = 10
 # A step that is proved to be within this part of the shortest is good enough.
 _CLOSE: Final = 2_000
@@ -161,7 +163,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         moves=budget.moves // density,
     )
     some = min(budget.evaluations, budget.per_op * n)
-    enough = max(min(some, _ENOUGH), min(budget.evaluations // _SHARE, _ENOUGH))
+    enough = min(max(some, budget.evaluations // _SHARE), _ENOUGH, _SQUARED * n * n)
     evaluations = max(enough, some * min(n, _TINY) // _TINY)
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     bound = lower_bound_ns(problem)
