@@ -20,6 +20,7 @@ from baechi import (
     _core,
     solve,
 )
+from baechi.placers.assignments import depth_first, shuffled
 from baechi.placers.backtracking import backtracked, is_unpackable
 from baechi.placers.packing import is_hopeless
 from baechi.problem import Problem
@@ -126,6 +127,20 @@ def test_a_depth_first_order_holds_less():
     assert not fits(problem, (0, 0, 0, 0))
     (first, *_) = backtracked(problem, "packing")
     assert first.order == (0, 2, 1, 3)
+
+
+def test_random_orders_are_asked_too():
+    # The scratch of the third has room only before the first.
+    ops = (Op("a", 5), Op("b", 5), Op("scratch", 5, workspace_bytes=10), Op("all", 5))
+    graph = OpGraph(ops, (Tensor(0, (3,), 6), Tensor(1, (3,), 0), Tensor(2, (3,), 0)))
+    problem = Problem(graph, Cluster((Device("d", 10),), ((None,),)))
+    assert depth_first(problem) == (0, 1, 2, 3)
+    assert not fits(problem, (0, 0, 0, 0))
+    (first, *_) = backtracked(problem, "packing")
+    assert first.order.index(2) < first.order.index(0)
+    orders = [shuffled(problem, seed) for seed in range(50)]
+    assert len(set(orders)) == 6 and {order[3] for order in orders} == {3}
+    assert orders == [shuffled(problem, seed) for seed in range(50)]
 
 
 def test_a_budget_ends_it_without_a_proof():

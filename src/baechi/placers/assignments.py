@@ -6,6 +6,7 @@ shares of them (`group_loads`), and loads at several moments of an order (`live_
 an assignment really needs, the clock says (`in_both_orders`, `shortest_assignment`).
 """
 
+import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -98,6 +99,17 @@ def depth_first(problem: Problem) -> tuple[int, ...]:
 
     The op that became ready last is next, and of those the one with the lowest index.
     """
+    return _topological(problem, lambda n_ready: n_ready - 1)
+
+
+def shuffled(problem: Problem, seed: int) -> tuple[int, ...]:
+    """A topological order whose every op is any of those that are ready."""
+    draw = random.Random(seed).random  # the same in every version of Python
+    return _topological(problem, lambda n_ready: int(draw() * n_ready))
+
+
+def _topological(problem: Problem, pick: Callable[[int], int]) -> tuple[int, ...]:
+    """A topological order; `pick` says which of so many ready ops is next. The latest is last."""
     producers, consumers = problem.graph.arrays.edges()
     n = len(problem.graph.ops)
     waiting = np.bincount(consumers, minlength=n).tolist()
@@ -107,7 +119,7 @@ def depth_first(problem: Problem) -> tuple[int, ...]:
     ready = [op for op in reversed(range(n)) if not waiting[op]]
     order = []
     while ready:
-        op = ready.pop()
+        op = ready.pop(pick(len(ready)))
         order.append(op)
         for reader in sorted(readers[op], reverse=True):
             waiting[reader] -= 1

@@ -4,7 +4,8 @@ For a given order of the ops, `csrc/backtracking.cc` gives devices to one group 
 goes back where the ops committed so far pass a memory by the exact clock, whatever follows. Small
 problems are searched to the end; of large ones, budgets counted in ops end many short searches,
 each with another rule for the devices. Orders are the ops' own and a depth-first one, which uses up
-what it makes soon, and so holds less at a time (`depth_first`).
+what it makes soon, and so holds less at a time (`depth_first`). Which order fits is luck where
+memory is tight, so small problems try random ones, too; together they cost as much as one of these.
 
 Without an order the same search packs persistent bytes alone. Where that is impossible, nothing
 fits in whatever order (`is_unpackable`).
@@ -17,7 +18,13 @@ import numpy as np
 
 from baechi import _core
 from baechi.placement import Placement
-from baechi.placers.assignments import depth_first, in_both_orders, in_order, op_devices
+from baechi.placers.assignments import (
+    depth_first,
+    in_both_orders,
+    in_order,
+    op_devices,
+    shuffled,
+)
 from baechi.placers.base import placement_of
 from baechi.problem import Problem
 from baechi.simulation import fits_memory
@@ -26,6 +33,9 @@ from baechi.simulation import fits_memory
 PATIENT: Final = 1_000_000
 # The same of one of many searches, for what is missing.
 HASTY: Final = 50_000
+# Random orders besides, and of how many ops at most: a search of few ops ends early.
+_RANDOM: Final = 32
+_FEW_OPS: Final = 64
 # The same of a proof, which is asked for before anything else: some milliseconds.
 _PROOF: Final = 200_000
 # With fewer nodes nothing is proved.
@@ -41,11 +51,13 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
     ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
     if groups * (groups + ops) // 2 > PATIENT:
         return
-    own = range(ops)
-    orders = dict.fromkeys([tuple(own), depth_first(problem)])
-    for order in orders:
+    tries = dict.fromkeys([tuple(range(ops)), depth_first(problem)], budget)
+    if ops <= _FEW_OPS:
+        for seed in range(_RANDOM):
+            tries.setdefault(shuffled(problem, seed), budget // _RANDOM)
+    for order, most in tries.items():
         launches = np.array(order, np.int32)
-        assignment, _ = _core.backtrack(problem.core, launches, budget, _SEED)
+        assignment, _ = _core.backtrack(problem.core, launches, most, _SEED)
         if not len(assignment):
             continue
         timeline = problem.timeline()
