@@ -139,7 +139,8 @@ def test_random_orders_are_asked_too():
     (first, *_) = backtracked(problem, "packing")
     assert first.order.index(2) < first.order.index(0)
     orders = [shuffled(problem, seed) for seed in range(50)]
-    assert len(set(orders)) == 6 and {order[3] for order in orders} == {3}
+    assert len(set(orders)) == 6
+    assert {order[3] for order in orders} == {3}
     assert orders == [shuffled(problem, seed) for seed in range(50)]
 
 
