@@ -168,8 +168,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     least = min((int(p.stats["makespan_ns"]) for p in placements), default=None)
     bound = lower_bound_ns(problem)
     target = bound + bound // _CLOSE
-    worth = 0 < n < evaluations / _WORTH
-    if not worth or problem.max_devices or (least is not None and least <= target):
+    if evaluations <= _WORTH * n or problem.max_devices or (least is not None and least <= target):
         return None
     space = _Space.of(problem, placements)
     too_large = len(problem.graph.tensors) * len(space.devices) > _SIZE
