@@ -1,9 +1,11 @@
-"""Claim: two equal towers on two logical devices take at most 0.65 of the time of one.
+"""Claim: two equal towers on two logical devices take at most 0.55 of the time of one.
 
 Both have one thread per device, so that the second core comes from the split alone. The rounds are
 interleaved: before each step on two devices a step on one is run and timed, and the figure is the
-ratio of the medians of one run. The ratio that the simulator predicted stands beside it. Needs two
-cores that nothing else uses.
+ratio of the medians of one run. A training step begins without gradients, as the prediction's does:
+adding to old ones is autograd's work, on the caller's thread. Each round waits until the machine is
+quiet, a minute in all. The ratio that the simulator predicted stands beside it. Needs two cores
+that nothing else uses.
 """
 
 import copy
@@ -17,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 from benchmarks.models.towers import Towers
+from benchmarks.quiet import Quiet
 
 import baechi
 
-ROUNDS = 15
-BOUND = 0.65
+ROUNDS = 25
+PATIENCE_S = 60.0
+BOUND = 0.55
 BATCH, DEPTH, WIDTH = 256, 8, 1024
 
 
@@ -29,6 +33,7 @@ BATCH, DEPTH, WIDTH = 256, 8, 1024
 class Side:
     """The model on some devices: one step, and how long the simulator said that it takes."""
 
+    module: torch.nn.Module
     step: Callable[[], object]
     predicted_ns: int
 
@@ -39,19 +44,19 @@ def sides(training: bool) -> Iterator[list[Side]]:
     torch.manual_seed(0)
     model = Towers(n_towers=2, depth=DEPTH, width=WIDTH)
     x = torch.randn(BATCH, WIDTH)
-    found, placed = [], []
+    found = []
     for names in (["cpu:0"], ["cpu:0", "cpu:1"]):
         traced = baechi.trace(copy.deepcopy(model), (x,))
         profile = baechi.profile(traced, device="cpu", threads=1, progress=False)
         graph = traced.graph(profile, training=training)
         cluster = baechi.probe(dict.fromkeys(names, "8GiB"))
         placement = baechi.solve(graph, cluster, placer="auto")
-        placed.append(baechi.apply(traced, placement, devices=names, threads_per_device=1))
+        placed = baechi.apply(traced, placement, devices=names, threads_per_device=1)
         predicted_ns = baechi.simulate(graph, cluster, placement).makespan_ns
-        found.append(Side(step_of(placed[-1], x, training), predicted_ns))
+        found.append(Side(placed, step_of(placed, x, training), predicted_ns))
     yield found
-    for module in placed:
-        module.unplace()
+    for side in found:
+        side.module.unplace()
 
 
 def step_of(module: torch.nn.Module, x: torch.Tensor, training: bool) -> Callable[[], object]:
@@ -67,11 +72,15 @@ def step_of(module: torch.nn.Module, x: torch.Tensor, training: bool) -> Callabl
 
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="two devices side by side need two cores")
 @pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
-def test_two_devices_take_at_most_065_of_the_time_of_one(benchmark: Any, sides: list[Side]) -> None:
+def test_two_devices_take_at_most_055_of_the_time_of_one(benchmark: Any, sides: list[Side]) -> None:
     one, two = sides
+    quiet = Quiet(PATIENCE_S)
     seconds_of_one = []
 
     def run_one() -> None:
+        for side in sides:
+            side.module.zero_grad()
+        quiet.wait()
         start = time.perf_counter()
         one.step()
         seconds_of_one.append(time.perf_counter() - start)
