@@ -1,6 +1,7 @@
 """Tapes that are recorded and replayed do what they did when they ran one operator at a time."""
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -56,8 +57,12 @@ def replaying(
 
 
 def other(value: Any, seed: int) -> Any:
-    """The same shapes with other floats, and the rows of a batch in another order."""
+    """The same shapes with other floats, and the rows of a batch in another order.
 
+    What is one tensor remains one, as the ids and the labels of a language model.
+    """
+
+    @functools.cache
     def vary(tensor: torch.Tensor) -> torch.Tensor:
         fresh = tensor.detach().flip(0) if seed % 2 and tensor.dim() else tensor.detach().clone()
         if fresh.is_floating_point():
