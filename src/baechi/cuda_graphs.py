@@ -57,7 +57,7 @@ class CudaRecorder:
                 self._abandon(graph, pool)
                 raise
             try:
-                graph.capture_end()
+                self._end(graph)
             except BaseException:
                 self._clear(graph, pool)
                 raise
@@ -80,9 +80,18 @@ class CudaRecorder:
         """
         self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph.capture_end()
+            self._end(graph)
         except RuntimeError:
             self._clear(graph, pool)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture on its stream.
+
+        A thread of autograd comes back from a backward inside a backward with its own GPU as the
+        current one (torch, torch/csrc/autograd/engine.cpp, thread_main), which may be another.
+        """
+        with torch.cuda.stream(self._stream):
+            graph.capture_end()
 
     def _clear(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
         """Undo what a capture leaves behind whose end fails.
@@ -98,7 +107,7 @@ class CudaRecorder:
         with contextlib.suppress(RuntimeError):  # it was not begun
             torch._C._cuda_endAllocateToPool(index, pool)
             torch._C._cuda_releasePool(index, pool)
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")
             another.capture_end()
