@@ -417,5 +417,7 @@ class Shifted(nn.Module):
 
 def test_a_model_that_was_traced_on_the_cpu_is_measured_where_it_was_placed() -> None:
     placed = placed_randomly(Shifted(), (torch.tensor([4, 0, 6]),), {}, LANES[:2], 0)
-    profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
-    assert any(cost.forward_ns for cost in profile.costs)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():  # the caller's mode is not the measurement's
+            profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
+        assert any(cost.forward_ns for cost in profile.costs)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,19 @@ def test_a_first_call_that_the_caller_checkpoints_is_planned_once() -> None:
         checkpoint(one, x * 1, use_reentrant=False).square().sum().backward()
         found.append([x.grad, *(parameter.grad for parameter in one.parameters())])
     torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_all_is_planned_and_measured_in_any_mode_of_the_caller(mode: Any) -> None:
+    unsplit = model().eval()
+    module = copy.deepcopy(unsplit)  # inside it would be of inference tensors
+    with mode():
+        x = torch.randn(2, 8)
+        placed = baechi.place(module, DEVICES, example_args=(x,), progress=False)
+        assert torch.equal(placed(x), unsplit(x))
+        assert placed.measure(1).step_ns > 0
+    placed(torch.randn(2, 8)).sum().backward()
+    assert all(parameter.grad is not None for parameter in placed.parameters())
 
 
 def test_the_limit_of_shapes_is_told() -> None:

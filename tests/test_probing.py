@@ -1,6 +1,7 @@
 """What a machine has: names, capacities, links."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -81,9 +82,10 @@ def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     assert baechi.probe("cpu:0").links == ((None,),)
 
 
-def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing() -> None:
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing(mode: Any) -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
-    with torch.no_grad():  # the caller's mode is not the measurement's
+    with mode():  # the caller's mode is not the measurement's
         assert handover().busy_ns > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)

@@ -69,6 +69,8 @@ def profile(
         )
     place = torch_device(device)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
         count = stack.enter_context(_threads(threads))
         stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
         stack.enter_context(traced.module.call.autocast.applied())

@@ -78,15 +78,16 @@ def handover(rows: int = _ROWS, width: int = _WIDTH) -> Handover:
         rows: Of what the operators read.
         width: Of that, and of their square weights.
     """
-    x = torch.zeros(rows, width, requires_grad=True)
-    traced = _traced_chain(x)
-    few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
-    placed = [_placed(traced, *row) for row in (few, many)]
-    try:
-        few_step, many_step = _steps(placed, x)
-    finally:
-        for module in placed:
-            module.unplace()
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(rows, width, requires_grad=True)
+        traced = _traced_chain(x)
+        few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
+        placed = [_placed(traced, *row) for row in (few, many)]
+        try:
+            few_step, many_step = _steps(placed, x)
+        finally:
+            for module in placed:
+                module.unplace()
     more = _crossings(*many) - _crossings(*few)
     whole_ns, busy_ns = (
         max((longer - shorter) // more, 0)
@@ -145,8 +146,7 @@ def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, 
         for module, row in zip(modules, readings, strict=True):
             inputs = [x, *module.parameters()]
             start, busy = time.perf_counter_ns(), time.process_time_ns()
-            with torch.enable_grad():
-                torch.autograd.grad(module(x), inputs, seed)
+            torch.autograd.grad(module(x), inputs, seed)
             row.append((time.perf_counter_ns() - start, time.process_time_ns() - busy))
     return [
         (_lower_quartile(step for step, _ in row), _lower_quartile(busy for _, busy in row))
