@@ -51,6 +51,24 @@ def test_what_crosses_lanes_is_held_to_the_end_of_the_phase() -> None:
     assert held.lower_bound_ns == simulate(INFERENCE, cluster, placement).lower_bound_ns
 
 
+@pytest.mark.parametrize("gpus", [LANES, ("cuda:0", "cuda:1")])
+def test_what_is_sent_is_held_to_the_end_of_the_segment_that_runs_meanwhile(
+    gpus: tuple[str, str],
+) -> None:
+    """b reads a's 100 on the other lane; c reads them, and d works with 200 in c's segment."""
+    graph = OpGraph(
+        (Op("a", 10), Op("b", 10), Op("c", 10), Op("d", 10, workspace_bytes=200), Op("e", 10)),
+        (
+            *(Tensor(0, (1, 2), 100), Tensor(1, (4,), 8)),
+            *(Tensor(2, (3,), 10), Tensor(3, (4,), 5), Tensor(4, (), 0, kept=True)),
+        ),
+    )
+    cluster, placement = cluster_of("1GiB"), placement_of(graph, 0, 1, 0, 0, 0)
+    assert simulate(graph, cluster, placement).peak_bytes == (10 + 200 + 5 + 8, 100 + 8)
+    held = scheduled(graph, cluster, placement, gpus)
+    assert held.peak_bytes == (100 + 10 + 200 + 5 + 8, 100 + 8)
+
+
 @pytest.mark.parametrize("gpus", [(None, None), ("cuda:0", None)])
 def test_a_cpu_holds_nothing(gpus: tuple[str | None, ...]) -> None:
     cluster, placement = cluster_of("1GiB"), placement_of(INFERENCE, 0, 1, 1, 1)

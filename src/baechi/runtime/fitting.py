@@ -41,8 +41,8 @@ def scheduled(
     schedule = simulate(graph, cluster, placement)
     if all(gpu is None for gpu in gpus):
         return schedule
-    program = compile_program(graph, placement, copy_lanes=True) if replayed else None
-    return with_held(graph, cluster, placement, schedule, gpus, program)
+    program = compile_program(graph, placement, copy_lanes=True)
+    return with_held(graph, cluster, placement, schedule, gpus, program, replayed=replayed)
 
 
 def solve_with_held(

@@ -3,6 +3,7 @@
     clock       [made ──── last reader]
     streams     [made ──── last reader ── end of the phase]          what crosses lanes of a GPU,
                                                                      or arrives from another
+    segments    [made ──── sent ── end of what runs meanwhile]       what a lane sends
     and again   [made ──── last reader ────── end of the step]       where autograd saved it
     graphs      [──────────────── the whole step ─────────────]      what CUDA graphs left in place
 
@@ -22,7 +23,7 @@ from baechi.devices import Cluster
 from baechi.graph import OpGraph
 from baechi.placement import Placement, Schedule
 from baechi.reporting.occupancy import Holding, memories, memory_profile
-from baechi.runtime.program import Place, Program
+from baechi.runtime.program import Free, Place, Program, Run, Wait
 from baechi.training import mirrored
 
 HELD = "held by streams"
@@ -37,7 +38,9 @@ def with_held(
     placement: Placement,
     schedule: Schedule,
     gpus: Gpus,
-    replayed: Program | None = None,
+    program: Program,
+    *,
+    replayed: bool,
 ) -> Schedule:
     """The schedule of a placement with the peaks that it has on streams.
 
@@ -47,15 +50,15 @@ def with_held(
         placement: How.
         schedule: What `simulate` says of it.
         gpus: Which of the devices are streams, and of which GPU.
-        replayed: Its program, where that is replayed as CUDA graphs.
+        program: What runs it.
+        replayed: Whether as CUDA graphs.
     """
-    if all(gpu is None for gpu in gpus):
-        return schedule
-    longer = [*_results(graph, cluster, placement, schedule, gpus, replayed is not None)]
-    if replayed is None:
-        longer += _crossing(graph, cluster, placement, schedule, gpus)
+    longer = [*_results(graph, cluster, placement, schedule, gpus, replayed)]
+    if replayed:
+        longer += _static(graph, cluster, placement, schedule, gpus, program)
     else:
-        longer += _static(graph, cluster, placement, schedule, gpus, replayed)
+        longer += _crossing(graph, cluster, placement, schedule, gpus)
+        longer += _sending(graph, cluster, placement, schedule, gpus, program)
     profiles = memory_profile(graph, cluster, schedule, longer)
     peaks = tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
     return Schedule.with_late_bound(
@@ -93,6 +96,43 @@ def _crossing(
         beside = any(gpus[device] == gpus[home] for device in there)
         if beside and tensor.producer < loss and any(op > loss for op in readers.get(mine, ())):
             yield Holding(mine, HELD, tensor.nbytes, own, step_ns)
+
+
+def _sending(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    gpus: Gpus,
+    program: Program,
+) -> Iterator[Holding]:
+    """What a lane lets go of after a wait: the segment that runs before the wait has it until then.
+
+    What is let go of right after a segment, without a wait between, the segment lets go of itself.
+    """
+    memory_of, sent = memories(cluster), _sent(schedule)
+    ends = {span.op: span.end_ns for span in schedule.spans}
+    phase = program.phases[0]
+    for rows in phase.lanes:
+        end = 0
+        waited = False
+        for row in rows:
+            if isinstance(row, Run):
+                tapes = (program.tapes[tape] for tape in phase.segments[row.segment].tapes)
+                end = max((ends[op] for tape in tapes for op in tape.ops), default=end)
+                waited = False
+            elif isinstance(row, Wait):
+                waited = True
+            elif isinstance(row, Free) and waited and gpus[row.device] is not None:
+                tensor = graph.tensors[row.tensor]
+                if placement.devices[tensor.producer] != row.device:
+                    continue  # what arrived is held to the end of the phase
+                memory = memory_of[row.device]
+                uses = (tensor.producer, *tensor.consumers)
+                own = [ends[op] for op in uses if memory_of[placement.devices[op]] == memory]
+                known = max([*own, *sent.get((row.tensor, row.device), [])])
+                if known < end:
+                    yield Holding(memory, HELD, tensor.nbytes, known, end)
 
 
 def _results(
