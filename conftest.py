@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,10 @@ _GPUS = {"gpu": 1, "multigpu": 2}
 # Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
 # wait five minutes for them when a test run ends.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+# A shell starts what runs in the background with Ctrl-C ignored; tests send it to themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings

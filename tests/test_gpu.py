@@ -26,9 +26,7 @@ pytestmark = pytest.mark.gpu
 # Kernels on a GPU may pick other algorithms for other shapes of parallel work.
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}
 LANES = ["cuda:0/a", "cuda:0/b", "cuda:0/c"]
-GPUS = [f"cuda:{index}" for index in range(min(torch.cuda.device_count(), 3))]
-# What is tested on one GPU, tested on several, too, where they are.
-SEVERAL = [GPUS] if len(GPUS) > 1 else []
+TWO_GPUS = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.multigpu)
 # Batch normalization over few values blows rounding up: on a CPU, the gradients of these in float32
 # are off those in float64 by 15,000 times the tolerance, and by 1.2 times.
 ROUNDING = ("inception", "resnet_train")
@@ -101,9 +99,10 @@ def placed_randomly(
     [
         (name, devices)
         for name in zoo.MODELS
-        for devices in (LANES, LANES[:1], ["cuda:0", "cpu:0"], *SEVERAL)
+        for devices in (LANES, LANES[:1], ["cuda:0", "cpu:0"])
         if name not in GPUS_ALONE or "cpu:0" not in devices
-    ],
+    ]
+    + [pytest.param(name, ["cuda:0", "cuda:1"], marks=pytest.mark.multigpu) for name in zoo.MODELS],
 )
 def test_one_step_equals_the_unsplit_model(name: str, devices: list[str]) -> None:
     model, args, kwargs = on_gpu(name)
@@ -173,7 +172,7 @@ class Branches(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("devices", [LANES, *SEVERAL])
+@pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
 @pytest.mark.parametrize("cuda_graphs", [False, "auto"])
 @pytest.mark.parametrize("seed", range(5))
 def test_lanes_stay_right_when_kernels_are_slow_and_uneven(
@@ -193,7 +192,7 @@ def test_lanes_stay_right_when_kernels_are_slow_and_uneven(
             torch.testing.assert_close(other, one, **TOLERANCES)
 
 
-@pytest.mark.parametrize("devices", [LANES[:1], LANES, *SEVERAL])
+@pytest.mark.parametrize("devices", [LANES[:1], LANES, TWO_GPUS])
 @pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "inception", "resnet_train", "towers"])
 def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: list[str]) -> None:
     model, args, kwargs = on_gpu(name)
@@ -215,7 +214,7 @@ def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: l
     assert "" in placed._current.executable.graphs.reasons
 
 
-@pytest.mark.parametrize("devices", [LANES[:1], LANES[:2], *SEVERAL])
+@pytest.mark.parametrize("devices", [LANES[:1], LANES[:2], TWO_GPUS])
 @pytest.mark.parametrize("name", ["bert", "inception", "resnet_eval", "llama"])
 def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: list[str]) -> None:
     model, args, kwargs = zoo.MODELS[name]()
@@ -351,7 +350,7 @@ def test_place_probes_profiles_and_runs_on_the_gpu() -> None:
     assert placed.schedule.makespan_ns > 0
 
 
-@pytest.mark.parametrize("devices", [LANES[:2], *SEVERAL])
+@pytest.mark.parametrize("devices", [LANES[:2], TWO_GPUS])
 def test_a_model_on_the_cpu_moves_to_the_gpu_and_back(devices: list[str]) -> None:
     model, args, kwargs = zoo.MODELS["resnet_train"]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -377,7 +376,7 @@ def test_another_shape_and_another_mode_run_once_the_model_is_spread() -> None:
             torch.testing.assert_close(actual.cpu(), wanted.cpu(), **TOLERANCES)
 
 
-@pytest.mark.parametrize("devices", [LANES[:2], *SEVERAL])
+@pytest.mark.parametrize("devices", [LANES[:2], TWO_GPUS])
 def test_training_with_adamw_follows_the_unsplit_model(devices: list[str]) -> None:
     model, args, kwargs = zoo.MODELS["vit"]()
     args, kwargs = to_gpu((args, kwargs))
