@@ -26,7 +26,8 @@ pytestmark = pytest.mark.gpu
 # Kernels on a GPU may pick other algorithms for other shapes of parallel work.
 TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}
 LANES = ["cuda:0/a", "cuda:0/b", "cuda:0/c"]
-TWO_GPUS = pytest.param(["cuda:0", "cuda:1"], marks=pytest.mark.multigpu)
+GPUS = ["cuda:0", "cuda:1"]
+TWO_GPUS = pytest.param(GPUS, marks=pytest.mark.multigpu)
 # Batch normalization over few values blows rounding up: on a CPU, the gradients of these in float32
 # are off those in float64 by 15,000 times the tolerance, and by 1.2 times.
 ROUNDING = ("inception", "resnet_train")
@@ -102,7 +103,7 @@ def placed_randomly(
         for devices in (LANES, LANES[:1], ["cuda:0", "cpu:0"])
         if name not in GPUS_ALONE or "cpu:0" not in devices
     ]
-    + [pytest.param(name, ["cuda:0", "cuda:1"], marks=pytest.mark.multigpu) for name in zoo.MODELS],
+    + [pytest.param(name, GPUS, marks=pytest.mark.multigpu) for name in zoo.MODELS],
 )
 def test_one_step_equals_the_unsplit_model(name: str, devices: list[str]) -> None:
     model, args, kwargs = on_gpu(name)
