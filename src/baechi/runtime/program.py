@@ -198,12 +198,13 @@ class Program:
         rank = {op: i for i, op in enumerate(order)}
         for number, phase in enumerate(self.phases):
             for segment in phase.segments:
-                ops = list(self._ops_of(segment, number > 0))
+                ops = list(self.ops_of(segment, number > 0))
                 for op, place in zip(ops, sorted(rank[op] for op in ops), strict=True):
                     order[place] = op
         return tuple(order)
 
-    def _ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
+    def ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
+        """Operators of the graph that a segment runs, in its order; of a phase that is backward."""
         if segment.again:
             yield from dict.fromkeys(self.tapes[tape].again for tape in segment.tapes)
             return
