@@ -222,6 +222,22 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
         assert not worker.is_alive()
 
 
+@pytest.mark.parametrize("name", zoo.MODELS)
+def test_no_weight_outlives_its_model(name: str) -> None:
+    """What autograd keeps of a trace, of a measured operator or of a step holds nothing else."""
+    model, args, kwargs = zoo.MODELS[name]()
+    weights = [weakref.ref(tensor) for tensor in (*model.parameters(), *model.buffers())]
+    costs = "measure" if name in ("towers", "lstm_lm") else "estimate"
+    module = baechi.place(
+        *(model, ["cpu:0/a", "cpu:0/b"]),
+        **{"example_args": args, "example_kwargs": kwargs, "costs": costs, "progress": False},
+    )
+    placed.step(module, args, kwargs)
+    del model, module
+    gc.collect()
+    assert not any(weight() is not None for weight in weights)
+
+
 def test_one_placed_model_trained_from_two_threads() -> None:
     model, (x,), _ = zoo.towers()
     module = placed.at_random(copy.deepcopy(model), (x,), devices=2)

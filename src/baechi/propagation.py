@@ -159,14 +159,21 @@ class _Recorder(fx.Interpreter):
     def record(self, inputs: Sequence[torch.Tensor]) -> Facts:
         stand_ins = [self._world.stand_in(tensor) for tensor in inputs]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved)
-        with torch.enable_grad(), hooks:
-            self.run(*stand_ins, enable_io_processing=False)
+        try:
+            with torch.enable_grad(), hooks:
+                self.run(*stand_ins, enable_io_processing=False)
+        finally:  # autograd holds the hook and so this; what this held no collector would find
+            self.env.clear()
+            self._alive.clear()
         return self._facts
 
     def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Note what autograd keeps; an operator saves its result before it yields it."""
+        """Note what autograd keeps; an operator saves its result before it yields it.
+
+        Autograd gets it without its graph, which would hold itself for ever.
+        """
         self._saved.append(self._storage(tensor, self._current))
-        return tensor
+        return tensor.detach()
 
     def _storage(
         self, tensor: torch.Tensor, node: fx.Node | None = None, attribute: str | None = None
