@@ -113,10 +113,14 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     loose = [(t, t._version, t.detach().clone()) for t in _loose(model)]
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
+    hooks = nn.modules.module._global_buffer_registration_hooks
+    registered = set(hooks)
     try:
         with taken_out(model):
             yield
     finally:
+        for key in hooks.keys() - registered:  # an export that fails leaves one (torch 2.11)
+            del hooks[key]
         if hooks_off is None:
             torch._C._autograd._saved_tensors_hooks_enable()
         torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
