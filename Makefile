@@ -19,13 +19,13 @@ PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
 # What the installed package is made of; a change of one reinstalls it.
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc') pyproject.toml CMakeLists.txt README.md LICENSE
-CPP     := $(wildcard csrc/*.cc csrc/*.h)
+CPP     := $(wildcard csrc/*.cc csrc/*.h tests/emulated_cuda/*.cc tests/emulated_cuda/*.h)
 # The tests that reach the C++ core and need no torch.
 CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut elimination favorites constraints linkage search backtracking solving,tests/test_$(name).py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow check bench sanitize clean
+.PHONY: help demo test test-slow test-emulated check bench sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -39,6 +39,11 @@ test: $(VENV)/.installed ## Run the tests
 
 test-slow: $(VENV)/.installed ## Run the tests that are too slow for CI
 	$(BIN)/python -m pytest -m slow
+
+# Without the two tests whose matrices are too large for a CPU.
+test-emulated: $(VENV)/.installed ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
+	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/emulated_cuda/run.py -m pytest -n $(JOBS) \
+	  -m "gpu or multigpu" -k "not allocator_holds and not more_work" tests
 
 check: $(VENV)/.installed ## Lint, format, types; the build has C++ warnings as errors
 	$(BIN)/ruff check .

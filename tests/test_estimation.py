@@ -360,6 +360,7 @@ def test_estimating_is_deterministic_and_leaves_the_model_alone():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.backends.cudnn.enabled, reason="cuDNN is off")
 def test_a_model_on_a_gpu_is_estimated_as_one_on_a_cpu():
     model, args, kwargs = zoo.MODELS["resnet_eval"]()
     here = baechi.estimate(baechi.trace(model, args, kwargs), "T4")

@@ -323,10 +323,11 @@ print("clean")
 
 def test_the_sanitizer_finds_no_access_without_a_wait() -> None:
     here = Path(__file__).parent
+    path = [str(here), str(here.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     found = subprocess.run(
         [sys.executable, "-c", _SANITIZED],
         cwd=here.parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -40,6 +40,7 @@ def test_layers_on_one_gpu_are_made_compact(places: tuple[str, ...], count: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.backends.cudnn.enabled, reason="cuDNN is off")
 def test_a_layer_whose_weights_were_moved_one_by_one_is_compact_again() -> None:
     model, args, _ = zoo.MODELS["lstm_lm"]()
     for parameter in model.parameters():
