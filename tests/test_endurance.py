@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import weakref
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import nn
 import baechi
 import placed
 import zoo
+from baechi.saving import saved_inside_bytes
 
 # Which call of `strikes` or of its backward does what.
 STRIKES: dict[str, int] = {}
@@ -236,6 +238,15 @@ def test_no_weight_outlives_its_model(name: str) -> None:
     del model, module
     gc.collect()
     assert not any(weight() is not None for weight in weights)
+
+
+def test_what_autograd_keeps_of_an_operator_is_let_go_of() -> None:
+    """tanh keeps its own result, whose graph keeps what tanh keeps."""
+    x = torch.randn(4, requires_grad=True)
+    gone = weakref.ref(x)
+    assert saved_inside_bytes(partial(torch.tanh, x), [x]) == 0
+    del x
+    assert gone() is None
 
 
 def test_one_placed_model_trained_from_two_threads() -> None:

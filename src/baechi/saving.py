@@ -25,7 +25,7 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         kept.append(tensor.detach())
-        return tensor
+        return kept[-1]  # a result itself would hold its graph, and that its result, for ever
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         result = call()

@@ -410,6 +410,10 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t awaited, unsign
       stream.capture->is_spoiled = event.capture->is_spoiled = true;
       return failed(cudaErrorStreamCaptureMerge);
     }
+    if (handle == nullptr) {  // the default stream cannot
+      event.capture->is_spoiled = true;
+      return failed(cudaErrorStreamCaptureImplicit);
+    }
     if (!is_captured(stream)) {  // it joins
       stream.capture = event.capture;
       stream.frontier.clear();
