@@ -51,6 +51,15 @@ def test_what_crosses_lanes_is_held_to_the_end_of_the_phase() -> None:
     assert held.lower_bound_ns == simulate(INFERENCE, cluster, placement).lower_bound_ns
 
 
+def test_a_result_is_there_twice_while_it_is_copied_for_the_caller() -> None:
+    graph = OpGraph(INFERENCE.ops, (*INFERENCE.tensors[:3], Tensor(3, (), 400, kept=True)))
+    cluster, placement = cluster_of("1GiB"), placement_of(graph, 0, 1, 1, 1)
+    # Before anything is let go of that crossed, so beside the 100 of a.
+    assert scheduled(graph, cluster, placement, LANES).peak_bytes == (100, 400 + 400 + 100)
+    apart = ("cuda:0", "cuda:1")  # the caller's own stream made it
+    assert scheduled(graph, cluster, placement, apart).peak_bytes == (100, 100 + 200 + 400)
+
+
 @pytest.mark.parametrize("gpus", [LANES, ("cuda:0", "cuda:1")])
 def test_what_is_sent_is_held_to_the_end_of_the_segment_that_runs_meanwhile(
     gpus: tuple[str, str],

@@ -129,5 +129,5 @@ def _accumulate(level: int, changes: Mapping[int, int], end_ns: int) -> Steps:
         level += changes[time_ns]
         if changes[time_ns]:
             steps[time_ns] = level
-    steps[end_ns] = level
+    steps[max([end_ns, *changes])] = level
     return tuple(steps.items())

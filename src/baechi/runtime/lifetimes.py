@@ -193,8 +193,11 @@ class _Launches:
 
     def _results(self) -> Iterator[Holding]:
         """What the caller gets, copied to memory of his own before anything is let go of."""
+        last = max((span.end_ns for span in self._spans.values()), default=0)
         for tensor in self._graph.tensors:
             home = self._devices[tensor.producer]
+            if tensor.kept or not tensor.consumers:  # the clock has it to the end of the last op
+                yield Holding(self._memory_of[home], HELD, tensor.nbytes, last, self._end)
             mine = self._replayed or self._gpus[home] in self._shared
             if tensor.kept and tensor.producer < self._loss and mine:
                 saved = any(op > self._loss for op in tensor.consumers) and not self._replayed
