@@ -75,7 +75,12 @@ def peaks(
         placer = baechi.RandomPlacer(seed) if len(devices) > 1 else "single"
         placement = baechi.solve(graph, cluster, placer)
         placed = baechi.apply(
-            traced, placement, graph=graph, cluster=cluster, devices=devices, cuda_graphs=graphs
+            traced,
+            placement,
+            graph=graph,
+            cluster=cluster,
+            devices=devices,
+            cuda_graphs="auto" if graphs else False,
         )
         for gpu in gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
