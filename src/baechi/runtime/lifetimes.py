@@ -200,8 +200,9 @@ class _Launches:
                 yield Holding(self._memory_of[home], HELD, tensor.nbytes, last, self._end)
             mine = self._replayed or self._gpus[home] in self._shared
             if tensor.kept and tensor.producer < self._loss and mine:
-                saved = any(op > self._loss for op in tensor.consumers) and not self._replayed
-                until = self._end if saved else self._forward_end
+                saved = any(op > self._loss for op in tensor.consumers)
+                both = self._replayed or saved  # the one that was made stays, too
+                until = self._end if both else self._forward_end
                 if self._gpus[home] is not None:
                     memory = self._memory_of[home]
                     yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
