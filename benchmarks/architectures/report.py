@@ -43,13 +43,16 @@ def _line(row: dict[str, Any]) -> str:
         return "| " + " | ".join([*cells, "", "", f"not run: {_short(row['unbuilt'])}", ""]) + " |"
     shares = [was / is_ - 1 for was, is_ in row["peaks"] if is_ > MIN_ACCOUNT]
     lowest = f"{min(shares):+.1%}" if shares else ""
-    result = "; ".join(map(_short, row["problems"])) or "equal"
+    result = "; ".join(dict.fromkeys(map(_short, row["problems"]))) or "equal"
     rungs = "; ".join(dict.fromkeys(row["rungs"]))
     return "| " + " | ".join([*cells, str(row["ops"]), rungs, result, lowest]) + " |"
 
 
 def _short(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    # A TraceError has what each rung says between its first line and its last, the advice.
-    reason = lines[0] if len(lines) < 3 else f"{lines[0]} {lines[-2]}"
-    return reason[:200].replace("|", "/")
+    if len(lines) < 3:
+        return lines[0][:200].replace("|", "/")
+    # A TraceError has what each rung says between its first line and its last, the advice: the first
+    # rung says most, after the names of all its attempts that ended alike.
+    attempts, _, said = lines[1].partition(": ")
+    return f"{lines[0]} {attempts.rpartition('; ')[2]}: {said}"[:200].replace("|", "/")
