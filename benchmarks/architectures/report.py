@@ -50,9 +50,10 @@ def _line(row: dict[str, Any]) -> str:
 
 def _short(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) < 3:
-        return lines[0][:200].replace("|", "/")
-    # A TraceError has what each rung says between its first line and its last, the advice. The
-    # first rung says most, after the names of all its attempts that ended alike.
-    attempts, _, said = lines[1].partition(": ")
-    return f"{lines[0]} {attempts.rpartition('; ')[2]}: {said}"[:200].replace("|", "/")
+    reason = lines[0]
+    if len(lines) > 2:
+        # A TraceError has what each rung says between its first line and its last, the advice. The
+        # first rung says most, after the names of all its attempts that ended alike.
+        attempts, colon, said = lines[1].partition(": ")
+        reason += f" {attempts.rpartition('; ')[2]}{colon}{said}"
+    return reason[:200].replace("|", "/")

@@ -196,16 +196,15 @@ class _Launches:
         last = max((span.end_ns for span in self._spans.values()), default=0)
         for tensor in self._graph.tensors:
             home = self._devices[tensor.producer]
+            memory, gpu = self._memory_of[home], self._gpus[home]
             if tensor.kept or not tensor.consumers:  # the clock has it to the end of the last op
-                yield Holding(self._memory_of[home], HELD, tensor.nbytes, last, self._end)
-            mine = self._replayed or self._gpus[home] in self._shared
-            if tensor.kept and tensor.producer < self._loss and mine:
-                saved = any(op > self._loss for op in tensor.consumers)
-                both = self._replayed or saved  # the one that was made stays, too
+                yield Holding(memory, HELD, tensor.nbytes, last, self._end)
+            copied = gpu is not None and (self._replayed or gpu in self._shared)
+            if copied and tensor.kept and tensor.producer < self._loss:
+                # The one that was made stays, too, where graphs or autograd keep it.
+                both = self._replayed or any(op > self._loss for op in tensor.consumers)
                 until = self._end if both else self._forward_end
-                if self._gpus[home] is not None:
-                    memory = self._memory_of[home]
-                    yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
+                yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
 
     def _static(self) -> Iterator[Holding]:
         """What CUDA graphs leave where it is: while it would not be there anyway."""
