@@ -14,18 +14,23 @@ RESULT ?= benchmarks/results/latest.json
 JOBS   ?= 2
 
 BIN     := $(VENV)/bin
-PIP     := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Errors alone: what pip warns of is its own configuration, not this project's.
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Exact versions of what the environment installs beside torch: one file for each set of extras.
+LOCKS   ?= locks
 # Exits with 0 where there is a torch >= 2.11. The environment then uses the machine's own torch.
 HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
 # What the installed package is made of; a change of one reinstalls it.
-SOURCES := $(shell find src csrc -type f -not -name '*.pyc') pyproject.toml CMakeLists.txt README.md LICENSE
+SOURCES := $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so') pyproject.toml CMakeLists.txt README.md LICENSE
 CPP     := $(wildcard csrc/*.cc csrc/*.h tests/emulated_cuda/*.cc tests/emulated_cuda/*.h)
+COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
+  --no-header pyproject.toml
 # The tests that reach the C++ core and need no torch.
 CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut elimination favorites constraints linkage search backtracking solving,tests/test_$(name).py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-slow test-emulated check bench sanitize clean
+.PHONY: help demo test test-latest test-slow test-emulated lock check bench sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -34,24 +39,36 @@ help: ## Show this
 demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and train them
 	$(BIN)/baechi demo
 
-test: $(VENV)/.installed ## Run the tests
+test: $(VENV)/.dev ## Run the tests
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-test-slow: $(VENV)/.installed ## Run the tests that are too slow for CI
+test-latest: ## Run the tests on the newest versions of all packages but torch
+	rm -rf .venv-latest
+	$(MAKE) VENV=.venv-latest LOCKS=.venv-latest/locks lock
+	$(MAKE) VENV=.venv-latest LOCKS=.venv-latest/locks test
+
+lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
+	@$(PIP) uv
+	@mkdir -p $(LOCKS)
+	$(COMPILE) --extra dev -o $(LOCKS)/dev.txt
+	$(COMPILE) --extra demo -c $(LOCKS)/dev.txt -o $(LOCKS)/demo.txt
+	$(COMPILE) --extra build -c $(LOCKS)/dev.txt -o $(LOCKS)/build.txt
+
+test-slow: $(VENV)/.dev ## Run the tests that are too slow for CI
 	$(BIN)/python -m pytest -m slow
 
 # Without the two tests whose matrices are too large for a CPU.
-test-emulated: $(VENV)/.installed ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
+test-emulated: $(VENV)/.dev ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
 	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/emulated_cuda/run.py -m pytest -n $(JOBS) \
 	  -m "gpu or multigpu" -k "not allocator_holds and not more_work" tests
 
-check: $(VENV)/.installed ## Lint, format, types; the build has C++ warnings as errors
+check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run -Werror $(CPP)
 
-bench: $(VENV)/.installed ## Run the benchmarks; the numbers go to benchmarks/results/
+bench: $(VENV)/.dev ## Run the benchmarks; the numbers go to benchmarks/results/
 	$(BIN)/python -m pytest benchmarks --benchmark-json=$(RESULT)
 
 # A second build of the package, with sanitizers, beside the first. Leaks are not looked for: the
@@ -62,9 +79,9 @@ CHECKED := import pathlib, sys, baechi._core as core; path = pathlib.Path(core._
   sys.exit(None if b"__asan_init" in path.read_bytes() else f"{path} has no sanitizers; is baechi installed as editable? make clean, then make sanitize")
 SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=build/sanitized $(BIN)/python
-sanitize: $(VENV)/.installed ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
+sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
 	rm -rf build/sanitized
-	$(PIP) --no-deps --target build/sanitized . \
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --target build/sanitized . \
 	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
 	$(SANITIZED) -m pytest $(CORE_TESTS)
@@ -86,9 +103,16 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.created
-	@$(BIN)/python -c '$(HAS_TORCH)' 2> /dev/null || $(PIP) $(TORCH)
+	@$(BIN)/python -c '$(HAS_TORCH)' 2> /dev/null || $(PIP) -c $(LOCKS)/dev.txt $(TORCH)
 	@touch $@
 
-$(VENV)/.installed: $(VENV)/.torch $(SOURCES)
-	CXX="$(CXX)" $(PIP) --config-settings=cmake.define.BAECHI_WERROR=ON ".[dev,viz]"
+# Without build isolation, which would fetch the newest tools at each installation.
+$(VENV)/.installed: $(VENV)/.torch $(SOURCES) $(LOCKS)/build.txt $(LOCKS)/demo.txt
+	@$(PIP) -r $(LOCKS)/build.txt -r $(LOCKS)/demo.txt
+	@CXX="$(CXX)" PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps \
+	  --config-settings=cmake.define.BAECHI_WERROR=ON .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.installed $(LOCKS)/dev.txt
+	@$(PIP) -r $(LOCKS)/dev.txt
 	@touch $@

@@ -138,10 +138,10 @@ class Highs(LinearSolver):
 
     def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
         """As the class says."""
-        make: Any = highspy.Highs  # some releases have types, others none
+        make: Any = _SilentHighs  # some releases have types, others none
         solver = make()
         for option, value in (
-            ("output_flag", False),
+            ("output_flag", False),  # releases before 1.11 enable no callbacks while they are made
             ("threads", 1),
             ("random_seed", 0),
             ("solver", "simplex"),
@@ -166,6 +166,20 @@ class Highs(LinearSolver):
         if status != highspy.HighsModelStatus.kOptimal:
             return LinearSolution(solver.modelStatusToString(status).lower(), None)
         return LinearSolution("optimal", np.array(solver.getSolution().col_value, np.float64))
+
+
+class _SilentHighs(highspy.Highs):
+    """HiGHS without its banner on stdout.
+
+    Since 1.16 the constructor enables callbacks, and the first call of any method but of options
+    prints the banner; so output is off before. Not needed once the constructor is silent:
+    https://github.com/ERGO-Code/HiGHS/issues/1932
+    """
+
+    def enableCallbacks(self) -> None:  # noqa: N802 (highspy's name)
+        """As in highspy, silently."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()
 
 
 def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
