@@ -22,11 +22,11 @@ LOCKS   ?= locks
 HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
 # What the installed package is made of; a change of one reinstalls it.
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so') pyproject.toml CMakeLists.txt README.md LICENSE
-CPP     := $(wildcard csrc/*.cc csrc/*.h tests/emulated_cuda/*.cc tests/emulated_cuda/*.h)
+CPP     := $(wildcard csrc/*.cc csrc/*.h tests/support/emulated_cuda/*.cc tests/support/emulated_cuda/*.h)
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
   --no-header pyproject.toml
 # The tests that reach the C++ core and need no torch.
-CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut elimination favorites constraints linkage search backtracking solving,tests/test_$(name).py)
+CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -59,7 +59,7 @@ test-slow: $(VENV)/.dev ## Run the tests that are too slow for CI
 
 # Without the two tests whose matrices are too large for a CPU.
 test-emulated: $(VENV)/.dev ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
-	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/emulated_cuda/run.py -m pytest -n $(JOBS) \
+	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py -m pytest -n $(JOBS) \
 	  -m "gpu or multigpu" -k "not allocator_holds and not more_work" tests
 
 check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors

@@ -12,8 +12,8 @@ import pytest
 # Where an optional package is missing, as on a machine that is there for its GPU alone, the tests
 # of what needs it are left out.
 _NEEDS = {
-    "tests/test_quality.py": ("plotly",),
-    "tests/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
+    "benchmarks/placement_quality/test_instances.py": ("plotly",),
+    "tests/scheduling/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
 }
 collect_ignore = [path for path, names in _NEEDS.items() if None in map(find_spec, names)]
 _GPUS = {"gpu": 1, "multigpu": 2}
@@ -73,7 +73,7 @@ def _no_look_at_what_stays() -> None:
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """One torch thread, as a worker has: sums are in its order, and no thread waits for another."""
-    from baechi.torch_devices import torch_threads
+    from baechi.torch_support.torch_devices import torch_threads
 
     with torch_threads(1):
         yield

@@ -24,7 +24,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import baechi
-from baechi.training import recomputed
+from baechi.traced.step_graph import recomputed
 
 _CASES: Final = (("gpt2", 8), ("resnet50", 4), ("inception", 4))
 _PERCENT: Final = (80, 60, 40)

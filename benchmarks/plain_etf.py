@@ -1,10 +1,10 @@
 """m-ETF in plain Python: what the C++ list scheduler's speed is compared with.
 
 As one would write it first: at every step, every ready op is asked on every device, with the clock
-of `baechi.simulation` (one send and one receive port per device, a tensor sent at most once to a
-device). Memory is persistent bytes alone, devices have speed 1 and no pools, links have no
+of `baechi.problem.simulation` (one send and one receive port per device, a tensor sent at most once
+to a device). Memory is persistent bytes alone, devices have speed 1 and no pools, links have no
 overhead, and there are no groups. So it is O(ops * ready ops * devices * inputs), where
-`tests/oracle.py`, which keeps nothing up to date, is slower by orders of magnitude.
+`tests/support/oracle.py`, which keeps nothing up to date, is slower by orders of magnitude.
 """
 
 from baechi import Cluster, OpGraph

@@ -17,10 +17,10 @@ import pytest
 CODE = """
 import json, math, resource, sys, time
 from dataclasses import replace
-from baechi.scheduling.catalog import policy_named
-from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.generators import log_normal, poisson_jobs
-from baechi.scheduling.simulator import simulate_cluster
+from baechi.cluster_simulation.catalog import policy_named
+from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.traces.generators import log_normal, poisson_jobs
+from baechi.cluster_simulation.simulator import simulate_cluster
 
 count, policy, load = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 fleet = Fleet.uniform(5, 25, 8)

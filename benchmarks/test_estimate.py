@@ -18,7 +18,7 @@ from benchmarks.models import hugging_face, inception_v3, lstm_lm, resnet
 from torch import nn
 
 import baechi
-from baechi.traced import Traced
+from baechi.traced.traced_model import Traced
 
 THREADS = 1
 Pair = tuple[Traced, baechi.Profile]

@@ -23,7 +23,7 @@ import json, sys, time
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 import baechi
-from baechi import device_kinds
+from baechi.records import device_kinds
 from benchmarks.children import peak_bytes
 
 layers = int(sys.argv[1])

@@ -24,13 +24,13 @@ from typing import Any
 import pytest
 
 import baechi
-from baechi.granularity import rho
-from baechi.linear_programs import Highs
 from baechi.placers.etf import METF, schedule_list
-from baechi.placers.favorite_program import favorite_program
-from baechi.placers.favorites import favorite_children, first_order, relax, rounded
+from baechi.placers.granularity import rho
+from baechi.placers.linear_programs import Highs
 from baechi.placers.sct import MSCT
-from baechi.problem import Problem
+from baechi.placers.sct_favorites import favorite_children, first_order, relax, rounded
+from baechi.placers.sct_program import favorite_program
+from baechi.problem.problem_arrays import Problem
 
 SIZES = (600, 5_000, 20_000, 100_000)
 BYTES_PER_S = {"cheap": 12_000_000_000, "dear": 1_200_000_000}

@@ -1,9 +1,9 @@
 """Claim: where memory is nearly full no placement is missed that is known to exist.
 
-Two kinds of problems: those of `tests/hidden.py`, hostile in everything, whose hidden placement
-fills 80 to 95 % of every memory that it uses; and packings, devices cut into the persistent bytes
-of groups. And what it costs to say that nothing fits: CPU time of `solve` until its error, with the
-search for the memory that is missing. That this memory suffices is checked.
+Two kinds of problems: those of `tests/support/hidden.py`, hostile in everything, whose hidden
+placement fills 80 to 95 % of every memory that it uses; and packings, devices cut into the
+persistent bytes of groups. And what it costs to say that nothing fits: CPU time of `solve` until
+its error, with the search for the memory that is missing. That this memory suffices is checked.
 """
 
 import random
@@ -13,11 +13,11 @@ from itertools import product
 from typing import Any
 
 import pytest
+from hidden import hidden_among_constraints
 
 from baechi import Cluster, Device, InfeasibleError, Link, Op, OpGraph, Tensor, solve
-from baechi.problem import Problem
-from baechi.solving import find
-from hidden import hidden_among_constraints
+from baechi.placers.solving import find
+from baechi.problem.problem_arrays import Problem
 
 LINK = Link(10_000, 10**9)
 MEMORY = 10**9

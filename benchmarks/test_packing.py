@@ -22,12 +22,12 @@ What it says about sharing: turns move waiting into processing, and complete no 
 from statistics import fmean
 from typing import Any
 
-from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.generators import poisson_jobs
-from baechi.scheduling.packing import PackingFactor
-from baechi.scheduling.schemes import LeastLoaded
-from baechi.scheduling.sharing import TimeSliced
-from baechi.scheduling.simulator import simulate_cluster
+from baechi.cluster_simulation.contention import TimeSliced
+from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.placement_schemes import LeastLoaded
+from baechi.cluster_simulation.policies.packing import PackingFactor
+from baechi.cluster_simulation.simulator import simulate_cluster
+from baechi.cluster_simulation.traces.generators import poisson_jobs
 
 MEASURED = {1: (4.58, 12.44, 59), 2: (8.97, 13.27, 61), 3: (13.82, 11.58, 59)}
 END_MS = 100_000

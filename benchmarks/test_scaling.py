@@ -4,7 +4,8 @@ Claims, on layered random graphs of 100 ops per layer (`placement_quality/genera
 
 - m-ETF on 8 devices: 5,000 ops in under 30 ms; 20,000 ops in under 150 ms; 10^6 in under 10 s and
   2 GB. Beside it plain Python with the same placement: `plain_etf.py`, which keeps the clock up to
-  date, at 5,000 ops, and `tests/oracle.py`, which keeps nothing, at the few ops that it can do.
+  date, at 5,000 ops, and `tests/support/oracle.py`, which keeps nothing, at the few ops that it
+  can do.
 - `simulate`'s core folds at least 5 million ops per second on big graphs, with the peaks of memory.
 - m-SCT with its linear program: 700 ops in under 0.1 s, 5,000 under 2 s, 20,000 under 5 s, 100,000
   under 60 s.
@@ -29,12 +30,12 @@ from benchmarks import plain_etf
 from benchmarks.children import figures_of
 from benchmarks.placement_quality.generators import AMPLE, LINK, layered
 from benchmarks.placement_quality.instances import instances
+from oracle import Oracle, list_schedule
 
 import baechi
 from baechi.placers.etf import METF
 from baechi.placers.sct import MSCT
-from baechi.problem import Problem
-from oracle import Oracle, list_schedule
+from baechi.problem.problem_arrays import Problem
 
 WIDTH = 100  # ops per layer
 NO_FAVORITES = np.empty(0, np.int32)

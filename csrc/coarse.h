@@ -14,7 +14,7 @@ struct CoarseLevel {
   std::vector<int32_t> group;    // per part, the first part of its group
 };
 
-// The parts that the rules of `baechi.coarsening` make, and then, for each of the falling
+// The parts that the rules of `baechi.problem.coarsening` make, and then, for each of the falling
 // `targets`, the parts contracted further to about so many, if that changes anything. Levels are
 // nested. `idle[op]` says which ops cost nothing; no group gets more than `limit` bytes; groups of
 // the problem with different `color` are not joined, and an empty vector is one color for all.

@@ -1,4 +1,4 @@
-// The rules of `baechi.coarsening`, and the matching that goes on to fewer parts.
+// The rules of `baechi.problem.coarsening`, and the matching that goes on to fewer parts.
 #include <algorithm>
 
 #include "coarse.h"

@@ -1,7 +1,7 @@
 // The clock and the list schedulers, without Python.
 //
 // A Problem is an operator graph and a cluster as flat arrays: immutable, checked by its maker
-// (`baechi.problem`), which also proves that no sum of times or bytes here reaches 2^62. A Timeline
+// (`baechi.problem.problem_arrays`), which also proves that no sum of times or bytes here reaches 2^62. A Timeline
 // is the one account of time and memory: `commit` places one op, everything else only asks.
 // Times are ns, sizes are bytes, both int64_t; ops, tensors, devices, pools and groups are indices.
 #pragma once

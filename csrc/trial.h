@@ -1,7 +1,7 @@
 // One placement of all ops, evaluated again and again while a search changes it.
 //
 // The clock of `timeline.cc` for a whole order at once: the same starts, transfers and peaks to the
-// last nanosecond (`tests/test_search.py` compares them), but no account that could be asked
+// last nanosecond (`tests/placers/test_local_search.py` compares them), but no account that could be asked
 // half-way. What makes it fast: a change at a position leaves the times before it as they are, so
 // an evaluation resumes from a checkpoint, ends as soon as the step is known to be too long, and is
 // undone from a log. Memory is looked at only where the time is good enough.

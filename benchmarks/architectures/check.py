@@ -15,8 +15,8 @@ from benchmarks.architectures.catalog import example
 from torch import nn
 
 import baechi
-from baechi.structures import tensors_in
-from baechi.torch_devices import torch_threads
+from baechi.torch_support.torch_devices import torch_threads
+from baechi.tracing.pytrees import tensors_in
 
 DEVICES = {"cpu:0": "8GiB", "cpu:1": "8GiB"}
 

@@ -16,7 +16,7 @@ from benchmarks.placement_quality.mirroring import mirrored
 from benchmarks.placement_quality.witnesses import contiguous_split, largest_peak
 
 from baechi import Cluster, Link, OpGraph
-from baechi.problem import Problem
+from baechi.problem.problem_arrays import Problem
 
 SLACK = 0.05
 FACTORS = (1.0, 0.1, 10.0)

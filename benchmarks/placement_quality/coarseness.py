@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baechi import _core
-from baechi.coarsening import Coarse, clusters, grains, regrouped
-from baechi.problem import Problem
-from baechi.simulation import fits_memory
+from baechi.problem.coarsening import Coarse, clusters, grains, regrouped
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
 
 _SOURCES = ("measured", "traced", "random")
 

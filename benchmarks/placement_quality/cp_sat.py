@@ -1,7 +1,7 @@
 """The CP-SAT models behind `exact`, and the process that solves them.
 
-The model is a relaxation of the clock (`baechi.simulation`): every valid schedule is a solution of
-it, so what CP-SAT proves about it holds for all placements. It has
+The model is a relaxation of the clock (`baechi.problem.simulation`): every valid schedule is a
+solution of it, so what CP-SAT proves about it holds for all placements. It has
 
 - one device per group, one op at a time per device (`_ops`);
 - one transfer per tensor and receiving pool, from its producer's device, over one send and one
@@ -28,8 +28,8 @@ from benchmarks.placement_quality.exact import Exact, Fit
 from ortools.sat.python import cp_model
 
 import baechi
-from baechi.problem import Problem
-from baechi.simulation import fits_memory, replay
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory, replay
 
 # Orders that are tried for the devices of a solution.
 _ORDERS: Final = 1000

@@ -9,10 +9,10 @@ from benchmarks.placement_quality.cases import Case
 
 import baechi
 from baechi import InfeasibleError, InputError, Placement
-from baechi.bounds import lower_bound_ns
 from baechi.placers.baselines import Pinned
-from baechi.problem import Problem
-from baechi.simulation import overflows
+from baechi.problem.bounds import lower_bound_ns
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import overflows
 
 EXPERT, SPLIT, EXACT = "expert", "split", "cp-sat"
 # The order of the rows of a case. A placer that this version of `solve` does not know has no rows.

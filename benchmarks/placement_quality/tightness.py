@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from benchmarks.placement_quality.exact import Exact, solve_all
 
 import baechi
-from baechi.bounds import parts
-from baechi.problem import Problem
+from baechi.problem.bounds import parts
+from baechi.problem.problem_arrays import Problem
 
 NAMES = ("path", "group", "work", "memory", "interval", "guess")
 # Transfer time over op time, on average.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from baechi.problem import Problem
+from baechi.problem.problem_arrays import Problem
 
 # Passes over all cuts, at most.
 _PASSES = 8

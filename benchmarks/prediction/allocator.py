@@ -7,7 +7,7 @@ most that the allocator gave in a few steps. Two devices are a random placement,
 out where a step leaves it behind, but a graph's pool keeps it.
 
 Without a GPU it runs on the emulated runtime, whose memory torch's allocator manages as it does a
-GPU's: `python tests/emulated_cuda/run.py -m benchmarks.prediction.allocator`.
+GPU's: `python tests/support/emulated_cuda/run.py -m benchmarks.prediction.allocator`.
 """
 
 import gc
@@ -23,8 +23,8 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import baechi
-from baechi.runtime.replays import WARM_UP
-from baechi.structures import tensors_in
+from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.tracing.pytrees import tensors_in
 
 _LINK: Final = baechi.Link(latency_ns=1000, bytes_per_s=10**11)
 

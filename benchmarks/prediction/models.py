@@ -1,4 +1,4 @@
-"""The models that predictions are checked on: the kinds of `tests/zoo.py`, at sizes people use.
+"""The models of the prediction benchmark: those of `tests/support/zoo.py`, at sizes people use.
 
 Weights are random from a fixed seed, in fp32 and without dropout. Sizes are such that a training
 step takes a tenth of a second to a second on two cores.

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import baechi
-from baechi.runtime.handover import handover
+from baechi.probing.handover import handover
 
 _WARM_UP = 2
 _STEPS = 11

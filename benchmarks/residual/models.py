@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import baechi
 from baechi import Cluster, OpGraph
-from baechi.coarsening import coarsen
-from baechi.problem import Problem
-from baechi.scheduling.steps import NEAR
+from baechi.cluster_simulation.step_time import NEAR
+from baechi.problem.coarsening import coarsen
+from baechi.problem.problem_arrays import Problem
 
 Example = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
-from baechi.scheduling.fleet import Fleet
-from baechi.scheduling.jobs import Job
-from baechi.scheduling.outputs import summary
-from baechi.scheduling.policies import FitJobFirst, Policy
-from baechi.scheduling.results import Result
-from baechi.scheduling.schemes import Consolidated, FirstFit, LeastLoaded, Scheme
-from baechi.scheduling.sharing import Exclusive, Sharing, SideBySide, TimeSliced
-from baechi.scheduling.simulator import simulate_cluster
-from baechi.scheduling.splitting import AsPlaced, Baechi, SplitOrWait
-from baechi.scheduling.steps import LISTED
+from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
+from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.placement_schemes import Consolidated, FirstFit, LeastLoaded, Scheme
+from baechi.cluster_simulation.policies.policy import FitJobFirst, Policy
+from baechi.cluster_simulation.policies.splitting import AsPlaced, Baechi, SplitOrWait
+from baechi.cluster_simulation.result_files import summary
+from baechi.cluster_simulation.results import Result
+from baechi.cluster_simulation.simulator import simulate_cluster
+from baechi.cluster_simulation.step_time import LISTED
 
 
 @final

@@ -13,13 +13,13 @@ from typing import Final, final
 from benchmarks.residual.names import MEMORY_BYTES, MOST_GPUS
 
 from baechi import OpGraph, Placement
-from baechi.devices import Cluster, Link
-from baechi.problem import Problem
-from baechi.scheduling.fleet import Fleet, Gpu
-from baechi.scheduling.jobs import WHOLE, Job
-from baechi.scheduling.steps import AMPLE, NEAR
-from baechi.simulation import simulate
-from baechi.solving import find, solve
+from baechi.cluster_simulation.fleet import Fleet, Gpu
+from baechi.cluster_simulation.jobs import WHOLE, Job
+from baechi.cluster_simulation.step_time import AMPLE, NEAR
+from baechi.placers.solving import find, solve
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import simulate
+from baechi.records.cluster import Cluster, Link
 
 NODES: Final = 4
 GPUS_PER_NODE: Final = 4

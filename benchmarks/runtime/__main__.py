@@ -37,10 +37,10 @@ from rich.table import Table
 from torch import nn
 
 import baechi
-from baechi.runtime.checking import check_program
-from baechi.runtime.compiling import compile_program
-from baechi.runtime.steps import Step
-from baechi.runtime.streams import CudaExecutor
+from baechi.program.compilation import compile_program
+from baechi.program.race_proof import check_program
+from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.executors.cuda_streams import CudaExecutor
 
 _CASES: Final = (("gpt2", 1), ("gpt2", 8), ("bert", 2), ("inception", 1), ("resnet50", 2))
 _OPS: Final = 200

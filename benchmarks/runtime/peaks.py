@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import baechi
-from baechi.metering import Meter
+from baechi.torch_support.memory_meter import Meter
 
 
 def step_peaks(

@@ -16,8 +16,8 @@ import baechi
 from baechi import Constraints, InfeasibleError, Link, OpGraph, Topology
 from baechi.scheduling.claims import Use
 from baechi.scheduling.decision import explore
+from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Site, Snapshot
-from baechi.scheduling.wishes import Wish
 
 GRAPHS = Path(__file__).parents[1] / "placement_quality" / "graphs"
 GRAPH = "inception_v3-training"

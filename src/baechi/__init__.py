@@ -9,16 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from baechi.calibration import calibrate as calibrate
     from baechi.checkpointing import choose_checkpoint as choose_checkpoint
     from baechi.checkpointing import within_memory as within_memory
-    from baechi.constraints import Constraints as Constraints
-    from baechi.costs import OpCost as OpCost
-    from baechi.costs import Profile as Profile
-    from baechi.devices import Cluster as Cluster
-    from baechi.devices import Device as Device
-    from baechi.devices import Link as Link
-    from baechi.efficiency import Calibration as Calibration
+    from baechi.costs.calibration import calibrate as calibrate
+    from baechi.costs.estimation import estimate as estimate
+    from baechi.costs.profiling import profile as profile
     from baechi.errors import BaechiError as BaechiError
     from baechi.errors import ExecutionError as ExecutionError
     from baechi.errors import FormatError as FormatError
@@ -26,15 +21,6 @@ if TYPE_CHECKING:
     from baechi.errors import InputError as InputError
     from baechi.errors import ReservationError as ReservationError
     from baechi.errors import TraceError as TraceError
-    from baechi.estimation import estimate as estimate
-    from baechi.graph import Op as Op
-    from baechi.graph import OpGraph as OpGraph
-    from baechi.graph import Tensor as Tensor
-    from baechi.measurement import Measurement as Measurement
-    from baechi.placement import Placement as Placement
-    from baechi.placement import Schedule as Schedule
-    from baechi.placement import Span as Span
-    from baechi.placement import Transfer as Transfer
     from baechi.placers.auto import Auto as Auto
     from baechi.placers.baselines import Pinned as Pinned
     from baechi.placers.baselines import RandomPlacer as RandomPlacer
@@ -43,34 +29,48 @@ if TYPE_CHECKING:
     from baechi.placers.contiguous import Contiguous as Contiguous
     from baechi.placers.etf import METF as METF
     from baechi.placers.heft import HEFT as HEFT
-    from baechi.placers.mincut import Metis as Metis
+    from baechi.placers.local_search import LocalSearch as LocalSearch
+    from baechi.placers.metis import Metis as Metis
     from baechi.placers.peft import PEFT as PEFT
     from baechi.placers.sct import MSCT as MSCT
-    from baechi.placers.search import LocalSearch as LocalSearch
+    from baechi.placers.solving import solve as solve
     from baechi.placers.topo import MTopo as MTopo
     from baechi.placing import place as place
-    from baechi.probing import probe as probe
-    from baechi.profiling import profile as profile
-    from baechi.runtime.module import PlacedModule as PlacedModule
-    from baechi.runtime.module import apply as apply
-    from baechi.serialization import dump as dump
-    from baechi.serialization import load as load
-    from baechi.simulation import Timeline as Timeline
-    from baechi.simulation import simulate as simulate
-    from baechi.solving import solve as solve
-    from baechi.topology import Topology as Topology
-    from baechi.traced import Traced as Traced
-    from baechi.tracing import trace as trace
+    from baechi.probing.cluster_probe import probe as probe
+    from baechi.problem.simulation import Timeline as Timeline
+    from baechi.problem.simulation import simulate as simulate
+    from baechi.records.cluster import Cluster as Cluster
+    from baechi.records.cluster import Device as Device
+    from baechi.records.cluster import Link as Link
+    from baechi.records.constraints import Constraints as Constraints
+    from baechi.records.efficiency import Calibration as Calibration
+    from baechi.records.graph import Op as Op
+    from baechi.records.graph import OpGraph as OpGraph
+    from baechi.records.graph import Tensor as Tensor
+    from baechi.records.measurement import Measurement as Measurement
+    from baechi.records.op_costs import OpCost as OpCost
+    from baechi.records.op_costs import Profile as Profile
+    from baechi.records.placement import Placement as Placement
+    from baechi.records.placement import Schedule as Schedule
+    from baechi.records.placement import Span as Span
+    from baechi.records.placement import Transfer as Transfer
+    from baechi.records.topology import Topology as Topology
+    from baechi.runtime.placed_module import PlacedModule as PlacedModule
+    from baechi.runtime.placed_module import apply as apply
+    from baechi.storage.serialization import dump as dump
+    from baechi.storage.serialization import load as load
+    from baechi.traced.traced_model import Traced as Traced
+    from baechi.tracing.ladder import trace as trace
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "baechi.calibration": ("calibrate",),
+    "baechi.costs.calibration": ("calibrate",),
     "baechi.checkpointing": ("choose_checkpoint", "within_memory"),
-    "baechi.constraints": ("Constraints",),
-    "baechi.costs": ("OpCost", "Profile"),
-    "baechi.devices": ("Cluster", "Device", "Link"),
-    "baechi.efficiency": ("Calibration",),
+    "baechi.records.constraints": ("Constraints",),
+    "baechi.records.op_costs": ("OpCost", "Profile"),
+    "baechi.records.cluster": ("Cluster", "Device", "Link"),
+    "baechi.records.efficiency": ("Calibration",),
     "baechi.errors": (
         "BaechiError",
         "ExecutionError",
@@ -80,30 +80,30 @@ _HOMES = {
         "ReservationError",
         "TraceError",
     ),
-    "baechi.estimation": ("estimate",),
-    "baechi.graph": ("Op", "OpGraph", "Tensor"),
-    "baechi.measurement": ("Measurement",),
-    "baechi.placement": ("Placement", "Schedule", "Span", "Transfer"),
+    "baechi.costs.estimation": ("estimate",),
+    "baechi.records.graph": ("Op", "OpGraph", "Tensor"),
+    "baechi.records.measurement": ("Measurement",),
+    "baechi.records.placement": ("Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
     "baechi.placers.contiguous": ("Contiguous",),
     "baechi.placers.etf": ("METF",),
     "baechi.placers.heft": ("HEFT",),
-    "baechi.placers.mincut": ("Metis",),
+    "baechi.placers.metis": ("Metis",),
     "baechi.placers.peft": ("PEFT",),
     "baechi.placers.sct": ("MSCT",),
-    "baechi.placers.search": ("LocalSearch",),
+    "baechi.placers.local_search": ("LocalSearch",),
     "baechi.placers.topo": ("MTopo",),
     "baechi.placing": ("place",),
-    "baechi.probing": ("probe",),
-    "baechi.profiling": ("profile",),
-    "baechi.runtime.module": ("PlacedModule", "apply"),
-    "baechi.serialization": ("dump", "load"),
-    "baechi.simulation": ("Timeline", "simulate"),
-    "baechi.solving": ("solve",),
-    "baechi.topology": ("Topology",),
-    "baechi.traced": ("Traced",),
-    "baechi.tracing": ("trace",),
+    "baechi.probing.cluster_probe": ("probe",),
+    "baechi.costs.profiling": ("profile",),
+    "baechi.runtime.placed_module": ("PlacedModule", "apply"),
+    "baechi.storage.serialization": ("dump", "load"),
+    "baechi.problem.simulation": ("Timeline", "simulate"),
+    "baechi.placers.solving": ("solve",),
+    "baechi.records.topology": ("Topology",),
+    "baechi.traced.traced_model": ("Traced",),
+    "baechi.tracing.ladder": ("trace",),
 }
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 

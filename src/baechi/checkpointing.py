@@ -22,19 +22,19 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Final
 
-from baechi.constraints import Constraints
-from baechi.costs import Profile
-from baechi.devices import Cluster
 from baechi.errors import InfeasibleError, InputError
-from baechi.graph import OpGraph
-from baechi.placers.base import Placer
-from baechi.problem import Problem
-from baechi.recomputation import Unit, enclosing, module_path, module_paths, named_units
-from baechi.solving import find, solve
-from baechi.traced import Traced
-from baechi.training import backward_ops
+from baechi.placers.placer import Placer
+from baechi.placers.solving import find, solve
+from baechi.problem.problem_arrays import Problem
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.op_costs import Profile
+from baechi.traced.checkpoint_units import Unit, enclosing, module_path, module_paths, named_units
+from baechi.traced.step_graph import backward_ops
+from baechi.traced.traced_model import Traced
 from baechi.units import parse_bytes
-from baechi.values import check_is
+from baechi.validation import check_is
 
 # Of all that autograd keeps, what one unit may keep: 1 / share. A step holds about that much more
 # than what is between units, so below a sixteenth there is next to nothing left to gain.

@@ -7,7 +7,6 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from baechi.calls import Call, canonical_call
 from baechi.checkpointing import (
     Checkpoint,
     checked,
@@ -15,33 +14,34 @@ from baechi.checkpointing import (
     memory_target,
     within_memory,
 )
-from baechi.constraints import Constraints
-from baechi.costs import Profile
-from baechi.devices import Cluster
+from baechi.costs.estimation import estimate
+from baechi.costs.profiling import profile
 from baechi.errors import InfeasibleError, InputError
-from baechi.estimation import estimate
-from baechi.graph import OpGraph
-from baechi.optimizers import check_optimizer
-from baechi.placement import Placement, Schedule
 from baechi.placers.auto import check_effort
-from baechi.placers.named import placer_of
-from baechi.probing import probe
-from baechi.problem import Problem
-from baechi.profiling import profile
-from baechi.runtime.capturing import CudaGraphs, check_wish
-from baechi.runtime.compiled import compile_options
-from baechi.runtime.fitting import solve_with_held
-from baechi.runtime.homes import Homes, first_homes, staying
-from baechi.runtime.matching import refuse_meta
-from baechi.runtime.module import PlacedModule, apply
+from baechi.placers.placer_names import placer_of
+from baechi.probing.cluster_probe import probe
+from baechi.problem.problem_arrays import Problem
+from baechi.program.memory_fitting import solve_with_held
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.op_costs import Profile
+from baechi.records.optimizer_state import check_optimizer
+from baechi.records.placement import Placement, Schedule
+from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.parameter_devices import Homes, first_homes, staying
+from baechi.runtime.placed_module import PlacedModule, apply
+from baechi.runtime.placement_match import refuse_meta
 from baechi.runtime.specialization import Specialization
-from baechi.runtime.verifying import Unsplit, verify
-from baechi.saving import unhooked
-from baechi.torch_devices import device_kind, gpus_of, torch_device
-from baechi.traced import Traced
-from baechi.tracing import traced_for
+from baechi.runtime.torch_compile import compile_options
+from baechi.runtime.verification import Unsplit, verify
+from baechi.torch_support.saved_tensors import unhooked
+from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
+from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.ladder import traced_for
 from baechi.units import format_bytes, format_ns
-from baechi.values import check_is, check_positive, check_threads
+from baechi.validation import check_is, check_positive, check_threads
 
 MAX_SHAPES: Final = 8
 

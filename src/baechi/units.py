@@ -3,7 +3,7 @@
 import re
 
 from baechi.errors import InputError
-from baechi.values import check_count
+from baechi.validation import check_count
 
 _BYTES = {
     "": 1,

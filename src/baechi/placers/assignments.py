@@ -16,10 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placement import Placement
-from baechi.placers.base import placement_of
-from baechi.problem import Problem
-from baechi.simulation import fits_memory
+from baechi.placers.placer import placement_of
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
+from baechi.records.placement import Placement
 
 # Shares of the outputs that count as if they stayed: none as in inference, all as in training.
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))

@@ -23,24 +23,24 @@ from typing import ClassVar, Final, final
 
 import numpy as np
 
-from baechi.coarsening import coarsen
 from baechi.errors import InputError
-from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of, timed
 from baechi.placers.baselines import SingleDevice
-from baechi.placers.choices import device_kinds
 from baechi.placers.contiguous import Contiguous
+from baechi.placers.device_choice import device_kinds
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.mincut import Metis
-from baechi.placers.packing import Packing
+from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
+from baechi.placers.memory_packing import Packing
+from baechi.placers.metis import Metis
 from baechi.placers.peft import PEFT
+from baechi.placers.placer import Placer, placement_of, timed
 from baechi.placers.sct import MSCT
-from baechi.placers.search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
 from baechi.placers.topo import MTopo
-from baechi.problem import Problem
-from baechi.simulation import fits_memory, replay
-from baechi.values import FrozenDict, check_is, check_row
+from baechi.problem.coarsening import coarsen
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory, replay
+from baechi.records.placement import Placement
+from baechi.validation import FrozenDict, check_is, check_row
 
 BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
     {"fast": FAST, "balanced": BALANCED, "thorough": THOROUGH}

@@ -17,7 +17,6 @@ from typing import Final
 import numpy as np
 
 from baechi import _core
-from baechi.placement import Placement
 from baechi.placers.assignments import (
     depth_first,
     in_both_orders,
@@ -25,9 +24,10 @@ from baechi.placers.assignments import (
     op_devices,
     shuffled,
 )
-from baechi.placers.base import placement_of
-from baechi.problem import Problem
-from baechi.simulation import fits_memory
+from baechi.placers.placer import placement_of
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
+from baechi.records.placement import Placement
 
 # Committed ops and groups looked at in all of one search: a fifth of a second.
 PATIENT: Final = 1_000_000

@@ -10,11 +10,11 @@ from typing import ClassVar, final
 import numpy as np
 
 from baechi.errors import InputError
-from baechi.placement import Placement
-from baechi.placers.base import Placer, in_index_order
-from baechi.placers.choices import device_choices
-from baechi.problem import Problem
-from baechi.values import check_count, check_counts
+from baechi.placers.device_choice import device_choices
+from baechi.placers.placer import Placer, in_index_order
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.validation import check_count, check_counts
 
 
 @final

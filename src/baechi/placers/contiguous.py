@@ -30,15 +30,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placement import Placement
 from baechi.placers.assignments import (
     depth_first,
     device_range,
     live_loads,
     shortest_assignment,
 )
-from baechi.placers.base import HEADROOMS, Placer
-from baechi.problem import Problem
+from baechi.placers.placer import HEADROOMS, Placer
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
 
 # Splits of one program that are judged: those over the fewest devices, the most, and some between.
 _SPLITS: Final = 8

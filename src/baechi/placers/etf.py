@@ -23,10 +23,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placement import Placement
-from baechi.placers.base import HEADROOMS, Placer, placement_of
-from baechi.problem import Problem
-from baechi.values import check_count
+from baechi.placers.placer import HEADROOMS, Placer, placement_of
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.validation import check_count
 
 
 @final

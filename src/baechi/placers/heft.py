@@ -27,13 +27,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placement import Placement
 from baechi.placers.assignments import distinct_loads, is_allowed, shortest
-from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import past_dead_ends
-from baechi.problem import Problem
-from baechi.simulation import fits_memory
-from baechi.values import check_count
+from baechi.placers.placer import Placer, placement_of
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
+from baechi.records.placement import Placement
+from baechi.validation import check_count
 
 
 @final

@@ -20,11 +20,11 @@ from typing import ClassVar, final
 import numpy as np
 
 from baechi import _core
-from baechi.placement import Placement
-from baechi.placers.base import Placer
 from baechi.placers.heft import by_rank
-from baechi.problem import Problem
-from baechi.values import check_count
+from baechi.placers.placer import Placer
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.validation import check_count
 
 
 @final

@@ -26,14 +26,14 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from baechi.errors import InputError
-from baechi.granularity import rho
-from baechi.linear_programs import LinearSolver
-from baechi.placement import Placement
-from baechi.placers.base import Placer, placement_of
 from baechi.placers.etf import schedule_list
-from baechi.placers.favorites import check_solver, favorite_children
-from baechi.problem import Problem
-from baechi.values import check_count
+from baechi.placers.granularity import rho
+from baechi.placers.linear_programs import LinearSolver
+from baechi.placers.placer import Placer, placement_of
+from baechi.placers.sct_favorites import check_solver, favorite_children
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.validation import check_count
 
 
 @final

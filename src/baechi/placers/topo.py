@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 from baechi import _core
-from baechi.placement import Placement
-from baechi.placers.base import HEADROOMS, Placer, placement_of
-from baechi.problem import Problem
-from baechi.values import check_is
+from baechi.placers.placer import HEADROOMS, Placer, placement_of
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+from baechi.validation import check_is
 
 
 @final

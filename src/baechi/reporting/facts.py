@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import final
 
-from baechi.devices import Cluster
 from baechi.errors import InputError
-from baechi.graph import OpGraph
-from baechi.measurement import Measurement, error_of
-from baechi.placement import Placement, Schedule, Span, Transfer
-from baechi.placers.named import PLACERS
-from baechi.traced import Traced
-from baechi.training import BACKWARD
+from baechi.placers.placer_names import PLACERS
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.measurement import Measurement, error_of
+from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.traced.step_graph import BACKWARD
+from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
 

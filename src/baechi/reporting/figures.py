@@ -4,11 +4,11 @@ from html import escape
 from typing import Any, Final
 
 from baechi.errors import InputError
-from baechi.placement import Transfer
+from baechi.problem.memory_profile import memory_profile
+from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
-from baechi.reporting.layout import lay_out, sections
-from baechi.reporting.occupancy import memory_profile
-from baechi.training import BACKWARD, RECOMPUTE
+from baechi.reporting.graph_layout import lay_out, sections
+from baechi.traced.step_graph import BACKWARD, RECOMPUTE
 from baechi.units import format_bytes, format_ns
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers. Their black and

@@ -12,13 +12,13 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baechi.devices import Cluster
-from baechi.graph import OpGraph
-from baechi.placement import Placement, Schedule, Transfer
+from baechi.problem.memory_profile import memory_profile
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement, Schedule, Transfer
 from baechi.reporting.facts import Plan
-from baechi.reporting.occupancy import memory_profile
-from baechi.serialization import write_whole
-from baechi.traced import Traced
+from baechi.storage.serialization import write_whole
+from baechi.traced.traced_model import Traced
 
 Event = dict[str, Any]
 _COMPUTE = 1

@@ -8,12 +8,12 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from baechi.devices import Cluster
-from baechi.graph import OpGraph
-from baechi.measurement import Measurement
-from baechi.placement import Placement, Schedule
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.measurement import Measurement
+from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
-from baechi.traced import Traced
+from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes
 
 

@@ -7,18 +7,18 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from baechi.calls import Call
-from baechi.devices import Cluster
 from baechi.errors import InputError
-from baechi.faithfulness import HOOKS
-from baechi.graph import OpGraph
-from baechi.metering import Meter
-from baechi.objects import is_container
-from baechi.partition import attribute
-from baechi.placement import Placement
-from baechi.propagation import named_state
-from baechi.runtime.executables import Executable
-from baechi.traced import Traced
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement
+from baechi.runtime.executable import Executable
+from baechi.torch_support.memory_meter import Meter
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import named_state
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.containers import is_container
+from baechi.tracing.faithfulness import HOOKS
+from baechi.tracing.partition import attribute
 
 
 @final

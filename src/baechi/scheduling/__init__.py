@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from baechi.scheduling.client import Client as Client
     from baechi.scheduling.decision import decide as decide
     from baechi.scheduling.ledger import Ledger as Ledger
-    from baechi.scheduling.wishes import Wish as Wish
+    from baechi.scheduling.request import Wish as Wish
 
 _HOMES = {
     "Claim": "claims",
     "Client": "client",
     "Ledger": "ledger",
-    "Wish": "wishes",
+    "Wish": "request",
     "decide": "decision",
 }
 

@@ -16,10 +16,10 @@ are called 1g.10gb, 1g.20gb (`1g.wide`), 2g.20gb, 3g.40gb, 4g.40gb and 7g.80gb.
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, final
 
-from baechi.devices import Device
 from baechi.errors import InputError
+from baechi.records.cluster import Device
 from baechi.units import parse_bytes
-from baechi.values import check_count, check_name
+from baechi.validation import check_count, check_name
 
 SHARINGS: Final = ("fractional", "whole", "mig")
 WHOLE_MILLI: Final = 1000

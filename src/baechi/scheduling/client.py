@@ -8,7 +8,7 @@ from typing import Final, TypeVar, final
 from urllib.parse import urlsplit
 
 from baechi.errors import InputError, ReservationError
-from baechi.graph import OpGraph
+from baechi.records.graph import OpGraph
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.messages import (
     Failure,
@@ -23,10 +23,10 @@ from baechi.scheduling.messages import (
     decode,
     encode,
 )
+from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
-from baechi.scheduling.wishes import Wish
-from baechi.serialization import dumps
+from baechi.storage.serialization import dumps
 
 _T = TypeVar("_T")
 _REASONS: Final = ("capacity", "stale", "duplicate", "unknown")

@@ -14,28 +14,28 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, NoReturn, TypeVar, final
 
-from baechi.constraints import Constraints
-from baechi.devices import Cluster
 from baechi.errors import InfeasibleError, InputError, ReservationError
-from baechi.graph import OpGraph
-from baechi.linkage import linked
-from baechi.placement import Placement
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
 from baechi.placers.backtracking import HASTY
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.packing import arrangements, is_hopeless
-from baechi.problem import Problem
-from baechi.restrictions import known_to
-from baechi.scheduling.candidates import Candidate, Demand, candidates, parts
+from baechi.placers.memory_packing import arrangements, is_hopeless
+from baechi.placers.solving import EVERY, ample_bytes, find, grown
+from baechi.problem.allowed_devices import known_to
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.reachable_devices import linked
+from baechi.problem.simulation import replay
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
+from baechi.scheduling.device_sets import Candidate, Demand, candidates, parts
+from baechi.scheduling.request import Wish, meant
 from baechi.scheduling.snapshot import Snapshot, claims_of
-from baechi.scheduling.wishes import Wish, meant
-from baechi.simulation import replay
-from baechi.solving import EVERY, ample_bytes, find, grown
 from baechi.units import format_bytes
-from baechi.values import check_is
+from baechi.validation import check_is
 
 # Sets that are tried.
 _TRIED: Final = {"fast": 7, "balanced": 24, "thorough": 60}

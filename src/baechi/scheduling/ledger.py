@@ -15,14 +15,14 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final, final
 
-from baechi.codec import codec
-from baechi.devices import Cluster
 from baechi.errors import InputError, ReservationError
+from baechi.records.cluster import Cluster
+from baechi.records.topology import Topology
 from baechi.scheduling.claims import UNUSED, Claim, Use
 from baechi.scheduling.snapshot import Reservation, Site, Snapshot
 from baechi.scheduling.store import Store, text
-from baechi.topology import Topology
-from baechi.values import FrozenDict, check_count, check_name, check_row
+from baechi.storage.codec import codec
+from baechi.validation import FrozenDict, check_count, check_name, check_row
 
 _CLAIMS: Final = codec(tuple[Claim, ...])
 # Characters of a job's name or a request id.

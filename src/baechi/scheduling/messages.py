@@ -12,16 +12,16 @@ from typing import Any, Final, TypeVar, final
 
 import numpy as np
 
-from baechi.codec import Refusal, codec
-from baechi.devices import Device
 from baechi.errors import BaechiError, FormatError, InputError
+from baechi.records.cluster import Device
+from baechi.records.topology import Topology
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.decision import Decision
+from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Reservation, Snapshot
 from baechi.scheduling.whatif import WhatIf
-from baechi.scheduling.wishes import Wish
-from baechi.topology import Topology
-from baechi.values import check_count
+from baechi.storage.codec import Refusal, codec
+from baechi.validation import check_count
 
 SCHEMA: Final = 1
 _T = TypeVar("_T")

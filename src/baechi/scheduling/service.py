@@ -61,7 +61,7 @@ from baechi.scheduling.messages import (
 )
 from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
-from baechi.scheduling.workers import Question, State, Workers
+from baechi.scheduling.worker_pool import Question, State, Workers
 
 _T = TypeVar("_T")
 _JSON: Final = "application/json"

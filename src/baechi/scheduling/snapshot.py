@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import final
 
-from baechi.devices import Cluster
 from baechi.errors import InputError, ReservationError
-from baechi.placement import Placement
+from baechi.records.cluster import Cluster
+from baechi.records.placement import Placement
+from baechi.records.topology import Topology
 from baechi.scheduling.claims import (
     PROFILES,
     SHARINGS,
@@ -21,9 +22,8 @@ from baechi.scheduling.claims import (
     rooms,
     split_name,
 )
-from baechi.topology import Topology
 from baechi.units import format_bytes
-from baechi.values import FrozenDict
+from baechi.validation import FrozenDict
 
 
 @final

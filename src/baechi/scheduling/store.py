@@ -14,12 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, final
 
-from baechi.codec import Refusal, codec
 from baechi.errors import BaechiError, FormatError, InputError, ReservationError
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.snapshot import Reservation, Site
-from baechi.serialization import dumps, loads
-from baechi.values import check_path
+from baechi.storage.codec import Refusal, codec
+from baechi.storage.serialization import dumps, loads
+from baechi.validation import check_path
 
 # "BAEC" in ASCII: SQLite keeps it in the file's head, so that another program's file is known.
 _APPLICATION: Final = 0x42414543

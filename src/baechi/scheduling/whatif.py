@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Final, final
 
 from baechi.errors import InfeasibleError, ReservationError
-from baechi.graph import OpGraph
+from baechi.records.graph import OpGraph
 from baechi.scheduling.decision import Decision, choose, explain, explore
+from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Snapshot
-from baechi.scheduling.wishes import Wish
-from baechi.values import check_count, check_row
+from baechi.validation import check_count, check_row
 
 # The curve's sets of devices, at most: every size up to 64, and a few more.
 _CURVE: Final = 16

@@ -1,0 +1,279 @@
+"""The command `baechi cluster`: a trace, a cluster and a policy in; tables and a picture out."""
+
+import csv
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from baechi.cli.console import say, show
+from baechi.errors import InputError, reason_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from baechi.cluster_simulation.fleet import Fleet, Slice
+    from baechi.cluster_simulation.jobs import Job
+    from baechi.cluster_simulation.results import Result
+    from baechi.cluster_simulation.traces.readers import Trace
+
+
+def cluster(
+    trace: Annotated[Path, typer.Option(help="The job trace.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="Folder for the results.")],
+    *,
+    format: Annotated[  # noqa: A002
+        str, typer.Option(help="tiresias, muri, philly, helios or pai.")
+    ] = "tiresias",
+    switches: Annotated[int, typer.Option(min=1, help="Switches.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes under each switch.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs on each node.")] = 4,
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="fifo, fjf, sjf, lpjf, shortest, shortest-gpu, dlas, dlas-gpu, dlas-gpu-gittins, "
+            "gandiva, themis, gandiva-packing, big-brain or split-or-wait; all compares them."
+        ),
+    ] = "fifo",
+    scheme: Annotated[
+        str | None,
+        typer.Option(
+            help="count, first-fit, consolidated, random, best-fit, least-loaded or baechi; if "
+            "absent, what the policy is meant for, which is count for most."
+        ),
+    ] = None,
+    sharing: Annotated[
+        str | None,
+        typer.Option(
+            help="exclusive, time-sliced, mps or packed; if absent, what the policy is meant for, "
+            "which is exclusive for most."
+        ),
+    ] = None,
+    packing: Annotated[int, typer.Option(min=1, help="At most so many jobs on a GPU.")] = 2,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a GPU, such as 16GiB; not modeled if absent.")
+    ] = None,
+    slices: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--slice",
+            metavar="SHARE[:MEMORY]",
+            help="Cut every GPU into slices as MIG does: thousandths of its compute, and memory; "
+            "given once per slice.",
+        ),
+    ] = None,
+    graphs: Annotated[
+        Path | None,
+        typer.Option(help="Folder of MODEL.graph.json: jobs of these models carry their graph."),
+    ] = None,
+    preempt_cost: Annotated[int, typer.Option(min=0, help="Work lost when preempted.")] = 0,
+    restart_cost: Annotated[int, typer.Option(min=0, help="Work that going on costs.")] = 0,
+    compat: Annotated[
+        str | None, typer.Option(help="tiresias: with the defects that its results need.")
+    ] = None,
+    gittins_samples: Annotated[
+        Path | None, typer.Option(help="GPU-times, one per line; Tiresias' own if absent.")
+    ] = None,
+    malformed: Annotated[
+        str, typer.Option(help="strict: a bad line is an error; skip: it is counted.")
+    ] = "strict",
+    seed: Annotated[int, typer.Option(help="For schemes that draw.")] = 0,
+    plot: Annotated[bool, typer.Option(help="Draw plot.html (needs plotly).")] = True,
+) -> None:
+    r"""Run a trace of jobs on a simulated cluster: which job runs when, and what that costs.
+
+    Writes `job.csv`, `cluster.csv`, `summary.json` and `plot.html` into the folder; with
+    `--policy all` one folder per policy, a comparison and one picture of all. Times are in the
+    trace's unit, seconds. The nine policies up to `dlas-gpu-gittins` are those of the Tiresias
+    simulator, and with `--compat tiresias` agree with it job by job.
+
+    For example:
+
+        baechi cluster --trace jobs.csv --format tiresias --nodes 2 \
+          --gpus-per-node 4 --policy dlas-gpu --scheme count --out results
+    """
+    from baechi.cluster_simulation.catalog import (
+        DEFAULTS,
+        POLICIES,
+        policy_named,
+        scheme_named,
+        sharing_named,
+    )
+    from baechi.cluster_simulation.fleet import Fleet
+    from baechi.cluster_simulation.result_files import write_comparison, write_result
+    from baechi.cluster_simulation.simulator import simulate_cluster
+    from baechi.cluster_simulation.traces.readers import read_trace
+    from baechi.units import parse_bytes
+
+    names = POLICIES if policy == "all" else (policy,)
+    samples = None if gittins_samples is None else _samples(gittins_samples)
+    policies = [policy_named(name, compat=compat, samples=samples) for name in names]
+    chosen = [_usual(scheme, sharing, DEFAULTS.get(name)) for name in names]
+    schemes = [scheme_named(where) for where, _ in chosen]
+    sharings = [sharing_named(how, packing) for _, how in chosen]
+    size = None if memory is None else parse_bytes(memory, what="--memory")
+    pieces = tuple(_slice(text) for text in slices or [])
+    fleet = Fleet.uniform(switches, nodes, gpus_per_node, memory_bytes=size, slices=pieces)
+    known = read_trace(trace, format, malformed=malformed)
+    if out.exists() and not out.is_dir():
+        raise InputError(f"cannot write to {out}: it is no folder.")
+    out.mkdir(parents=True, exist_ok=True)
+    jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
+    _tell(known, fleet)
+    results = []
+    for each, where, how in zip(policies, schemes, sharings, strict=True):
+        with _Progress(each.name, len(jobs)) as progress:
+            result = simulate_cluster(
+                jobs,
+                fleet,
+                each,
+                where,
+                sharing=how,
+                preempt_cost=preempt_cost,
+                restart_cost=restart_cost,
+                seed=seed,
+                progress=progress.update,
+            )
+        results.append(result)
+        write_result(result, out / each.name if policy == "all" else out)
+    if policy == "all":
+        write_comparison(results, out)
+    _report(results)
+    if plot:
+        _draw(results, out / "plot.html")
+    say(f"wrote {out}")
+
+
+class _Progress:
+    """A bar on the terminal while a simulation runs, redrawn for every percent."""
+
+    def __init__(self, name: str, jobs: int) -> None:
+        from rich.console import Console
+        from rich.progress import Progress
+
+        self._step = max(1, jobs // 100)
+        self._shown = 0
+        console = Console(stderr=True)
+        self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._bar.add_task(name, total=jobs)
+
+    def __enter__(self) -> "_Progress":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, done: int, jobs: int) -> None:
+        """Shows how many jobs are done."""
+        if done - self._shown >= self._step or done == jobs:
+            self._shown = done
+            self._bar.update(self._task, completed=done, total=jobs)
+
+
+def _usual(
+    scheme: str | None, sharing: str | None, meant: tuple[str, str] | None
+) -> tuple[str, str]:
+    """The scheme and the sharing where one or both are not given: what goes with the rest."""
+    if meant is None:
+        meant = ("count" if sharing in {None, "exclusive"} else "least-loaded", "exclusive")
+    how = sharing or ("exclusive" if scheme == "count" else meant[1])
+    return scheme or meant[0], how
+
+
+def _slice(text: str) -> "Slice":
+    """A slice as it is written on the command line."""
+    from baechi.cluster_simulation.fleet import Slice
+    from baechi.units import parse_bytes
+
+    share, colon, memory = text.partition(":")
+    if not (share.isascii() and share.isdecimal() and len(share) < 9):
+        raise InputError(f"slice {text!r} cannot be read; write 285:10GiB, or 285 without memory.")
+    if not 1 <= int(share) <= 1000:
+        raise InputError(f"slice {text!r} has {share} thousandths of a GPU; give 1 to 1000.")
+    return Slice(int(share), parse_bytes(memory, what=f"slice {text!r}") if colon else None)
+
+
+def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
+    """The jobs, each with the graph of its model where the folder has it."""
+    from dataclasses import replace
+
+    from baechi.records.graph import OpGraph
+    from baechi.storage.serialization import load
+
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {str(folder)!r} with graphs.")
+    models = {job.model for job in jobs if job.model}
+    if not models:
+        raise InputError("the trace names no models, so no graph can be that of a job.")
+    files = {model: folder / f"{model}.graph.json" for model in sorted(models)}
+    known = {model: load(file, OpGraph) for model, file in files.items() if file.is_file()}
+    if not known:
+        raise InputError(
+            f"{folder} has a graph of none of the trace's models ({', '.join(sorted(models))}); "
+            "files are named MODEL.graph.json."
+        )
+    return [replace(job, graph=known.get(job.model)) for job in jobs]
+
+
+def _samples(path: Path) -> "Sequence[int]":
+    """The numbers of a file with one per line, under a header or not."""
+    try:
+        rows = [row[0].strip() for row in csv.reader(path.read_text().splitlines()) if row]
+        return [int(row) for row in rows if row and row != "duration" and not row.startswith("#")]
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(f"cannot read GPU-times from {path}: {reason_of(error)}.") from error
+
+
+def _tell(trace: "Trace", fleet: "Fleet") -> None:
+    """What is going to be run, and what was left out."""
+    sizes = ((len(trace.jobs), "job"), (len(fleet.gpus), "GPU"), (fleet.nodes, "node"))
+    jobs, gpus, nodes = (f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in sizes)
+    say(f"{jobs} on {gpus} of {nodes}")
+    if trace.without_gpus:
+        say(f"left out {len(trace.without_gpus)} entries without GPUs")
+    for row in trace.malformed[:10]:
+        say(f"skipped line {row.line}: {row.reason}", error=True)
+    if len(trace.malformed) > 10:
+        say(f"skipped {len(trace.malformed)} malformed lines in all", error=True)
+
+
+def _report(results: "Sequence[Result]") -> None:
+    """A row per policy, and the jobs that were refused."""
+    from rich.table import Table
+
+    from baechi.cluster_simulation.result_files import summary
+
+    table = Table()
+    table.add_column("policy", no_wrap=True)
+    for column in ("jobs", "mean JCT", "median", "p99", "makespan", "preempted", "use"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for result in results:
+        row = summary(result)
+        times = [_number(row[key]) for key in ("mean_jct", "median_jct", "p99_jct", "makespan")]
+        use = "-" if row["utilization"] is None else f"{row['utilization']:.1%}"
+        count = str(row["completed"])
+        table.add_row(result.policy, count, *times, str(row["preemptions"]), use)
+    show(table)
+    refused: Sequence[Any] = results[0].refused if results else ()
+    for refusal in refused[:10]:
+        job: Job = refusal.job
+        say(f"refused job {job.name}: {refusal.reason}", error=True)
+    if len(refused) > 10:
+        say(f"refused {len(refused)} jobs in all; summary.json names them", error=True)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.3f}"
+
+
+def _draw(results: "Sequence[Result]", path: Path) -> None:
+    """The picture, where plotly is there to draw it."""
+    try:
+        from baechi.cluster_simulation.charts import write_figure
+
+        write_figure(results, path)
+    except InputError as error:
+        say(f"no plot: {error}", error=True)

@@ -1,0 +1,352 @@
+"""The command line: the words of the API, reading and writing its files.
+
+Everything that needs torch, plotly or the core is imported by the command that needs it, so that
+`baechi --help` comes at once.
+"""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baechi import __version__
+from baechi.cli import estimate_commands, profile_commands
+from baechi.cli.cluster_commands import cluster as simulate_jobs
+from baechi.cli.console import (
+    ClusterArgument,
+    ConstraintsOption,
+    EffortOption,
+    GraphArgument,
+    Group,
+    LatencyOption,
+    MaxDevicesOption,
+    ModelArgument,
+    OutOption,
+    OverheadOption,
+    PinOption,
+    PlacementArgument,
+    PlacerOption,
+    RateOption,
+    cluster_of,
+    describe,
+    is_counted,
+    limits_of,
+    refuse,
+    say,
+    show,
+    trace_model,
+    writable,
+    write,
+)
+from baechi.cli.serve_command import serve
+from baechi.errors import InputError
+from baechi.probing.link_fit import FREE_BYTES_PER_S
+from baechi.records.cluster import Cluster, Link
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement, Schedule
+from baechi.storage.serialization import load
+from baechi.traced.traced_model import Traced
+from baechi.units import format_bytes, format_ns
+
+app = typer.Typer(
+    cls=Group,
+    name="baechi",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        say(f"baechi {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and leave.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Splits a PyTorch model over devices: traces it, costs it, places it, predicts the step.
+
+    The way of the files:
+
+        baechi profile model.py:gpt2 -o gpt2.profile.json --graph gpt2.graph.json
+        baechi probe cuda:0 cuda:1 -o cluster.json
+        baechi solve gpt2.graph.json cluster.json -o gpt2.placement.json
+        baechi report gpt2.graph.json cluster.json gpt2.placement.json -o plan.html
+
+    `solve`, `simulate` and `report` need no torch and no device. `baechi demo` shows all of it.
+    """
+
+
+@app.command()
+def trace(model: ModelArgument, out: OutOption = None) -> None:
+    """Find the operators of a model and the tensors between them.
+
+    Says which way of tracing worked, and why the better ones did not. The file holds the operators
+    but not the model, so it can be read where there is no torch.
+
+    For example, write `model.py` with
+
+        import torch, transformers
+
+        def gpt2():
+            config = transformers.GPT2Config()
+            ids = torch.randint(0, config.vocab_size, (2, 64))
+            return transformers.GPT2LMHeadModel(config), (ids,), {"labels": ids}
+
+    and type
+
+        baechi trace model.py:gpt2 -o gpt2.trace.json
+    """
+    describe(trace_model(model), out)
+
+
+app.command()(profile_commands.profile)
+app.command()(estimate_commands.estimate)
+app.command()(estimate_commands.calibrate)
+
+
+@app.command()
+def solve(
+    ctx: typer.Context,
+    graph: GraphArgument,
+    cluster: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="CLUSTER", help="A cluster file, or a count and a kind: 8xH100-SXM-80GB."
+        ),
+    ] = None,
+    *,
+    placer: PlacerOption = "auto",
+    effort: EffortOption = "balanced",
+    out: OutOption = None,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Their memory.")] = "16GiB",
+    latency_us: LatencyOption = 10.0,
+    overhead_us: OverheadOption = 0.0,
+    gbytes_per_s: RateOption = 12.0,
+    save_cluster: Annotated[
+        Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=writable)
+    ] = None,
+    constraints: ConstraintsOption = None,
+    max_devices: MaxDevicesOption = None,
+    pin: PinOption = None,
+) -> None:
+    """Decide which device runs which operator, and in what order.
+
+    Prints the predicted step, how far it may be above the shortest possible one, and every device's
+    memory. If no placement fits, says what is missing and leaves with code 3. The cluster comes
+    from `baechi probe`, from your scheduler, or from `--devices`.
+
+    For example:
+
+        baechi solve gpt2.graph.json --devices 4 --memory 2GiB -o gpt2.placement.json
+        baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
+        baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
+    """
+    import baechi
+    from baechi.reporting import text_report
+
+    if cluster is None and devices is None:
+        raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
+    if cluster is not None and devices is not None:
+        raise InputError(f"give {cluster} or --devices, and not both.")
+    if cluster is not None:
+        refuse(ctx, ("memory",), f"it is that of --devices, and {cluster} says its own.")
+    if cluster is not None and not is_counted(cluster):
+        options = ("latency_us", "overhead_us", "gbytes_per_s")
+        refuse(ctx, options, f"the links are those of {cluster}.")
+    link = Link(
+        round(latency_us * 1e3), round(gbytes_per_s * 1e9), overhead_ns=round(overhead_us * 1e3)
+    )
+    if cluster is not None:
+        target = cluster_of(cluster, link)
+    else:
+        target = Cluster.uniform(devices or 1, memory, link)
+    operators = load(graph, OpGraph)
+    limits = limits_of(constraints, max_devices, pin)
+    placement = baechi.solve(operators, target, placer, effort=effort, constraints=limits)
+    schedule = baechi.simulate(operators, target, placement, limits)
+    show(text_report(operators, target, placement, schedule))
+    write(placement, out)
+    write(target, save_cluster)
+
+
+@app.command()
+def simulate(
+    graph: GraphArgument,
+    cluster: ClusterArgument,
+    placement: PlacementArgument,
+    out: OutOption = None,
+    *,
+    constraints: ConstraintsOption = None,
+    max_devices: MaxDevicesOption = None,
+    pin: PinOption = None,
+) -> None:
+    r"""Predict when everything happens: one step of a placement on a cluster.
+
+    The schedule has the start and end of every operator and transfer, and the peak of every
+    device's memory; where that is more than there is, it says so. A constraint that the placement
+    violates is an error.
+
+    For example:
+
+        baechi simulate gpt2.graph.json cluster.json gpt2.placement.json \
+          -o gpt2.schedule.json
+    """
+    import baechi
+    from baechi.problem.simulation import overflows
+
+    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    limits = limits_of(constraints, max_devices, pin)
+    schedule = baechi.simulate(operators, target, load(placement, Placement), limits)
+    gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
+    say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
+    for device, peak_bytes in zip(target.devices, schedule.peak_bytes, strict=True):
+        limit = format_bytes(device.memory_bytes)
+        say(f"{device.name}: at most {format_bytes(peak_bytes)} of {limit}")
+    for name, missing in overflows(schedule, target, limits):
+        say(f"this placement does not fit: {name} lacks {format_bytes(missing)}", error=True)
+    write(schedule, out)
+
+
+@app.command()
+def report(
+    graph: GraphArgument,
+    cluster: ClusterArgument,
+    placement: PlacementArgument,
+    *,
+    out: Annotated[
+        Path | None,
+        typer.Option("-o", "--out", help="Write a page for a browser.", callback=writable),
+    ] = None,
+    trace_file: Annotated[
+        Path | None,
+        typer.Option("--trace", help="Write a trace for ui.perfetto.dev.", callback=writable),
+    ] = None,
+    schedule: Annotated[
+        Path | None, typer.Option(help="A schedule file; simulated if absent.")
+    ] = None,
+    traced: Annotated[
+        Path | None, typer.Option(help="A trace file, for the model's name and lines of code.")
+    ] = None,
+) -> None:
+    r"""Show a placement: as text, as a page that opens without a network, as a trace.
+
+    Without `-o` and `--trace` it prints text.
+
+    For example:
+
+        baechi report gpt2.graph.json cluster.json gpt2.placement.json \
+          -o plan.html --trace plan.trace.json
+    """
+    import baechi
+    from baechi.reporting import text_report, write_html, write_trace
+
+    operators, target = load(graph, OpGraph), load(cluster, Cluster)
+    decided = load(placement, Placement)
+    if schedule is not None:
+        times = load(schedule, Schedule)
+    else:
+        times = baechi.simulate(operators, target, decided)
+    known = load(traced, Traced) if traced is not None else None
+    if out is None and trace_file is None:
+        show(text_report(operators, target, decided, times, traced=known))
+    if out is not None:
+        write_html(out, operators, target, decided, times, traced=known)
+        say(f"wrote {out}; open it in a browser")
+    if trace_file is not None:
+        write_trace(trace_file, operators, target, decided, times, traced=known)
+        say(f"wrote {trace_file}; open it at ui.perfetto.dev")
+
+
+@app.command()
+def probe(
+    devices: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="DEVICE[=MEMORY]", help="All visible devices if absent."),
+    ] = None,
+    out: OutOption = None,
+) -> None:
+    """Find what is left on devices: free memory, and how fast tensors move between them.
+
+    A memory after `=` is a limit that you set. `cpu:0` and `cpu:1` are two logical devices on the
+    CPU, to try a placement without a GPU.
+
+    For example:
+
+        baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
+    """
+    from baechi.probing.cluster_probe import survey
+
+    found = survey(_targets(devices or []))
+    cluster = found.cluster
+    for device in cluster.devices:
+        say(f"{device.name}: {format_bytes(device.memory_bytes)} left, kind {device.kind or '-'}")
+    for src, row in enumerate(cluster.links):
+        for dst, link in enumerate(row):
+            if link is not None and src != dst:
+                names = f"{cluster.devices[src].name} to {cluster.devices[dst].name}"
+                by_reference = link.bytes_per_s >= FREE_BYTES_PER_S
+                rate = "no copy" if by_reference else f"{link.bytes_per_s / 1e9:.2f} GB/s"
+                busy = f"{format_ns(link.overhead_ns)} of the receiver's time"
+                say(f"{names}: {rate}, after {format_ns(link.latency_ns)}, {busy}")
+    for remark in found.remarks:
+        say(remark)
+    write(cluster, out)
+
+
+app.command()(serve)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the reports.")] = Path("baechi-demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small models, in seconds.")] = False,
+) -> None:
+    """Split two real models that fit no single device, train them, compare with the prediction.
+
+    A GPT-2 and an Inception-v3 with random weights, on logical CPU devices. Takes up to three
+    minutes and some 6 GB of memory. Needs torch, transformers and plotly.
+
+    For example:
+
+        baechi demo --out baechi-demo
+    """
+    from baechi.cli.demo import run
+
+    run(out, quick=quick)
+
+
+app.command("cluster")(simulate_jobs)
+
+
+def _targets(devices: list[str]) -> Any:
+    """What `probe` takes: names, names with a limit, or `None` for all."""
+    if not any("=" in device for device in devices):
+        return devices or None
+    limits = {}
+    for device in devices:
+        name, equals, memory = device.partition("=")
+        if not equals:
+            raise InputError(f"device {device!r} has no limit; write {device}=1GiB as the others.")
+        if name in limits:
+            raise InputError(f"device {name!r} is named twice.")
+        limits[name] = memory
+    return limits
+
+
+def main() -> None:
+    """The entry point `baechi`."""
+    app(prog_name="baechi")

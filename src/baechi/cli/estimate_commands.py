@@ -1,0 +1,155 @@
+"""The commands that compute costs instead of measuring them: `estimate` and `calibrate`."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from baechi.cli.console import (
+    CheckpointOption,
+    GraphOption,
+    InferenceOption,
+    MaybeModelArgument,
+    OptimizerOption,
+    OutOption,
+    TraceOption,
+    check_checkpoint,
+    describe,
+    say,
+    say_costs,
+    show,
+    step_graph,
+    trace_model,
+    write,
+)
+from baechi.errors import InputError
+from baechi.records import device_kinds
+from baechi.records.efficiency import DTYPES, Calibration
+from baechi.records.op_costs import Profile
+from baechi.storage.serialization import load
+from baechi.units import format_ns
+
+if TYPE_CHECKING:
+    from baechi.traced.traced_model import Traced
+
+KindsOption = Annotated[
+    Path | None, typer.Option("--kinds", help="A TOML file with more device kinds.")
+]
+
+
+def estimate(
+    model: MaybeModelArgument = None,
+    *,
+    kind: Annotated[
+        str | None, typer.Option(help="The device kind; `--list` prints those that are known.")
+    ] = None,
+    list_kinds: Annotated[
+        bool, typer.Option("--list", help="Print the table of device kinds and leave.")
+    ] = False,
+    kinds: KindsOption = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="A calibration file of this kind, from `calibrate`.")
+    ] = None,
+    out: OutOption = None,
+    graph: GraphOption = None,
+    trace_file: TraceOption = None,
+    inference: InferenceOption = False,
+    optimizer: OptimizerOption = "adamw",
+    checkpoint: CheckpointOption = None,
+) -> None:
+    r"""Compute what every operator of a model costs, on a device that need not be here.
+
+    From shapes alone: FLOPs and bytes against the peaks of a device kind. A model on the meta
+    device needs no memory for its weights. The files are those that `profile` writes.
+
+    For example:
+
+        baechi estimate --list
+        baechi estimate model.py:llama70b --kind H100-SXM-80GB --inference \
+          --graph llama.graph.json
+        baechi solve llama.graph.json 8xH100-SXM-80GB -o llama.placement.json
+    """
+    if list_kinds:
+        rows = device_kinds.known(kinds)
+        show(_table(rows))
+        for row in rows:
+            say(f"{row.name}: {row.source}")
+        return
+    if model is None or kind is None:
+        raise InputError("give a model and --kind, or --list for the kinds that are known.")
+    row = device_kinds.find(kind, kinds)
+    if model.endswith(".json"):
+        raise InputError(
+            f"{model} is a file, and a trace in a file has no shapes to compute from; give the "
+            "model as file.py:function (on the meta device it needs no memory)."
+        )
+    fitted = load(calibration, Calibration) if calibration is not None else None
+    import baechi
+
+    traced: Traced = trace_model(model)
+    describe(traced, trace_file)
+    check_checkpoint(traced, inference, checkpoint)
+    computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
+    say_costs(f"computed for {row.name}", computed)
+    unseen = sum(bool(cost.remark) for cost in computed.costs)
+    if unseen:
+        say(f"  {unseen} operators depend on values; their times are a guess from their bytes")
+    write(computed, out)
+    if graph is not None:
+        write(step_graph(traced, computed, inference, optimizer, checkpoint), graph)
+
+
+def calibrate(
+    profiles: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL=PROFILE...", help="Models, each with its profile file."),
+    ],
+    *,
+    kind: Annotated[
+        str | None, typer.Option(help="The device kind; that of the profiles if absent.")
+    ] = None,
+    kinds: KindsOption = None,
+    out: OutOption = None,
+) -> None:
+    """Fit the efficiencies behind `estimate` to profiles that were measured on a device.
+
+    Prints how well computed times meet measured ones, before and after.
+
+    For example:
+
+        baechi profile model.py:gpt2 --threads 1 -o gpt2.profile.json
+        baechi calibrate model.py:gpt2=gpt2.profile.json -o cpu.calibration.json
+        baechi estimate model.py:bert --kind cpu --calibration cpu.calibration.json
+    """
+    named = [text.rpartition("=") for text in profiles]
+    for text, (model, _, file) in zip(profiles, named, strict=True):
+        if not model or not file:
+            raise InputError(f"{text!r} names no profile; write MODEL=PROFILE.")
+    measured = [load(file, Profile) for _, _, file in named]
+    import baechi
+
+    pairs = [(trace_model(model), p) for (model, _, _), p in zip(named, measured, strict=True)]
+    fitted: Calibration = baechi.calibrate(pairs, kind, kinds_file=kinds)
+    say(fitted.table())
+    say(f"a kernel takes at least {format_ns(fitted.launch_ns)}")
+    write(fitted, out)
+
+
+def _table(kinds: tuple[device_kinds.DeviceKind, ...]) -> object:
+    """The device kinds as rich draws them, on 80 columns."""
+    from rich.table import Table
+
+    table = Table(title="Dense peaks in TFLOP/s", title_justify="left", box=None, pad_edge=False)
+    table.add_column("kind", no_wrap=True)
+    for title in ("GiB", "GB/s", *DTYPES, "us"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for kind in kinds:
+        peaks = [kind.flops_per_s.get(dtype) for dtype in DTYPES]
+        cells = ["-" if peak is None else _short(peak / 1e12) for peak in peaks]
+        sizes = (f"{kind.memory_bytes / 2**30:.4g}", _short(kind.bytes_per_s / 1e9))
+        table.add_row(kind.name, *sizes, *cells, f"{kind.launch_ns / 1e3:.2g}")
+    return table
+
+
+def _short(number: float) -> str:
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"

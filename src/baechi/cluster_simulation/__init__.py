@@ -1,0 +1,1 @@
+"""A trace-driven simulation of a shared cluster."""

@@ -1,0 +1,149 @@
+"""How jobs share a GPU: alone on it, in turns, or side by side.
+
+A rate is work done per tick. `WORK` units are one tick of a whole GPU of speed 1: a number that all
+small counts divide, so that turns among them are exact integers. The sum of what the jobs of a GPU
+use of its compute is never above the whole.
+
+| model | rate of a job among those on its GPU | what it stands for |
+|---|---|---|
+| exclusive | 1 | whole GPUs |
+| time-sliced | 1/n | the driver's turns; also schedulers that only keep books of fractions |
+| MPS-like | min(limit, 1 / sum of the jobs' compute) x (1 - overhead) | concurrent kernels |
+| exclusive on slices | min(1, share / compute) | MIG: every slice is a small GPU (`fleet.Slice`) |
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+from baechi.cluster_simulation.jobs import WHOLE
+from baechi.errors import InputError
+
+WORK: Final = 720_720  # the least common multiple of 1 to 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one job has on one GPU.
+
+    Attributes:
+        memory_bytes: What it holds there.
+        compute: The share of the GPU that it keeps busy when alone, in thousandths.
+        limit: The share that it may use at most, in thousandths.
+    """
+
+    memory_bytes: int = 0
+    compute: int = WHOLE
+    limit: int = WHOLE
+
+
+class Sharing(ABC):
+    """A model of a GPU that several jobs are on.
+
+    Attributes:
+        most: At most so many jobs on one GPU.
+        wants_whole: Whether a GPU that others hold memory of is left out.
+    """
+
+    most: int
+    wants_whole: ClassVar[bool] = False
+
+    def admits(self, parts: Sequence[Part], part: Part) -> bool:
+        """Whether a job may join those that are there, memory apart."""
+        del part
+        return len(parts) < self.most
+
+    @abstractmethod
+    def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
+        """Work per tick of one of the jobs that are there.
+
+        Args:
+            parts: All jobs there, `part` among them.
+            part: The job.
+            share: What the device has of a GPU, in thousandths.
+        """
+
+    def used(self, parts: Sequence[Part], share: int) -> int:
+        """The compute that the jobs use, in `WORK` units; at most `WORK * share / WHOLE`."""
+        return sum(self.rate(parts, part, share) * part.compute for part in parts) // WHOLE
+
+
+def _alone(part: Part, share: int) -> int:
+    """The rate of a job that has a device for itself: what it keeps busy, or all that is there."""
+    return min(WORK, WORK * share // part.compute)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exclusive(Sharing):
+    """One job per GPU or slice, and nobody else."""
+
+    most: int = 1
+    wants_whole: ClassVar[bool] = True
+
+    def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
+        """All of it."""
+        del parts
+        return _alone(part, share)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TimeSliced(Sharing):
+    """Up to `most` jobs take turns: each runs at 1/n of its rate alone.
+
+    Raises:
+        InputError: `most` is below 1.
+    """
+
+    most: int = 2
+
+    def __post_init__(self) -> None:
+        _check_most(self.most)
+
+    def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
+        """The nth part of its rate alone."""
+        return _alone(part, share) // len(parts)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class SideBySide(Sharing):
+    """Up to `most` jobs at once, as under MPS: slowed down only by what they want beyond the whole.
+
+    Attributes:
+        most: At most so many jobs on one GPU.
+        overhead: What concurrency costs, in thousandths of every job's rate.
+        packs: Whether jobs are admitted only while their compute fits the GPU (Gandiva's packing).
+
+    Raises:
+        InputError: `most` is below 1, or `overhead` is not in [0, 1000).
+    """
+
+    most: int = 2
+    overhead: int = 0
+    packs: bool = False
+
+    def __post_init__(self) -> None:
+        _check_most(self.most)
+        if not 0 <= self.overhead < WHOLE:
+            raise InputError(f"overhead is {self.overhead}; give thousandths, 0 to {WHOLE - 1}.")
+
+    def admits(self, parts: Sequence[Part], part: Part) -> bool:
+        """As all, and within the GPU's compute where `packs`."""
+        wanted = sum(other.compute for other in parts) + part.compute
+        return len(parts) < self.most and (not self.packs or not parts or wanted <= WHOLE)
+
+    def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
+        """`min(limit, share / sum of compute)`, less the overhead where there is company."""
+        wanted = sum(other.compute for other in parts)
+        limited = WORK * min(part.limit, share) // part.compute
+        rate = min(WORK, limited, WORK * share // wanted)
+        return rate * (WHOLE - self.overhead) // WHOLE if len(parts) > 1 else rate
+
+
+def _check_most(most: int) -> None:
+    if most < 1:
+        raise InputError(f"at most {most} jobs on a GPU; give at least 1.")

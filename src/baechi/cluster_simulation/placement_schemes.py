@@ -1,0 +1,143 @@
+"""Placement schemes: on which GPUs a job runs.
+
+| scheme | takes |
+|---|---|
+| `count` | as many GPUs as there are free, wherever (`rooms.Counter`) |
+| `first-fit` | the first GPUs that have room, in order |
+| `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
+| `random` | any GPUs with room |
+| `best-fit` | the node that would have the least left; else as few nodes as possible |
+| `least-loaded` | the GPUs with the fewest jobs |
+| `baechi` | what `baechi.solve` decides on what is left (`splitting.py`) |
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from baechi.cluster_simulation.contention import Part
+from baechi.cluster_simulation.free_devices import Grant, Machines
+from baechi.cluster_simulation.jobs import Job
+
+
+class Scheme(ABC):
+    """Chooses GPUs."""
+
+    @abstractmethod
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """Where the job goes among what is left, or `None` if it must wait; changes nothing."""
+
+
+def part_of(job: Job) -> Part:
+    """What a job that is not split has on each of its GPUs."""
+    return Part(job.memory_bytes, job.compute, job.limit)
+
+
+def granted(job: Job, gpus: Sequence[int]) -> Grant:
+    """The grant of equal parts on some GPUs."""
+    return Grant(tuple(gpus), (part_of(job),) * len(gpus))
+
+
+def by_node(room: Machines, gpus: Sequence[int]) -> dict[int, list[int]]:
+    """GPUs by their node, in order."""
+    nodes: dict[int, list[int]] = {}
+    for gpu in gpus:
+        nodes.setdefault(room.fleet.gpus[gpu].node, []).append(gpu)
+    return nodes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class FirstFit(Scheme):
+    """On the first GPUs that have room, whatever node they are on."""
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """In the order of the cluster."""
+        free = room.open(part_of(job))
+        return granted(job, free[: job.gpus]) if len(free) >= job.gpus else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Consolidated(Scheme):
+    """On one node where a node is enough, else on whole nodes and a rest, under one switch.
+
+    The rule of the Tiresias simulator's scheme `yarn`; CPUs and host memory are not modeled here.
+    """
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """The first node or switch that has room; GPUs with fewer jobs before others."""
+        free = by_node(room, room.open(part_of(job)))
+        for row in free.values():
+            row.sort(key=lambda gpu: len(room.owners[gpu]))
+        per_node = room.fleet.gpus_per_node
+        if job.gpus <= per_node:
+            found = next((row for row in free.values() if len(row) >= job.gpus), None)
+            return None if found is None else granted(job, sorted(found[: job.gpus]))
+        whole, rest = divmod(job.gpus, per_node)
+        switches: dict[int, list[list[int]]] = {}
+        for row in free.values():
+            switches.setdefault(room.fleet.gpus[row[0]].switch, []).append(row)
+        for nodes in switches.values():
+            idle = [
+                row
+                for row in nodes
+                if len(row) == per_node and not any(room.owners[gpu] for gpu in row)
+            ][:whole]
+            last = next((row for row in nodes if len(row) >= rest and row not in idle), None)
+            if len(idle) == whole and (last is not None or not rest):
+                chosen = [gpu for row in idle for gpu in row]
+                return granted(job, sorted(chosen + (last[:rest] if last and rest else [])))
+        return None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Random(Scheme):
+    """On any GPUs with room, drawn anew for each job."""
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """A uniform sample."""
+        free = room.open(part_of(job))
+        if len(free) < job.gpus:
+            return None
+        return granted(job, sorted(room.random.sample(free, job.gpus)))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class BestFit(Scheme):
+    """Where the least is left over: the tightest node, and on it the fullest GPUs."""
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """One node if any has room for all; else the nodes with the most room, one by one."""
+        free = room.open(part_of(job))
+        if len(free) < job.gpus:
+            return None
+        nodes = sorted(by_node(room, free).values(), key=len)
+        tightest = next((row for row in nodes if len(row) >= job.gpus), None)
+        chosen: list[int] = []
+        for row in [tightest] if tightest else reversed(nodes):
+            fullest = sorted(row, key=lambda gpu: _left(room, gpu))
+            chosen += fullest[: job.gpus - len(chosen)]
+        return granted(job, sorted(chosen))
+
+
+def _left(room: Machines, gpu: int) -> tuple[int, int]:
+    """What orders GPUs from full to empty: the memory left, then the places left."""
+    return room.memory_left[gpu] or 0, -len(room.owners[gpu])
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LeastLoaded(Scheme):
+    """On the GPUs that have the fewest jobs."""
+
+    def place(self, job: Job, room: Machines) -> Grant | None:
+        """The first of those with the fewest jobs."""
+        free = room.open(part_of(job))
+        if len(free) < job.gpus:
+            return None
+        free.sort(key=lambda gpu: len(room.owners[gpu]))
+        return granted(job, sorted(free[: job.gpus]))

@@ -1,0 +1,238 @@
+"""Least attained service in discrete queues, and the Gittins index in them (Tiresias, NSDI'19).
+
+A job starts in the first queue and goes to the next once the service that it has had passes the
+queue's limit: seconds (`dlas`) or GPU-seconds (`dlas-gpu`, two-dimensional). Queues are served in
+order; within one, running jobs go before waiting ones, in the order in which they came. With
+`gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
+jobs need: the chance to end within the next `delta` over what that costs.
+
+`compat="tiresias"` repeats what the published simulator does, which its results need:
+
+- the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
+  GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
+- the mean cost in the Gittins index is cut to an integer, and index and chance are rounded;
+- with promotion there is no index: the original sorts only where the policy has the plain name;
+- GPUs are counted, whatever the scheme;
+- who was to end at the moment at which the next job arrives does end then, though a demotion in
+  between took its GPUs: the original notes the end with the arrival, and does not take it back
+  unless another end falls on that moment. Its last wait is not counted, for ends go first.
+
+Between the two limits that are used and the third that is written there, the original has three
+queues, so the third is never read; it is left out here.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from decimal import ROUND_HALF_UP, Decimal
+from functools import cache
+from importlib.resources import files
+from itertools import accumulate
+from typing import ClassVar, Final, final
+
+from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.running_job import Run
+from baechi.errors import InputError
+
+LIMITS: Final = (3250, 7200)
+DELTA: Final = 3250
+
+
+@cache
+def sampled_gpu_times() -> tuple[int, ...]:
+    """1,001 GPU-times of jobs in seconds, ascending, as the Tiresias simulator ships them."""
+    text = files("baechi.cluster_simulation.policies").joinpath("gpu_seconds.csv").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return tuple(sorted(int(line) for line in lines[1:]))
+
+
+@final
+class GittinsIndex:
+    """The index by attained service: higher is more urgent, 0 beyond the samples.
+
+    Args:
+        samples: What jobs needed in all.
+        delta: How far the index looks ahead.
+        rounded: As the original computes it.
+
+    Raises:
+        InputError: There are no samples, or they are not positive.
+    """
+
+    def __init__(
+        self, samples: Sequence[int], *, delta: int = DELTA, rounded: bool = False
+    ) -> None:
+        if not samples or min(samples) < 1:
+            raise InputError("the Gittins index needs samples of positive GPU-time.")
+        self._samples = sorted(samples)
+        sums = [0, *accumulate(self._samples)]
+        count = len(self._samples)
+        last = self._samples[-1] - 1
+        self._index = []
+        for sample in self._samples:
+            attained = sample - 1
+            here = bisect_right(self._samples, attained)
+            ahead = attained + delta
+            # The original takes all samples but the longest where the next look is beyond it.
+            there = count - 1 if ahead > last else bisect_right(self._samples, ahead)
+            left = count - here
+            cost = sums[there] - sums[here] + delta * (count - there)
+            if rounded:
+                chance = _rounded((there - here) / left, 5)
+                mean = cost // left
+                self._index.append(_rounded(chance * 1_000_000 / mean, 4) if mean else 0.0)
+            else:
+                self._index.append((there - here) / cost if cost else 0.0)
+        self._index.append(0.0)
+
+    def __call__(self, attained: int) -> float:
+        """The index of a job that has had so much."""
+        return self._index[bisect_right(self._samples, attained)]
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Rounded as Python 2 does, exact halves away from zero; Python 3 takes the even neighbor."""
+    return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
+
+
+class LeastAttained(Policy):
+    """Discretized least attained service.
+
+    Args:
+        limits: The service at which a job leaves each queue but the last.
+        promote: A job that has waited `promote` times what it ran since it was last in the first
+            queue goes back to it; 0 for never.
+        compat: As the published simulator (see above).
+        index: A Gittins index, to order the jobs of a queue.
+    """
+
+    name = "dlas"
+    preemptive = True
+    by_gpus: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        *,
+        limits: Sequence[int] = LIMITS,
+        promote: float = 0,
+        compat: bool = False,
+        index: GittinsIndex | None = None,
+    ) -> None:
+        if list(limits) != sorted(set(limits)) or min(limits, default=1) < 1:
+            raise InputError(f"queue limits are {list(limits)}; give rising positive numbers.")
+        if promote < 0:
+            raise InputError(f"promote is {promote}; it must not be negative.")
+        self._limits = tuple(limits)
+        self._promote = promote
+        self._compat = self.only_counts = self.ends_with_arrivals = compat
+        self._index = index
+        self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
+        self._level: dict[int, int] = {}  # by a job's index
+        self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
+        self._waited_before: dict[int, int] = {}  # waited when it first ran after that
+
+    def order(self, runs: list[Run], now: int) -> list[Run]:
+        """Queue after queue."""
+        for queue in self._queues:
+            alive = [run for run in queue if not run.done]
+            queue[:] = [run for run in alive if run.running]
+            queue += [run for run in alive if not run.running]
+        by_arrival = sorted(runs, key=lambda run: run.index)
+        for run in by_arrival:
+            if run.index not in self._level:
+                self._level[run.index] = self._ran_before[run.index] = 0
+                self._queues[0].append(run)
+        for run in by_arrival:
+            self._move(run, now)
+        if self._index is not None:
+            index = self._index
+            for queue in self._queues:
+                queue.sort(
+                    key=lambda run: (index(self._service(run, now)), -run.job.submit_time),
+                    reverse=True,
+                )
+        return [run for queue in self._queues for run in queue]
+
+    def wake(self, runs: Sequence[Run], now: int) -> int | None:
+        """When the first job leaves its queue."""
+        times = []
+        for run in runs:
+            level = self._level[run.index]
+            ran = self._ran(run, now)
+            if run.running and level < len(self._limits):
+                times.append(now + self._until_demotion(run, ran, self._limits[level]))
+            elif not run.running and self._promote and level and ran:
+                left = int(ran * self._promote - self._pending(run, now))
+                if left > 0:
+                    times.append(now + left)
+        return min(times, default=None)
+
+    def _until_demotion(self, run: Run, ran: int, limit: int) -> int:
+        if not self.by_gpus:
+            return limit - ran
+        if self._compat:
+            return (limit - ran) // run.job.gpus
+        return -(-limit // run.job.gpus) - ran
+
+    def _move(self, run: Run, now: int) -> None:
+        """To the next queue, or back to the first."""
+        level = self._level[run.index]
+        ran = self._ran(run, now)
+        if not ran:
+            self._waited_before[run.index] = run.waited(now)
+        if run.running:
+            if level < len(self._limits) and self._service(run, now) >= self._limits[level]:
+                self._change(run, level + 1)
+        elif (
+            self._promote
+            and level
+            and ran
+            and (self._pending(run, now) >= int(ran * self._promote))
+        ):
+            self._change(run, 0)
+            self._ran_before[run.index] = run.attained(now)
+            self._waited_before[run.index] = run.waited(now)
+            run.promote += 1
+
+    def _change(self, run: Run, level: int) -> None:
+        self._queues[self._level[run.index]].remove(run)
+        self._queues[level].append(run)
+        self._level[run.index] = level
+
+    def _ran(self, run: Run, now: int) -> int:
+        """Ticks on GPUs since it was last put into the first queue."""
+        return run.attained(now) - self._ran_before[run.index]
+
+    def _pending(self, run: Run, now: int) -> int:
+        """Ticks waited since it first ran after that."""
+        return run.waited(now) - self._waited_before[run.index]
+
+    def _service(self, run: Run, now: int) -> int:
+        return self._ran(run, now) * (run.job.gpus if self.by_gpus else 1)
+
+
+@final
+class LeastAttainedGpuTime(LeastAttained):
+    """By GPU-time: two-dimensional."""
+
+    name = "dlas-gpu"
+    by_gpus = True
+
+
+@final
+class Gittins(LeastAttained):
+    """By GPU-time, and within a queue by the Gittins index."""
+
+    name = "dlas-gpu-gittins"
+    by_gpus = True
+
+    def __init__(
+        self,
+        *,
+        samples: Sequence[int] | None = None,
+        limits: Sequence[int] = LIMITS,
+        promote: float = 0,
+        compat: bool = False,
+    ) -> None:
+        known = sampled_gpu_times() if samples is None else samples
+        index = None if compat and promote else GittinsIndex(known, rounded=compat)
+        super().__init__(limits=limits, promote=promote, compat=compat, index=index)

@@ -1,0 +1,399 @@
+"""A trace-driven cluster: a policy says which job, a scheme says where, integers say when.
+
+The clock goes from event to event: an arrival, an end, or a moment that the policy asked for
+(`Policy.wake`). At each, in this order: jobs end, jobs arrive, the policy orders, GPUs are given.
+With preemption the order is of all jobs, as if the cluster were empty, but a job keeps its GPUs
+where nothing more urgent needs them.
+
+A job has `duration * WORK` units of work and does `Run.rate` of them per tick; where jobs share a
+GPU, rates change as they come and go, and the ends with them (an old end in the heap is void). A
+tick that is not filled by the last work counts whole, so times stay integers.
+
+Cost of an event: O(changes log jobs) under `fifo` and `shortest` where GPUs are only counted, else
+O(waiting or runnable jobs), times O(GPUs) for the jobs that a scheme is asked about. Memory is
+linear in jobs plus events.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from baechi.cluster_simulation.contention import Exclusive, Sharing
+from baechi.cluster_simulation.fleet import Fleet
+from baechi.cluster_simulation.free_devices import Counter, Grant, Machines, Room
+from baechi.cluster_simulation.job_ends import Ends
+from baechi.cluster_simulation.jobs import WHOLE, Job
+from baechi.cluster_simulation.offers import RoomOffer, admission, held_by, shape_of
+from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.policies.policy import Policy
+from baechi.cluster_simulation.progress import Progress
+from baechi.cluster_simulation.results import Result
+from baechi.cluster_simulation.running_job import Run
+from baechi.errors import InputError
+from baechi.validation import check_count
+
+
+def simulate_cluster(
+    jobs: Sequence[Job],
+    fleet: Fleet,
+    policy: Policy,
+    scheme: Scheme | None = None,
+    *,
+    sharing: Sharing | None = None,
+    preempt_cost: int = 0,
+    restart_cost: int = 0,
+    seed: int = 0,
+    memo: dict[object, object] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Runs jobs on a cluster until all have ended; the same input gives the same result.
+
+    Args:
+        jobs: In any order; those of one time arrive in the order given.
+        fleet: The cluster.
+        policy: Which jobs hold GPUs; the value given is not changed.
+        scheme: Where; `None` only counts GPUs, which is the published simulators' scheme `count`.
+        sharing: How jobs share a GPU; whole GPUs if absent.
+        preempt_cost: Ticks of work that a job loses when it is preempted.
+        restart_cost: Ticks of work that going on costs it.
+        seed: For schemes that draw.
+        memo: What schemes find out about the graphs of jobs goes here; given again to a simulation
+            of jobs with the same graphs, it saves finding it out again and changes nothing.
+        progress: Called with the jobs that are done and all jobs, after events.
+
+    Raises:
+        InputError: Two jobs of one name, or GPUs that are shared, slices or of another speed where
+            they are only counted, or a policy under which nothing starts or ends any more.
+    """
+    check_count(preempt_cost, "preempt_cost")
+    check_count(restart_cost, "restart_cost")
+    names: set[str] = set()
+    for job in jobs:
+        if job.name in names:
+            raise InputError(f"two jobs are named {job.name!r}; names must be unique.")
+        names.add(job.name)
+    sharing = sharing if sharing is not None else Exclusive()
+    scheme = None if policy.only_counts else scheme
+    whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
+    if scheme is None and (sharing.most > 1 or not whole):
+        raise InputError(
+            "counting tells no GPU from another and takes each for a whole one of speed 1, so jobs "
+            "cannot share one, and none may be a slice: give a scheme, such as least-loaded."
+        )
+    room = partial(_empty, fleet, sharing, scheme, seed, {} if memo is None else memo)
+    simulation = _Simulation(fleet, copy.deepcopy(policy), room, preempt_cost + restart_cost)
+    return simulation.run(jobs, progress)
+
+
+def _empty(
+    fleet: Fleet, sharing: Sharing, scheme: Scheme | None, seed: int, memo: dict[object, object]
+) -> Room:
+    return Machines(fleet, sharing, scheme.place, seed, memo) if scheme else Counter(fleet)
+
+
+class _Simulation:
+    """The state of one simulation."""
+
+    def __init__(
+        self, fleet: Fleet, policy: Policy, room: Callable[[], Room], restart_cost: int
+    ) -> None:
+        self._policy = policy
+        self._make_room = room
+        self._room = self._make_room()
+        self._gpus = len(fleet.gpus)
+        self._memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
+        self._byte_ticks = 0
+        self._restart_cost = restart_cost
+        self._shared = isinstance(self._room, Machines) and self._room.sharing.most > 1
+        self._asks = type(policy).accepts is not Policy.accepts
+        self._queue: list[Run] = []  # that wait, or with preemption all that have not ended
+        self._running: dict[int, Run] = {}
+        self._ends = Ends()
+        self._due: list[Run] = []  # see `Policy.ends_with_arrivals`
+        self._wake: int | None = None
+        self._selects = False
+        self._waiting = 0
+        self._done: list[Run] = []
+        self._progress = Progress()
+        self._hopeless: set[object] = set()  # shapes that found no room since a job last left
+
+    def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> Result:
+        """Until nothing waits, runs or arrives."""
+        refused, admitted = admission(jobs, self._make_room(), self._gpus)
+        runs = self._runs = [Run(job, index) for index, job in enumerate(admitted)]
+        self._policy.begin(self._gpus)
+        # Decided once: a policy that selects keeps its own queue from the first event on.
+        if isinstance(self._room, Counter) and not self._restart_cost:
+            chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
+            self._selects = chosen is not None
+        rows: list[tuple[int, ...]] = []
+        times = {job.submit_time for job in admitted}
+        if self._policy.ends_with_arrivals:
+            times.update(row.job.submit_time for row in refused)
+        arrivals = sorted(times, reverse=True)
+        now = arrivals[-1] if arrivals else 0
+        place = 0
+        while True:
+            moment = self._next(arrivals[-1] if arrivals else None)
+            if moment is None:
+                break
+            self._byte_ticks += self._room.held_bytes * max(0, moment - now)
+            before, now = now, max(now, moment)
+            first = place
+            while place < len(runs) and runs[place].job.submit_time <= now:
+                place += 1
+            arrived = runs[first:place]
+            ended = self._ends.due(now)
+            if arrivals and arrivals[-1] <= now:
+                arrivals.pop()
+                ended, self._due = ended or self._due, []
+            self._end(ended, now, before)
+            self._waiting += len(arrived)
+            self._decide(now, arrived, ended)
+            if self._waiting and not self._running and place == len(runs) and self._wake is None:
+                raise InputError(
+                    f"policy {self._policy.name!r} leaves {self._waiting} jobs waiting on an idle "
+                    "cluster for ever."
+                )
+            moves = bool(ended or arrived or place < len(runs))
+            if self._progress.is_stuck(runs, now, moves=moves):
+                raise InputError(
+                    f"under policy {self._policy.name!r} jobs lose by preemptions what they get "
+                    "done, and would never end; lower what preempting and restarting cost."
+                )
+            counted = (self._waiting, len(self._running), len(self._done))
+            rows.append((now, *self._room.row(), *counted))
+            if progress is not None and (ended or arrived):
+                progress(len(self._done), len(runs))
+        outcomes = tuple(run.outcome(resumes=self._policy.preemptive) for run in self._done)
+        return Result(
+            *(self._policy.name, self._gpus, outcomes, tuple(refused), tuple(rows)),
+            memory_bytes=self._memory_bytes,
+            byte_ticks=self._byte_ticks,
+        )
+
+    def _next(self, arrival: int | None) -> int | None:
+        """The time of the next event."""
+        times = [arrival] if arrival is not None else []
+        end = self._ends.first(len(self._running))
+        if end is not None:
+            times.append(end)
+            if end == arrival and self._policy.ends_with_arrivals:
+                self._due = self._ends.at(end)
+        if self._wake is not None and (self._running or self._waiting):
+            times.append(self._wake)
+        return min(times, default=None)
+
+    def _end(self, ended: list[Run], now: int, before: int) -> None:
+        """Ends jobs; one that waits has waited until the event before, as published."""
+        for run in ended:
+            if run.running:
+                self._release(run, now)
+            else:
+                run.settle(before)
+                self._waiting -= 1
+            run.done = True
+            run.end_time = now
+        for run in ended:
+            self._refresh(run, now)
+        self._done += ended
+        if ended and self._policy.preemptive and not self._selects:
+            self._queue = [run for run in self._queue if not run.done]
+
+    def _decide(self, now: int, arrived: list[Run], ended: list[Run]) -> None:
+        policy = self._policy
+        if self._selects and isinstance(self._room, Counter):
+            chosen = policy.select(now, arrived, ended, self._room.free)
+            stops, starts = chosen if chosen is not None else ([], [])
+            for run in stops:
+                self._stop(run, now)
+            for run in starts:
+                self._start(run, Grant((), ()), now)
+            return
+        self._queue += arrived
+        self._queue = policy.order(self._queue, now)
+        if not policy.preemptive:
+            self._fill_up(now)
+        elif isinstance(self._room, Counter):
+            self._count_out(now)
+        else:
+            self._deal_out(now)
+        wake = policy.wake(self._queue, now)
+        self._wake = None if wake is None else max(now + 1, wake)
+
+    def _count_out(self, now: int) -> None:
+        """With preemption, where GPUs are counted: those that lose theirs, then the others."""
+        free = self._gpus
+        stops, starts = [], []
+        for run in self._queue:
+            if run.job.gpus <= free:
+                free -= run.job.gpus
+                if not run.running:
+                    starts.append(run)
+            elif run.running:
+                stops.append(run)
+        for run in stops:
+            self._stop(run, now)
+        for run in starts:
+            self._start(run, Grant((), ()), now)
+
+    def _fill_up(self, now: int) -> None:
+        """Without preemption: those that wait, as far as there is room."""
+        started = 0
+        prefix = True
+        free = self._room.row()[3]
+        queue = iter(self._queue)
+        for run in queue:
+            if not free and not self._shared:
+                break
+            if self._begin(run, now):
+                started += 1
+                free = self._room.row()[3]
+                if self._policy.passes_over and next(queue, None) is not None:
+                    prefix = False
+            elif self._policy.blocking:
+                break
+            else:
+                prefix = False
+        if started and prefix:
+            del self._queue[:started]
+        elif started:
+            self._queue = [run for run in self._queue if not run.running]
+
+    def _deal_out(self, now: int) -> None:
+        """With preemption, GPU by GPU: a job takes from those behind it what is not free."""
+        hopeless: set[object] = set()
+        for rank, run in enumerate(self._queue):
+            if run.running or self._begin(run, now):
+                continue
+            shape = shape_of(run.job)
+            behind = [other for other in self._queue[rank + 1 :] if other.running]
+            if behind and shape not in hopeless and not self._displace(run, behind, now):
+                hopeless.add(shape)
+
+    def _displace(self, run: Run, behind: list[Run], now: int) -> bool:
+        """Starts a job on what those behind it hold, if that is enough; who can, stays.
+
+        The least urgent make way first, and no more of them than are needed: found by doubling and
+        halving, so that a scheme is asked O(log behind) times.
+        """
+        few, away, grant = 0, 0, None
+        while grant is None and away < len(behind):
+            few, enough = away, min(2 * away + 1, len(behind))
+            away = self._clear(behind, away, enough)
+            grant = self._room.place(run.job)
+        if grant is not None:
+            enough = away
+            while enough - few > 1:
+                middle = (few + enough) // 2
+                away = self._clear(behind, away, middle)
+                if self._room.place(run.job) is None:
+                    few = middle
+                else:
+                    enough = middle
+            away = self._clear(behind, away, enough)
+            grant = self._room.place(run.job)
+        if grant is not None:
+            self._room.take(run.index, run.job, grant)
+        lost = []
+        for other in behind[len(behind) - away :]:
+            held = held_by(other)
+            if self._room.place_again(held):
+                self._room.take(other.index, other.job, held)
+            else:
+                lost.append(other)
+        for other in lost:
+            self._mark_stopped(other, now)
+        for other in lost:
+            self._refresh(other, now)
+        if grant is not None:
+            self._mark_started(run, grant, now)
+        return grant is not None
+
+    def _clear(self, behind: list[Run], away: int, wanted: int) -> int:
+        """Takes away or puts back jobs, so that the last `wanted` are away."""
+        for place in range(len(behind) - wanted, len(behind) - away):
+            self._room.give(behind[place].index, behind[place].job, held_by(behind[place]))
+        for place in range(len(behind) - away, len(behind) - wanted):
+            self._room.take(behind[place].index, behind[place].job, held_by(behind[place]))
+        return wanted
+
+    def _begin(self, run: Run, now: int) -> bool:
+        """Starts a job if there is room and the policy takes it."""
+        shape = shape_of(run.job)
+        if shape in self._hopeless:
+            return False
+        grant = self._room.place(run.job)
+        if grant is None:
+            self._hopeless.add(shape)
+        if grant is None or not self._accepts(run, grant, now):
+            return False
+        self._start(run, grant, now)
+        return True
+
+    def _accepts(self, run: Run, grant: Grant, now: int) -> bool:
+        if not self._asks:
+            return True
+        rate = self._room.rate(grant, joins=True)
+        return self._policy.accepts(
+            RoomOffer(run, grant, rate, now, self._running.values(), self._room)
+        )
+
+    def _start(self, run: Run, grant: Grant, now: int) -> None:
+        self._room.take(run.index, run.job, grant)
+        self._mark_started(run, grant, now)
+
+    def _mark_started(self, run: Run, grant: Grant, now: int) -> None:
+        run.settle(now)
+        if run.start_time < 0:
+            run.start_time = now
+        elif self._restart_cost:
+            run.add_overhead(self._restart_cost)
+        run.running = True
+        run.grant = grant
+        run.resume += 1
+        run.rate = 0
+        self._running[run.index] = run
+        self._waiting -= 1
+        self._pace(run, now)
+        self._refresh(run, now)
+
+    def _stop(self, run: Run, now: int) -> None:
+        self._room.give(run.index, run.job, held_by(run))
+        self._mark_stopped(run, now)
+        self._refresh(run, now)
+
+    def _mark_stopped(self, run: Run, now: int) -> None:
+        run.settle(now)
+        run.running = False
+        run.version += 1
+        run.preempt += 1
+        del self._running[run.index]
+        self._hopeless.clear()
+        self._waiting += 1
+
+    def _release(self, run: Run, now: int) -> None:
+        """Of a job that has ended."""
+        run.settle(now)
+        run.running = False
+        run.version += 1
+        del self._running[run.index]
+        self._hopeless.clear()
+        self._room.give(run.index, run.job, held_by(run))
+
+    def _refresh(self, run: Run, now: int) -> None:
+        """New rates for those on the GPUs of a job that came or went."""
+        if self._shared:
+            for index in sorted(self._room.neighbors(held_by(run))):
+                neighbor = self._runs[index]
+                if neighbor.running:
+                    self._pace(neighbor, now)
+
+    def _pace(self, run: Run, now: int) -> None:
+        """The rate of a running job, and its end with it."""
+        rate = self._room.rate(held_by(run))
+        if rate != run.rate:
+            run.settle(now)
+            run.rate = rate
+            run.version += 1
+            self._ends.add(run)

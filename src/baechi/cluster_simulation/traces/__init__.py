@@ -1,0 +1,1 @@
+"""Job traces: readers of published formats, and generators."""

@@ -1,0 +1,1 @@
+"""What every operator costs: measured, or computed from shapes."""

@@ -1,0 +1,277 @@
+"""Efficiencies and the launch floor of a device kind, fitted to measured profiles.
+
+The time of an operator is linear in the launch floor and in the inverse efficiencies x, once it is
+settled which of FLOPs and bytes binds each kernel:
+
+    predicted = sum over its kernels of  ideal * x[class, type, bound]  +  kernels * launch
+
+So the fit is a linear program (least absolute deviations, `_program`), which a few wild
+measurements do not move:
+
+    minimize    sum of  weight * |predicted - measured|  +  a little * |x / x0 - 1|
+    subject to  0 <= x, launch
+
+and what binds is settled anew with its answer, until it stays. The weight is 1 / sqrt(measured),
+between relative errors, in which short operators would drown long ones, and absolute ones, the
+other way. The second term keeps an efficiency that the profiles do not tell at the table's x0; it
+is too small to move one that they do.
+
+Distinct operators count once, however often they occur in a model.
+
+Source: Bloomfield and Steiger, "Least Absolute Deviations" (1983), chapter 1, for the program.
+
+Complexity: a few linear programs of as many rows as twice the distinct operators.
+"""
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+import numpy as np
+
+from baechi.costs.estimation import as_run, rounded_classes
+from baechi.costs.workload import UNSEEN, UNSEEN_BACKWARD, workloads
+from baechi.errors import InputError
+from baechi.placers.linear_programs import Highs, LinearProgram
+from baechi.records.device_kinds import DeviceKind, find
+from baechi.records.efficiency import Calibration, Efficiency, Fit, Kernel
+from baechi.records.op_costs import Profile
+from baechi.traced.traced_model import Traced
+from baechi.validation import check_row
+
+# (class of operator, element type, whether its FLOPs bind it)
+_Column = tuple[str, str, bool]
+
+_ROUNDS: Final = 10
+# Against a weight of 1: what moving an efficiency by all of its size costs.
+_INERTIA: Final = 1e-3
+# An efficiency is between these: above 1 where the peaks are for one core and several run.
+_SHARES: Final = (1e-4, 1e3)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One measured run: the forward or the backward of a distinct operator."""
+
+    kernels: tuple[Kernel, ...]
+    measured_ns: int
+    count: int
+
+
+def calibrate(
+    measured: Iterable[tuple[Traced, Profile]],
+    kind: str | None = None,
+    *,
+    kinds_file: str | os.PathLike[str] | None = None,
+    tf32: bool | None = None,
+) -> Calibration:
+    """The efficiencies and the launch floor with which computed costs meet measured ones best.
+
+    Deterministic: equal profiles give an equal calibration.
+
+    Args:
+        measured: Traced models, each with its measured profile, all of one device.
+        kind: The device kind whose peaks they are shares of; the profiles' own if absent.
+        kinds_file: A file with more kinds.
+        tf32: As in `estimate`.
+
+    Raises:
+        InputError: No profile, one that is computed or of another model or device, a trace from a
+            file, an unknown kind, or profiles that have no time in them.
+    """
+    pairs = check_row(measured, "measured models")
+    if not pairs:
+        raise InputError("there is no profile to calibrate with; give one at least, and its model.")
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise InputError("calibrate takes pairs of a traced model and its measured profile.")
+        _check(*pair, pairs[0][1])
+    row = find(kind if kind is not None else pairs[0][1].kind, kinds_file)
+    rounded = rounded_classes(row, tf32)
+    samples = [sample for traced, profile in pairs for sample in _samples(traced, profile, rounded)]
+    if not samples:
+        raise InputError("the profiles have no operator that takes time; measure a larger model.")
+    fitted, launch_ns = _fit(samples, row)
+    efficiencies = _efficiencies(fitted, row, len(pairs))
+    environment = "; ".join(dict.fromkeys(profile.environment for _, profile in pairs))
+    bare = Calibration(row.name, efficiencies, launch_ns)
+    fits = _fits(samples, row, row.calibrated(bare))
+    return Calibration(row.name, efficiencies, launch_ns, fits, environment)
+
+
+def _check(traced: Traced, profile: Profile, first: Profile) -> None:
+    if not isinstance(traced, Traced) or not isinstance(profile, Profile):
+        raise InputError("calibrate takes pairs of a traced model and its measured profile.")
+    if profile.source != "measured":
+        raise InputError(
+            f"the profile of {traced.name} is {profile.source}, so it would be fitted to itself; "
+            "give one from baechi.profile."
+        )
+    if profile.traced_digest != traced.digest:
+        raise InputError(
+            f"the profile is of another model than this {traced.name}; profile this one."
+        )
+    if (profile.kind, profile.environment) != (first.kind, first.environment):
+        raise InputError(
+            f"profiles of different devices: {first.kind!r} ({first.environment}) and "
+            f"{profile.kind!r} ({profile.environment}); calibrate each on its own."
+        )
+
+
+def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[_Sample]:
+    """The measured runs of the distinct operators of one model."""
+    first: dict[str, int] = {}
+    counts: dict[str, int] = defaultdict(int)
+    for index, op in enumerate(traced.ops):
+        first.setdefault(op.key, index)
+        counts[op.key] += 1
+    samples = []
+    for key, load in workloads(traced).items():
+        cost, op = profile.costs[first[key]], traced.ops[first[key]]
+        told = load.remark not in (UNSEEN, UNSEEN_BACKWARD)
+        runs = [(load.forward, cost.forward_ns)] if load.remark != UNSEEN else []
+        runs += [(load.backward, cost.backward_ns)] if told and op.differentiable else []
+        for kernels, measured_ns in runs:
+            if kernels and measured_ns:
+                run = tuple(as_run(kernel, rounded) for kernel in kernels)
+                samples.append(_Sample(run, measured_ns, counts[key]))
+    return samples
+
+
+def _fit(samples: Sequence[_Sample], kind: DeviceKind) -> tuple[dict[_Column, float], int]:
+    """The fitted efficiencies by column, and the launch floor in ns."""
+    shares: dict[_Column, float] = {}
+    launch_ns = float(kind.launch_ns)
+    for _ in range(_ROUNDS):
+        ideals = [_ideals(sample.kernels, kind, shares) for sample in samples]
+        columns = sorted({column for ideal in ideals for column in ideal})
+        before = [_share(column, kind, shares) for column in columns]
+        tables = [_share(column, kind, {}) for column in columns]
+        program = _program(samples, ideals, columns, tables, kind.launch_ns)
+        values = Highs().solve(program).values
+        if values is None:  # feasible and bounded by its making, so only the iteration limit
+            break
+        inverses = values[: len(columns)]
+        low, high = _SHARES
+        found = [
+            min(max(table / float(x), low), high) if x > 0 else high
+            for table, x in zip(tables, inverses, strict=True)
+        ]
+        launch_ns = float(values[len(columns)]) * max(kind.launch_ns, 1)
+        shares.update(zip(columns, found, strict=True))
+        if np.allclose(found, before, rtol=1e-6, atol=0):
+            break
+    return shares, round(launch_ns)
+
+
+def _share(column: _Column, kind: DeviceKind, shares: dict[_Column, float]) -> float:
+    op_class, dtype, computes = column
+    row = kind.efficiency(op_class, dtype)
+    return shares.get(column, row.compute if computes else row.memory)
+
+
+def _ideals(
+    kernels: Sequence[Kernel], kind: DeviceKind, shares: dict[_Column, float]
+) -> dict[_Column, float]:
+    """What the kernels would take at the peaks, by what binds each at the present shares."""
+    ideal: dict[_Column, float] = defaultdict(float)
+    for kernel in kernels:
+        bounds = []
+        for computes, ideal_ns in zip((True, False), kind.ideal_ns(kernel), strict=True):
+            column = (kernel.op_class, kernel.dtype, computes)
+            bounds.append((ideal_ns / _share(column, kind, shares), computes, ideal_ns))
+        _, computes, ideal_ns = max(bounds)
+        ideal[kernel.op_class, kernel.dtype, computes] += ideal_ns
+    return ideal
+
+
+def _program(
+    samples: Sequence[_Sample],
+    ideals: Sequence[dict[_Column, float]],
+    columns: Sequence[_Column],
+    tables: Sequence[float],
+    launch_ns: int,
+) -> LinearProgram:
+    """The program at the head of this file, in numbers around 1.
+
+    Variables: x / x0 per column and launch / launch0, and how far each of those is from 1; then how
+    far each sample is from what was measured, in its weight's unit. Two rows bound each distance.
+    """
+    floor = max(launch_ns, 1)
+    n, m = len(columns) + 1, len(samples)
+    place = {column: i for i, column in enumerate(columns)}
+    scale = sum(sample.measured_ns**0.5 for sample in samples) / m
+    rows: list[tuple[int, int, float]] = []
+    limits: list[float] = []
+
+    def bound(terms: Sequence[tuple[int, float]], target: float, distance: int) -> None:
+        """|terms - target| <= distance, as two rows."""
+        for sign in (1.0, -1.0):
+            rows.extend((len(limits), i, sign * value) for i, value in terms if value)
+            rows.append((len(limits), distance, -1.0))
+            limits.append(sign * target)
+
+    for i in range(n):
+        bound([(i, 1.0)], 1.0, n + i)
+    for s, (sample, ideal) in enumerate(zip(samples, ideals, strict=True)):
+        weight = 1 / (scale * sample.measured_ns**0.5)
+        terms = [(place[c], weight * ns / tables[place[c]]) for c, ns in sorted(ideal.items())]
+        terms.append((n - 1, weight * floor * len(sample.kernels)))
+        bound(terms, weight * sample.measured_ns, 2 * n + s)
+    row, column, value = zip(*rows, strict=True)
+    return LinearProgram(
+        cost=np.array([0.0] * n + [_INERTIA] * n + [1.0] * m),
+        upper=np.full(2 * n + m, np.inf),
+        row=np.array(row, np.int64),
+        column=np.array(column, np.int64),
+        value=np.array(value, np.float64),
+        limit=np.array(limits, np.float64),
+    )
+
+
+def _efficiencies(
+    shares: dict[_Column, float], kind: DeviceKind, n_profiles: int
+) -> tuple[Efficiency, ...]:
+    """One row per class and type that was seen; a bound that was not seen stays as it was."""
+    source = f"fitted to {n_profiles} measured profile{'s' if n_profiles > 1 else ''}"
+    seen = sorted({(op_class, dtype) for op_class, dtype, _ in shares})
+    return tuple(
+        Efficiency(
+            op_class,
+            dtype,
+            _share((op_class, dtype, True), kind, shares),
+            _share((op_class, dtype, False), kind, shares),
+            source,
+        )
+        for op_class, dtype in seen
+    )
+
+
+def _fits(samples: Sequence[_Sample], before: DeviceKind, after: DeviceKind) -> tuple[Fit, ...]:
+    """Relative errors per class and type, and that of the sum over all operators."""
+    by_class: dict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+    totals = [0, 0, 0]
+    every: list[tuple[float, float]] = []
+    for sample in samples:
+        times = [sample.measured_ns, before.run_ns(sample.kernels), after.run_ns(sample.kernels)]
+        totals = [t + ns * sample.count for t, ns in zip(totals, times, strict=True)]
+        largest = max(sample.kernels, key=after.kernel_ns)
+        errors = (_error(times[1], times[0]), _error(times[2], times[0]))
+        by_class[largest.op_class, largest.dtype].append(errors)
+        every.append(errors)
+    rows = []
+    for (op_class, dtype), errors_of in sorted(by_class.items()):
+        ahead, behind = zip(*errors_of, strict=True)
+        medians = (statistics.median(ahead), max(ahead), statistics.median(behind), max(behind))
+        rows.append(Fit(op_class, dtype, len(errors_of), *medians))
+    worst = [max(column) for column in zip(*every, strict=True)]
+    sums = [_error(total, totals[0]) for total in totals[1:]]
+    return (*rows, Fit("all", "sum", len(samples), sums[0], worst[0], sums[1], worst[1]))
+
+
+def _error(predicted_ns: int, measured_ns: int) -> float:
+    return abs(predicted_ns - measured_ns) / measured_ns

@@ -1,0 +1,201 @@
+"""Inputs for an operator that runs alone: right shapes, strides and types, and values it can take.
+
+What follows from the example without any activation (positions, masks, token ids) keeps the values
+that it has there. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and
+variances are numbers; booleans that are true; integers that are in range of what they index, drawn
+evenly, so that neither every row nor a single one is read.
+
+Known values are computed on the CPU: the example, and what the model holds, may be on any devices.
+
+Complexity: O(nodes + bytes of the known values).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from baechi.tracing.alias_analysis import Value
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
+from baechi.tracing.pytrees import tensors_in
+
+# A known value larger than this is made up instead: evaluating must not need the model's memory.
+_MAX_KNOWN_BYTES: Final = 1 << 28
+
+# Operators that index: name -> (what is indexed, its dimension or the argument that says it, the
+# indices), by position. A sequence of indices is for one dimension each.
+_INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
+    "embedding": (0, None, 1),
+    "embedding_bag": (0, None, 1),
+    "gather": (0, 1, 2),
+    "index_select": (0, 1, 2),
+    "index_add": (0, 1, 2),
+    "index_copy": (0, 1, 2),
+    "index_fill": (0, 1, 2),
+    "scatter": (0, 1, 2),
+    "scatter_add": (0, 1, 2),
+    "scatter_reduce": (0, 1, 2),
+    "index": (0, None, 1),
+    "index_put": (0, None, 1),
+    "take_along_dim": (0, 2, 1),
+    "nll_loss": (0, None, 1),
+    "nll_loss_nd": (0, None, 1),
+    "cross_entropy_loss": (0, None, 1),
+    "cross_entropy": (0, None, 1),
+}
+# Products of a group of rows with a matrix each: (input, weight, where each group ends).
+GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
+_MAX_INDEX: Final = 1 << 31
+_CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
+
+
+@final
+class Operands:
+    """Makes the values that operators read.
+
+    Args:
+        module: The traced model.
+        device: Where the values shall be.
+    """
+
+    def __init__(self, module: TracedModule, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._known: dict[fx.Node, Any] = {}
+        placeholders = iter(module.call.tensors)
+        for node in module.graph_module.graph.nodes:
+            facts = module.facts.nodes.get(node)
+            if node.op == "placeholder":
+                tensor = next(placeholders)
+                if not (tensor.is_floating_point() or tensor.is_complex() or tensor.is_meta):
+                    self._known[node] = tensor.cpu()
+            elif facts is not None and not facts.random and _is_knowable(facts.values):
+                self._evaluate(node, facts.writes)
+
+    def _evaluate(self, node: fx.Node, writes: frozenset[int]) -> None:
+        if node.op == "get_attr":
+            value = attribute(self._module.graph_module, str(node.target))
+            if not (value.is_meta or isinstance(value, torch.nn.Parameter)):
+                self._known[node] = value.detach().cpu()
+            return
+        known = all(argument in self._known for argument in node.all_input_nodes)
+        if node.op == "call_function" and known and not writes:
+            args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), self._given)
+            try:
+                with torch.no_grad():
+                    value = node.target(*args, **kwargs)  # type: ignore[operator]
+            except RuntimeError:  # what a CPU has no kernel for is made up
+                return
+            if not any(leaf.is_meta for leaf in tensors_in(value)):
+                self._known[node] = value
+
+    def _given(self, argument: Any) -> Any:
+        """An argument as it is on the CPU."""
+        if isinstance(argument, fx.Node):
+            return self._known[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    def make(self, node: fx.Node, readers: Sequence[fx.Node]) -> Any:
+        """A value for a node that the readers, nodes of one operator, read."""
+        facts = self._module.facts.nodes[node]
+        if node.op == "get_attr" and not facts.values:
+            return attribute(self._module.graph_module, str(node.target))
+        assert facts.structure is not None
+        if not facts.values:  # a number or a device that another operator tells
+            return facts.structure.fill([])
+        if node in self._known:
+            return pytree.tree_map_only(  # a copy: an operator may count in it
+                torch.Tensor, lambda t: t.to(self._device, copy=True), self._known[node]
+            )
+        for reader in readers:
+            rows = self._grouped_rows(node, reader)
+            if rows is not None:
+                (ends,) = facts.values
+                (groups,) = ends.shape
+                even = torch.arange(1, groups + 1, device=self._device) * rows // groups
+                return even.to(ends.dtype)
+        limit = min((self._index_limit(node, reader) for reader in readers), default=1)
+        return facts.structure.fill([self._made_up(value, limit) for value in facts.values])
+
+    def _made_up(self, value: Value, limit: int) -> torch.Tensor:
+        extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True) if n)
+        if 0 in value.shape:
+            extent = 0
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            flat = torch.rand(extent, device=self._device).mul_(0.9).add_(0.1).to(value.dtype)
+        elif value.dtype is torch.bool:
+            flat = torch.ones(extent, dtype=torch.bool, device=self._device)
+        else:
+            flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
+        # Detached, so no view of `flat`: where there is no gradient, operators ask what a view of
+        # a weight is a view of, and choose another kernel if that needs none.
+        tensor = flat.as_strided(value.shape, value.stride).detach()
+        return tensor.requires_grad_(value.requires_grad)
+
+    def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
+        """How many rows `reader` has for its groups, if `node` says where each ends."""
+        if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
+            return None
+        rows, _, ends = _positional(reader)[:3]
+        if ends is not node or not isinstance(rows, fx.Node):
+            return None
+        return int(self._module.facts.nodes[rows].values[0].shape[0])
+
+    def _index_limit(self, node: fx.Node, reader: fx.Node) -> int:
+        """The number of valid indices if `reader` indexes something with `node`; else 1."""
+        rule = _INDEXING.get(operator_name(reader).rstrip("_"))
+        if node not in reader.all_input_nodes:
+            return _MAX_INDEX
+        if rule is None:
+            return 1
+        whole, dimension, place = rule
+        arguments = _positional(reader)
+        if len(arguments) <= max(whole, place) or not isinstance(arguments[whole], fx.Node):
+            return 1
+        indexed = self._module.facts.nodes[arguments[whole]].values[0].shape
+        indices = arguments[place]
+        if isinstance(indices, list | tuple):
+            axes = [axis for axis, index in enumerate(indices) if index is node]
+        elif indices is not node:
+            return 1
+        elif operator_name(reader) in _CLASSIFYING:
+            axes = [1 if len(indexed) > 1 else 0]
+        else:
+            given = arguments[dimension] if dimension is not None else 0
+            axes = [given] if isinstance(given, int) else []
+        return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
+
+
+def operator_name(node: fx.Node) -> str:
+    """`embedding` for `aten.embedding.default`, `torch.nn.functional.embedding`, `.embedding`."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.name.partition("::")[2]
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def _positional(node: fx.Node) -> list[Any]:
+    """All arguments in the schema's order."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        owner = node.graph.owning_module
+        assert owner is not None  # a traced graph belongs to its module
+        normal = node.normalized_arguments(owner, None, None, True)
+        return list(normal.kwargs.values()) if normal else list(node.args)
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return [given.get(name) for name in names]
+
+
+def _is_knowable(values: Sequence[Value]) -> bool:
+    """Whether they may follow from the example: without gradients, and not too large."""
+    if not values or any(value.requires_grad for value in values):
+        return False
+    nbytes = 0
+    for value in values:
+        elements = 1
+        for size in value.shape:
+            elements *= size
+        nbytes += elements * value.dtype.itemsize
+    return nbytes <= _MAX_KNOWN_BYTES

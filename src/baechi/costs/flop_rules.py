@@ -1,0 +1,206 @@
+"""What one call of an ATen kernel does: its class, its element type, its FLOPs and its bytes.
+
+FLOPs: 2 m n k of a product, through `torch.utils.flop_counter` where it knows the kernel. Bytes:
+every input and output once; of a broadcast input what is stored; of a gather what it picks; nothing
+for a view.
+
+Source of the formulas: torch/utils/flop_counter.py (2.13), but where a docstring here says why not.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from baechi.records.efficiency import Kernel
+from baechi.tracing.pytrees import tensors_in
+
+_DTYPES: Final = {
+    torch.float64: "fp64",
+    torch.complex128: "fp64",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "int8",
+    torch.uint8: "int8",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+# Kernels by the beginnings of the words of their names, or by two words; the first row that is met
+# counts, and `elementwise` is the rest.
+_WORDS: Final = (
+    ("attention", ("dot_product", "attention")),
+    ("convolution", ("conv",)),
+    ("recurrent", ("rnn", "lstm", "gru")),
+    ("pooling", ("pool", "upsample", "grid_sampler")),
+    ("gather", ("embedding", "index", "gather", "scatter", "take", "masked_select", "nonzero")),
+    ("normalization", ("batch_norm", "layer_norm", "group_norm", "rms_norm", "instance_norm")),
+    ("transcendental", ("normal", "bernoulli", "rand", "uniform", "exponential", "dropout")),
+    ("elementwise", ("logical", "maximum", "minimum")),
+    ("reduction", ("norm", "softmax", "sum", "mean", "var", "std", "max", "min", "amax", "amin")),
+    ("reduction", ("aminmax", "arg", "prod", "cum", "logsumexp", "nll_loss", "sort", "topk")),
+    ("copy", ("copy", "clone", "cat", "stack", "pad", "repeat", "roll", "flip", "slice", "select")),
+    ("copy", ("tril", "triu", "contiguous")),
+    ("transcendental", ("exp", "log", "tanh", "sigmoid", "silu", "gelu", "erf", "pow", "softplus")),
+    ("transcendental", ("sin", "cos", "mish", "elu")),
+)
+_PRODUCTS: Final = frozenset(
+    ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_int_mm", "mv", "addmv", "dot", "vdot", "addr")
+)
+# They make storage, or answer a question, and run nothing.
+_NOTHING: Final = frozenset(
+    ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
+)
+# They do not read what they overwrite.
+_WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "random")
+
+
+def kernel_of(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> Kernel | None:
+    """What one call of a kernel does; `None` where nothing runs, as for a view.
+
+    Args:
+        func: The operator, as a dispatch mode sees it.
+        args: Its positional arguments; the tensors may be fake.
+        kwargs: Its keyword arguments.
+        result: What it gave.
+    """
+    name = func._overloadpacket.__name__
+    given, produced = tensors_in((args, kwargs)), tensors_in(result)
+    if func.is_view or not produced or name.rstrip("_") in _NOTHING:
+        return None
+    mutable = func._schema.is_mutable
+    before = {tensor.untyped_storage()._cdata for tensor in given}
+    if not mutable and all(tensor.untyped_storage()._cdata in before for tensor in produced):
+        return None
+    op_class = _class_of(name)
+    floats = [t.dtype for t in (*given, *produced) if t.is_floating_point() or t.is_complex()]
+    dtype = _DTYPES.get(next(iter(floats), produced[0].dtype), "fp32")
+    if op_class == "gather":
+        nbytes = _gathered_bytes(given, produced, mutable)
+    else:
+        nbytes = _streamed_bytes(name, given, produced, mutable)
+    return Kernel(op_class, dtype, _flops(func, name, args, kwargs, result), nbytes)
+
+
+def _class_of(name: str) -> str:
+    plain = name.strip("_")
+    if plain in _PRODUCTS or name in _PRODUCTS:
+        return "matmul"
+    parts = plain.split("_")
+    for title, words in _WORDS:
+        if any(word in plain if "_" in word else _begins(parts, word) for word in words):
+            return title
+    return "elementwise"
+
+
+def _begins(parts: Sequence[str], word: str) -> bool:
+    return any(part.startswith(word) for part in parts)
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    """Bytes behind a tensor; a broadcast dimension is stored once."""
+    if tensor.layout is not torch.strided:
+        return tensor.numel() * tensor.element_size()
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(int(n) for n, stride in sizes if stride or not n) * tensor.element_size()
+
+
+def _streamed_bytes(
+    name: str, given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], mutable: bool
+) -> int:
+    """Every input and every output once; an output that is an input is read, too, or not."""
+    read = list({id(tensor): tensor for tensor in given}.values())  # a square reads its factor once
+    if mutable and any(word in name for word in _WRITERS):
+        read = [tensor for tensor in read if not any(tensor is t for t in produced)]
+    return sum(map(_stored_bytes, (*read, *produced)))
+
+
+def _gathered_bytes(
+    given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], mutable: bool
+) -> int:
+    """Of a gather: the indices, and what it picks, read and written.
+
+    One that adds into a table reads the updates, and reads and writes as many rows of the table;
+    where the table is new, it is filled first.
+    """
+    written = sum(map(_stored_bytes, produced))
+    indices = sum(_stored_bytes(t) for t in given if not t.is_floating_point())
+    values = [_stored_bytes(t) for t in given if t.is_floating_point()]
+    smallest = min(values, default=written)
+    if mutable:
+        return indices + 3 * smallest
+    return indices + (2 * written if smallest >= written else written + 3 * smallest)
+
+
+def _flops(
+    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> int:
+    for word, formula in _FORMULAS:
+        if word in name:
+            return formula(name, args, kwargs, tensors_in(result)[0])
+    counted: Any = flop_registry.get(func._overloadpacket)
+    return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
+
+
+def _convolution_backward_flops(
+    _name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], _first: torch.Tensor
+) -> int:
+    """One product of the forward's size for each of input and weight that needs a gradient.
+
+    torch's own formula counts the weight's product once per group too often.
+    """
+    gradient, data, weight = args[:3]
+    transposed = args[7]
+    mask = kwargs.get("output_mask", args[-1])
+    positions = math.prod(map(int, (data if transposed else gradient).shape[2:]))
+    return (
+        2 * positions * int(data.shape[0]) * int(weight.numel()) * (bool(mask[0]) + bool(mask[1]))
+    )
+
+
+def _attention_flops(
+    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], _first: torch.Tensor
+) -> int:
+    """Two products of the forward, five of the backward, which computes the scores again.
+
+    A causal mask halves what fused kernels do, and is not always visible; it is not counted.
+    """
+    shift, products = (1, 5) if "backward" in name else (0, 2)
+    query, key = args[shift], args[shift + 1]
+    batch, heads, length, width = (int(n) for n in query.shape)
+    return 2 * products * batch * heads * length * int(key.shape[-2]) * width
+
+
+def _recurrent_flops(
+    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], _first: torch.Tensor
+) -> int:
+    """The products with both weights at every step; twice that backward."""
+    data, weights = args[0], args[1:3]
+    steps = data.numel() // data.shape[-1]
+    products = 2 if "backward" in name else 1
+    return 2 * products * int(steps) * sum(int(weight.numel()) for weight in weights)
+
+
+def _pooling_flops(
+    name: str, args: tuple[Any, ...], _kwargs: Mapping[str, Any], first: torch.Tensor
+) -> int:
+    """One operation for every place of every window; of an adaptive window, of the input."""
+    shift = 1 if "backward" in name else 0
+    pooled = args[0] if shift else first
+    window = args[shift + 1] if len(args) > shift + 1 else ()
+    if "adaptive" in name or not isinstance(window, list | tuple) or not window:
+        return int(max(tensor.numel() for tensor in (*tensors_in(args), pooled)))
+    sides = list(window) if len(window) > 1 else list(window) * (3 if "3d" in name else 2)
+    return int(pooled.numel()) * math.prod(map(int, sides))
+
+
+# By a word of the kernel's name, before what torch counts.
+_FORMULAS: Final = (
+    ("convolution_backward", _convolution_backward_flops),
+    ("scaled_dot_product", _attention_flops),
+    ("rnn_layer", _recurrent_flops),
+    ("pool", _pooling_flops),
+)

@@ -1,0 +1,346 @@
+"""Linear programs, and the solvers that Baechi can ask: HiGHS, CVXOPT and MOSEK.
+
+    minimize cost @ z  subject to  A z <= limit,  0 <= z <= upper
+
+HiGHS comes with Baechi. CVXOPT (`pip install baechi[cvxopt]`) and MOSEK (`pip install
+baechi[mosek]`, and a licence) are imported when they are asked for. All run on one thread, with
+fixed seeds, and stop by iterations, never by time, so that equal programs give equal answers.
+An optimum need not be unique: HiGHS's simplex and MOSEK return a vertex of the optimal face,
+CVXOPT a point inside of it.
+
+Programs should hold numbers around 1: tolerances are absolute in part, and CVXOPT's interior point
+answers `unknown` where numbers of very different sizes meet.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Final, final
+
+import highspy
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi.errors import InputError
+
+# HiGHS's number for it.
+_PRIMAL_SIMPLEX: Final = 4
+# Without a second refinement step its Newton directions get lost on the last digits of programs of
+# thousands of rows, and it answers `unknown`.
+_CVXOPT_REFINEMENT: Final = 2
+_CVXOPT_ITERATIONS: Final = 200
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LinearProgram:
+    """The program above; A is given by its nonzeros, in any order, each place at most once.
+
+    Attributes:
+        cost: Per column.
+        upper: Per column; infinity where there is none.
+        row: Row of every nonzero.
+        column: Column of every nonzero.
+        value: Value of every nonzero.
+        limit: Per row.
+    """
+
+    cost: NDArray[np.float64]
+    upper: NDArray[np.float64]
+    row: NDArray[np.int64]
+    column: NDArray[np.int64]
+    value: NDArray[np.float64]
+    limit: NDArray[np.float64]
+
+    def by_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+        """Begin of every row, and columns and values behind each other, columns ascending."""
+        order = np.lexsort((self.column, self.row))
+        counts = np.bincount(self.row, minlength=len(self.limit))
+        begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        return begin, self.column[order], self.value[order]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Vertex:
+    """A feasible vertex to start from: there, as many columns and rows as columns are at a bound.
+
+    Attributes:
+        low: Columns that are 0.
+        high: Columns that are at their upper bound.
+        tight: Rows that are at their limit.
+    """
+
+    low: NDArray[np.bool_]
+    high: NDArray[np.bool_]
+    tight: NDArray[np.bool_]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Point:
+    """A feasible point near the optimum, from which a solver finds a vertex near it.
+
+    Attributes:
+        values: Per column.
+    """
+
+    values: NDArray[np.float64]
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class LinearSolution:
+    """What a solver answers.
+
+    Attributes:
+        status: `"optimal"`, or why it stopped, in its own words.
+        values: Per column; `None` where it stopped before the optimum.
+    """
+
+    status: str
+    values: NDArray[np.float64] | None
+
+
+class LinearSolver(ABC):
+    """A solver; a frozen value."""
+
+    __slots__ = ()
+    name: ClassVar[str]
+
+    @abstractmethod
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
+        """The optimum, or why there is none.
+
+        Args:
+            program: What to solve.
+            start: Where a simplex may start; an interior point has no use for it.
+
+        Raises:
+            InputError: The solver is not installed or has no licence.
+        """
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Highs(LinearSolver):
+    """HiGHS's simplex: a vertex. Primal from a start, which is feasible; dual without one.
+
+    A point is first pushed to a vertex, by the crossover of HiGHS's interior point.
+
+    Attributes:
+        iterations_per_row: It stops after so many times the number of rows. The default is far
+            above what any program has been seen to take (2.6).
+    """
+
+    name: ClassVar[str] = "highs"
+    iterations_per_row: int = 50
+
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
+        """As the class says."""
+        make: Any = _SilentHighs  # some releases have types, others none
+        solver = make()
+        for option, value in (
+            ("output_flag", False),  # releases before 1.11 enable no callbacks while they are made
+            ("threads", 1),
+            ("random_seed", 0),
+            ("solver", "simplex"),
+            ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
+        ):
+            solver.setOptionValue(option, value)
+        # HiGHS 1.15 falls over in `crossover` before its thread has run anything. And a thread in
+        # which somebody ran it with more threads keeps them, and refuses to run with one.
+        solver.addVar(0.0, 1.0)
+        if solver.run() == highspy.HighsStatus.kError:
+            solver.setOptionValue("threads", 0)
+            solver.setOptionValue("parallel", "off")
+        solver.passModel(_highs_model(program))
+        if start is not None:
+            solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
+        if isinstance(start, Vertex):
+            solver.setBasis(_highs_basis(start))
+        elif isinstance(start, Point):
+            solver.crossover(_highs_solution(program, start))
+        solver.run()
+        status = solver.getModelStatus()
+        if status != highspy.HighsModelStatus.kOptimal:
+            return LinearSolution(solver.modelStatusToString(status).lower(), None)
+        return LinearSolution("optimal", np.array(solver.getSolution().col_value, np.float64))
+
+
+class _SilentHighs(highspy.Highs):
+    """HiGHS without its banner on stdout.
+
+    Since 1.16 the constructor enables callbacks, and the first call of any method but of options
+    prints the banner; so output is off before. Not needed once the constructor is silent:
+    https://github.com/ERGO-Code/HiGHS/issues/1932
+    """
+
+    def enableCallbacks(self) -> None:  # noqa: N802 (highspy's name)
+        """As in highspy, silently."""
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
+    begin, columns, values = program.by_rows()
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(program.cost), len(program.limit)
+    lp.col_cost_ = program.cost
+    lp.col_lower_ = np.zeros(lp.num_col_)
+    lp.col_upper_ = program.upper
+    lp.row_lower_ = np.full(lp.num_row_, -highspy.kHighsInf)
+    lp.row_upper_ = program.limit
+    matrix = lp.a_matrix_
+    matrix.format_ = highspy.MatrixFormat.kRowwise
+    matrix.num_col_, matrix.num_row_ = lp.num_col_, lp.num_row_
+    matrix.start_ = begin.astype(np.int32)
+    matrix.index_ = columns.astype(np.int32)
+    matrix.value_ = values
+    return lp
+
+
+def _highs_basis(start: Vertex) -> "highspy.HighsBasis":
+    status = highspy.HighsBasisStatus
+    columns = np.where(start.high, 2, np.where(start.low, 1, 0))
+    kinds = (status.kBasic, status.kLower, status.kUpper)
+    basis = highspy.HighsBasis()
+    basis.col_status = [kinds[kind] for kind in columns.tolist()]
+    basis.row_status = [status.kUpper if tight else status.kBasic for tight in start.tight.tolist()]
+    basis.valid = True
+    return basis
+
+
+def _highs_solution(program: LinearProgram, start: Point) -> "highspy.HighsSolution":
+    terms = program.value * start.values[program.column]
+    solution = highspy.HighsSolution()
+    solution.col_value = start.values.tolist()
+    solution.row_value = np.bincount(program.row, terms, minlength=len(program.limit)).tolist()
+    solution.value_valid = True
+    return solution
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Cvxopt(LinearSolver):
+    """CVXOPT's interior point (`conelp`): a point inside the optimal face."""
+
+    name: ClassVar[str] = "cvxopt"
+
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+        """As the class says."""
+        try:
+            from cvxopt import matrix, solvers, spmatrix
+        except ModuleNotFoundError as error:
+            raise InputError(_missing("cvxopt")) from error
+        columns = np.arange(len(program.cost))
+        bounded = np.isfinite(program.upper)
+        first = np.cumsum([0, len(program.limit), len(columns), int(bounded.sum())])
+        # A, then -z <= 0, then z <= upper.
+        rows = [program.row, first[1] + columns, first[2] + np.arange(int(bounded.sum()))]
+        values = [program.value, -np.ones(len(columns)), np.ones(int(bounded.sum()))]
+        left = spmatrix(
+            np.concatenate(values).tolist(),
+            np.concatenate(rows).tolist(),
+            np.concatenate([program.column, columns, columns[bounded]]).tolist(),
+            (int(first[3]), len(columns)),
+        )
+        right = np.concatenate([program.limit, np.zeros(len(columns)), program.upper[bounded]])
+        options = {
+            "show_progress": False,
+            "maxiters": _CVXOPT_ITERATIONS,
+            "refinement": _CVXOPT_REFINEMENT,
+        }
+        answer = solvers.lp(matrix(program.cost), left, matrix(right), options=options)
+        if answer["status"] != "optimal":
+            return LinearSolution(answer["status"], None)
+        return LinearSolution("optimal", np.array(answer["x"], np.float64).reshape(-1))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Mosek(LinearSolver):
+    """MOSEK's interior point with basis identification: a vertex. Needs a licence."""
+
+    name: ClassVar[str] = "mosek"
+
+    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+        """As the class says."""
+        mosek = _mosek()
+        with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
+            try:
+                task.optimize()
+            except mosek.Error as error:
+                raise InputError(
+                    f"MOSEK did not start: {error.msg.strip()} Install a licence, or choose one "
+                    "of the other solvers: 'highs' (comes with Baechi), 'cvxopt'."
+                ) from error
+            status = task.getsolsta(mosek.soltype.bas)
+            if status != mosek.solsta.optimal:
+                return LinearSolution(str(status), None)
+            return LinearSolution("optimal", np.array(task.getxx(mosek.soltype.bas), np.float64))
+
+
+def write_mosek_task(program: LinearProgram, path: Path) -> None:
+    """Writes the task that `Mosek` would solve; needs the package, but no licence.
+
+    Args:
+        program: What to write.
+        path: The file, with the suffix of a format that MOSEK writes, such as `.mps`.
+
+    Raises:
+        InputError: MOSEK is not installed.
+    """
+    mosek = _mosek()
+    with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
+        task.writedata(str(path))
+
+
+def _mosek() -> Any:
+    try:
+        import mosek
+    except ModuleNotFoundError as error:
+        raise InputError(_missing("mosek")) from error
+    return mosek
+
+
+def _mosek_task(mosek: Any, env: Any, program: LinearProgram) -> Any:
+    begin, columns, values = program.by_rows()
+    task = env.Task(0, 0)
+    task.putintparam(mosek.iparam.num_threads, 1)
+    task.appendvars(len(program.cost))
+    task.appendcons(len(program.limit))
+    task.putobjsense(mosek.objsense.minimize)
+    task.putclist(np.arange(len(program.cost), dtype=np.int32), program.cost)
+    bounded = np.isfinite(program.upper)
+    task.putvarboundslice(
+        0,
+        len(program.cost),
+        [mosek.boundkey.ra if limited else mosek.boundkey.lo for limited in bounded],
+        np.zeros(len(program.cost)),
+        np.where(bounded, program.upper, 0.0),
+    )
+    task.putconboundslice(
+        0,
+        len(program.limit),
+        [mosek.boundkey.up] * len(program.limit),
+        np.zeros(len(program.limit)),
+        program.limit,
+    )
+    task.putarowslice(
+        0, len(program.limit), begin[:-1], begin[1:], columns.astype(np.int32), values
+    )
+    return task
+
+
+SOLVERS: Final[dict[str, LinearSolver]] = {
+    solver.name: solver for solver in (Highs(), Cvxopt(), Mosek())
+}
+
+
+def _missing(name: str) -> str:
+    others = ", ".join(repr(other) for other in SOLVERS if other != name)
+    return (
+        f"the linear program was to be solved by {name!r}, which is not installed: run "
+        f"`pip install baechi[{name}]`, or choose another solver: {others}."
+    )

@@ -1,0 +1,225 @@
+"""Placements that are found by packing memory, for when greedy rules meet a dead end.
+
+Static loads of groups are packed into devices, and every assignment found is checked with the exact
+clock, in index order and in list order. The searches, from cheap to dear (`arrangements`):
+
+1. everything on one device; m-TOPO with and without its cap; m-ETF;
+2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
+   in topological order or best fit decreasing, under the smallest common fill of the devices with
+   which everything has a place, and under looser ones;
+3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end;
+4. where assignments are few, all of them (`_every_assignment`), for the sake of list order.
+
+So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
+Complexity: some tens of simulations, the budget of the backtracking, and 2 * `_ASSIGNMENTS` small
+simulations.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import numpy as np
+
+from baechi.placers.assignments import group_loads, in_both_orders, shortest
+from baechi.placers.backtracking import PATIENT, backtracked, is_unpackable
+from baechi.placers.baselines import SingleDevice
+from baechi.placers.etf import METF
+from baechi.placers.placer import Placer
+from baechi.placers.topo import MTopo
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+
+# Fills of the devices are tried in steps of 1 / _STEPS of their memory.
+_STEPS: Final = 64
+# All of so few assignments are tried.
+_ASSIGNMENTS: Final = 2048
+# A proof that groups have no place is worth its time where they fill so much of the memory.
+_TIGHT: Final = 3 / 4
+# Groups are counted that are larger than this part of the largest memory.
+_LARGE: Final = 8
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Packing(Placer):
+    """The shortest step of all packings that fit."""
+
+    name: ClassVar[str] = "packing"
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the class says."""
+        return shortest(packings(problem))
+
+
+def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placement]:
+    """Valid placements, as the module says; none where none of its searches finds one.
+
+    Args:
+        problem: What to place, and where.
+        patience: The budget of each backtracking.
+    """
+    if is_hopeless(problem):
+        return
+    found = False
+    held = sum(problem.group_persistent)
+    singles = [
+        SingleDevice(device)
+        for device in problem.free_devices
+        if held <= problem.pool_memory[problem.device_pool[device]]
+    ]
+    for placer in (*singles, MTopo(), MTopo(capped=False), METF()):
+        placement = placer.place(problem)
+        if placement is not None:
+            found = True
+            yield placement
+    for placement in packings(problem):
+        found = True
+        yield placement
+    if not found:
+        for placement in backtracked(problem, Packing.name, patience):
+            found = True
+            yield placement
+    if not found:
+        yield from _every_assignment(problem)
+
+
+def packings(problem: Problem) -> Iterator[Placement]:
+    """The packings that fit."""
+    seen = set()
+    for loads in group_loads(problem):
+        for pack in (_contiguous, _best_fit):
+            for assignment in _fillings(problem, loads, pack):
+                if assignment not in seen:
+                    seen.add(assignment)
+                    yield from in_both_orders(problem, assignment, Packing.name)
+
+
+# From a problem, loads of groups and caps of pools to a device per group.
+_Pack = Callable[[Problem, Sequence[int], Sequence[int]], tuple[int, ...] | None]
+
+
+def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[tuple[int, ...]]:
+    """What `pack` finds at the smallest fill of the devices where it finds anything, and above."""
+
+    def packed(fill: int) -> tuple[int, ...] | None:
+        return pack(problem, loads, [memory * fill // _STEPS for memory in problem.pool_memory])
+
+    # More than the memory may be laid there, since not all of it is there at the same time.
+    low, high = 0, 4 * _STEPS
+    if packed(high) is None:
+        return
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if packed(middle) else (middle, high)
+    for fill in sorted({high, (high + _STEPS) // 2, max(high, _STEPS)}):
+        assignment = packed(fill)
+        if assignment is not None:
+            yield assignment
+
+
+def _contiguous(
+    problem: Problem, loads: Sequence[int], caps: Sequence[int]
+) -> tuple[int, ...] | None:
+    """Groups in the order of their first op, to device after device; a full one is left.
+
+    What may not go to the present device goes to the next with room that it may use, or else to
+    the first; so that nothing else moves.
+    """
+    assignment = []
+    order = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
+    at = 0
+    filled = [0] * len(caps)
+
+    def full(device: int, load: int) -> bool:
+        return filled[problem.device_pool[device]] + load > caps[problem.device_pool[device]]
+
+    for group, load in enumerate(loads):
+        may = problem.allowed[:, group]
+        while at < len(order) and may[order[at]] and full(order[at], load):
+            at += 1
+        if at == len(order):
+            return None
+        device = order[at]
+        if not may[device]:
+            later = (*order[at:], *order[:at])
+            device = next((d for d in later if may[d] and not full(d, load)), -1)
+            if device < 0:
+                return None
+        filled[problem.device_pool[device]] += load
+        assignment.append(device)
+    return tuple(assignment)
+
+
+def _best_fit(
+    problem: Problem, loads: Sequence[int], caps: Sequence[int]
+) -> tuple[int, ...] | None:
+    """The largest group first, to the pool where it leaves the least room.
+
+    Those that may use a single device come before all others.
+    """
+    assignment = [0] * len(loads)
+    room = list(caps)
+    free = (problem.allowed.sum(axis=0) > 1).tolist()
+    anywhere = bool(problem.allowed.all())
+    may = [True] * len(problem.allowed)
+    for group in sorted(range(len(loads)), key=lambda g: (free[g], -loads[g], g)):
+        load = loads[group]
+        fitting = [(left, pool) for pool, left in enumerate(room) if left >= load]
+        if not anywhere:
+            may = problem.allowed[:, group].tolist()
+            pools = problem.pool_devices
+            fitting = [row for row in fitting if any(may[d] for d in pools[row[1]])]
+        if not fitting:
+            return None
+        pool = min(fitting)[1]
+        room[pool] -= load
+        assignment[group] = next(d for d in problem.pool_devices[pool] if may[d])
+    return tuple(assignment)
+
+
+def _every_assignment(problem: Problem) -> Iterator[Placement]:
+    """All assignments, where they are few."""
+    choices = [np.flatnonzero(column).tolist() for column in problem.allowed.T]
+    if math.prod(map(len, choices)) <= _ASSIGNMENTS:
+        for assignment in itertools.product(*choices):
+            yield from in_both_orders(problem, assignment, Packing.name)
+
+
+def is_hopeless(problem: Problem) -> bool:
+    """Whether there is no placement, by what is seen quickly.
+
+    That is where a group is too large for every pool; or, of persistent bytes, all groups for all
+    pools together; or too many groups are so large that only so many have room in each; or, where
+    memory is nearly full, a search proves that they cannot be packed.
+    """
+    arrays = problem.graph.arrays
+    if not arrays.groups:
+        return False
+    memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
+    usable = problem.allowed.any(axis=1)
+    pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
+    # Fewer devices than pools: of the pools at most as many.
+    room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
+    if sum(problem.group_persistent) > sum(room) or _too_many(problem, room):
+        return True
+    running = np.where(problem.durations.min(axis=0) > 0, arrays.running_bytes(), 0)
+    most = np.zeros(arrays.groups, np.int64)
+    np.maximum.at(most, arrays.op_group, running)
+    largest = np.where(problem.allowed, memory[:, None], -1).max(axis=0)
+    if (np.array(problem.group_persistent, np.int64) + most > largest).any():
+        return True
+    return sum(problem.group_persistent) > _TIGHT * sum(room) and is_unpackable(problem)
+
+
+def _too_many(problem: Problem, room: Sequence[int]) -> bool:
+    """Whether for some size more groups are at least as large than the pools have room for."""
+    sizes = np.array(problem.group_persistent, np.int64)
+    sizes = np.sort(sizes[sizes > max(room) // _LARGE])[::-1]
+    places = np.zeros(len(sizes), np.int64)
+    for nbytes, pools in Counter(room).items():
+        places += pools * (nbytes // sizes)
+    return bool((places < np.arange(1, len(sizes) + 1)).any())

@@ -1,0 +1,269 @@
+"""A balanced minimum cut by METIS, and then list order.
+
+The vertices are groups, weighted by the bytes that they hold (`live_loads`) and by their time; an
+edge joins the producer of a tensor with each reader, weighted by the mean transfer time over the
+number of readers, so that a tensor whose readers are all elsewhere counts once (`_Net`). The graph
+is cut into k parts, from the fewest devices that hold it up to all of them, balanced by bytes, by
+time, or by both, within several tolerances, in proportion to the devices' memory and speed
+(`_partitions`). A part that its device cannot hold gives groups away (`_Repair`). The exact clock
+judges all of them in index order, and the best also by earliest start and by rank
+(`shortest_assignment`).
+
+Source: Karypis and Kumar, "Multilevel k-way partitioning scheme for irregular graphs" (JPDC 48(1),
+1998), by its authors' library. Good where transfers are dear and the graph is no chain. Parts may
+depend on each other both ways, which one step's schedule permits. Complexity: some tens of
+partitions, each O(tensors), and as many simulations.
+"""
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.errors import InputError
+from baechi.placers.assignments import (
+    device_range,
+    live_loads,
+    shortest_assignment,
+)
+from baechi.placers.placer import Placer
+from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
+
+# How far a part may exceed its share, in thousandths.
+_TOLERANCES: Final = (30, 150, 500)
+# Fewer groups than this for each part are no matter for METIS, which then leaves parts empty.
+_GROUPS_PER_PART: Final = 4
+# All weights of one kind together: METIS adds them up in 32 bits.
+_TOTAL: Final = 2**29
+# Numbers of parts that are tried.
+_COUNTS: Final = 4
+# Groups that one partition may give away: each costs a look at all of them.
+_MOVES: Final = 256
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Metis(Placer):
+    """The shortest step of several balanced minimum cuts.
+
+    Attributes:
+        seed: Of METIS's random choices; equal seeds give equal placements.
+    """
+
+    name: ClassVar[str] = "metis"
+    seed: int = 0
+
+    @staticmethod
+    def available() -> bool:
+        """Whether pymetis is installed."""
+        return importlib.util.find_spec("pymetis") is not None
+
+    def place(self, problem: Problem) -> Placement | None:
+        """As the module says.
+
+        Raises:
+            InputError: pymetis is not installed.
+        """
+        if not self.available():
+            raise InputError(
+                "placer 'metis' needs pymetis, which is not installed here: "
+                "pip install 'baechi[metis]'. Placer 'contiguous' looks for small cuts without it."
+            )
+        net = _Net.of(problem)
+        order = range(len(problem.graph.ops))
+        candidates: dict[tuple[int, ...], range] = {}
+        for parts, devices in _partitions(problem, net, self.seed):
+            assignment = np.array(devices, np.int64)[parts]
+            repaired = _Repair(problem, net, assignment, devices).repaired()
+            if repaired is not None:
+                candidates.setdefault(repaired, order)
+            candidates.setdefault(tuple(assignment.tolist()), order)
+        return shortest_assignment(problem, candidates, self.name)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class _Net:
+    """The groups as a weighted graph.
+
+    Attributes:
+        src: Of every edge, which is there in both directions, ascending.
+        dst: Of every edge.
+        weight: Of every edge, ns.
+        loads: Bytes of every group at every moment, a row per moment.
+        times: Time of every group on the fastest device, ns.
+    """
+
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    weight: NDArray[np.int64]
+    loads: NDArray[np.int64]
+    times: NDArray[np.int64]
+
+    @staticmethod
+    def of(problem: Problem) -> "_Net":
+        """The net of a problem."""
+        groups = len(problem.group_ops)
+        op_group = problem.op_group
+        costs = _core.mean_transfers(problem.core)
+        weights: dict[tuple[int, int], int] = {}
+        for tensor, cost in zip(problem.graph.tensors, costs, strict=True):
+            home = op_group[tensor.producer]
+            readers = {op_group[op] for op in tensor.consumers} - {home}
+            for reader in readers:
+                for edge in ((home, reader), (reader, home)):
+                    weights[edge] = weights.get(edge, 0) + cost // len(readers)
+        edges = np.array(sorted(weights), np.int64).reshape(-1, 2)
+        times = np.zeros(groups, np.int64)
+        np.add.at(times, np.array(op_group, np.int64), problem.durations.min(axis=0))
+        return _Net(
+            edges[:, 0],
+            edges[:, 1],
+            np.array([weights[edge] for edge in sorted(weights)], np.int64),
+            live_loads(problem, range(len(problem.graph.ops))),
+            times,
+        )
+
+
+def _partitions(
+    problem: Problem, net: _Net, seed: int
+) -> Iterator[tuple[NDArray[np.int64], tuple[int, ...]]]:
+    """The part of every group, and the device of every part."""
+    import pymetis
+
+    groups = len(problem.group_ops)
+    adjacency = pymetis.CSRAdjacency(
+        np.searchsorted(net.src, np.arange(groups + 1)).tolist(), net.dst.tolist()
+    )
+    eweights = _scaled([net.weight], 1).tolist()
+    for devices, (shares, weights) in _tasks(problem, net):
+        if len(devices) == 1:
+            yield np.zeros(groups, np.int64), devices
+            continue
+        for tolerance in _TOLERANCES:
+            partition = pymetis.part_graph(
+                len(devices),
+                adjacency,
+                vweights=_scaled(weights, len(devices)).tolist(),
+                eweights=eweights,
+                tpwgts=shares,
+                options=pymetis.Options(seed=seed, ufactor=tolerance),
+            )
+            yield np.array(partition.vertex_part, np.int64), devices
+
+
+# Of a partition the share of every part, `None` where they are equal, and the weights to balance.
+_Balance = tuple[list[float] | None, list[NDArray[np.int64]]]
+
+
+def _tasks(problem: Problem, net: _Net) -> Iterator[tuple[tuple[int, ...], _Balance]]:
+    """The devices to use, and what to balance over them."""
+    held = net.loads.sum(axis=0)
+    memory = [
+        problem.pool_memory[pool] // len(problem.pool_devices[pool]) for pool in problem.device_pool
+    ]
+    totals = [max(1, sum(row.tolist())) for row in problem.durations]
+    times = [totals[row] for row in problem.device_class]
+    ample = not held.any()
+    ranked = sorted(
+        range(len(memory)),
+        key=lambda d: (times[d], -memory[d], d) if ample else (-memory[d], times[d], d),
+    )
+    need = int(net.loads.sum(axis=1).max(initial=0))
+    fewest, most = device_range(problem, [memory[device] for device in ranked], need)
+    most = min(most, max(1, len(held) // _GROUPS_PER_PART))
+    fewest = min(fewest, most)
+    for count in sorted({round(k) for k in np.linspace(fewest, most, _COUNTS)} | {fewest}):
+        devices = tuple(ranked[:count])
+        sizes, speeds = [max(1, memory[d]) for d in devices], [1 / times[d] for d in devices]
+        equal = len(set(sizes)) == len(set(speeds)) == 1
+        by_bytes = None if equal else [size / sum(sizes) for size in sizes]
+        by_time = None if equal else [speed / sum(speeds) for speed in speeds]
+        yield devices, (by_time, [net.times])
+        if not ample:
+            yield devices, (by_bytes, [held])
+            # pymetis takes one share per part, so two weights only where shares are equal.
+            if equal:
+                yield devices, (None, [held, net.times])
+
+
+def _scaled(weights: list[NDArray[np.int64]], parts: int) -> NDArray[np.int64]:
+    """The weights in proportion, at least 1 and about `_TOTAL` together, vertex by vertex.
+
+    None is more than the mean part, since METIS leaves others empty to balance a heavier one.
+    """
+    rows = [
+        1 + (np.minimum(row / max(1, sum(row.tolist())), 1 / parts) * _TOTAL).astype(np.int64)
+        for row in weights
+    ]
+    return np.array(rows, np.int64).T.reshape(-1)
+
+
+@final
+class _Repair:
+    """An assignment whose groups move until every pool holds its loads."""
+
+    def __init__(
+        self, problem: Problem, net: _Net, assignment: NDArray[np.int64], devices: tuple[int, ...]
+    ) -> None:
+        self._net = net
+        self._device = assignment.copy()
+        self._pool = np.array(problem.device_pool, np.int64)
+        self._memory = np.array(problem.pool_memory, np.int64)
+        used = np.isin(np.arange(len(self._pool)), devices)
+        self._allowed = problem.allowed & used[:, None]
+        # Per device and group the weight of the edges between them, and per pool its loads.
+        self._ties = np.zeros(self._allowed.shape, np.int64)
+        np.add.at(self._ties, (assignment[net.src], net.dst), net.weight)
+        self._held = np.zeros((len(self._memory), len(net.loads)), np.int64)
+        np.add.at(self._held, self._pool[assignment], net.loads.T)
+
+    def repaired(self) -> tuple[int, ...] | None:
+        """The devices of the groups then; `None` where it finds no way."""
+        groups = np.arange(len(self._device))
+        for group in np.flatnonzero(~self._allowed[self._device, groups]).tolist():
+            options = np.flatnonzero(self._allowed[:, group])
+            if not len(options):
+                return None
+            self._move(group, int(options[self._ties[options, group].argmax()]))
+        for _ in range(_MOVES):
+            over = self._held - self._memory[:, None]
+            if (over <= 0).all():
+                return tuple(self._device.tolist())
+            pool, moment = divmod(int(over.argmax()), over.shape[1])
+            move = self._cheapest(pool, moment)
+            if move is None:
+                return None
+            self._move(*move)
+        return None
+
+    def _cheapest(self, pool: int, moment: int) -> tuple[int, int] | None:
+        """The group of the pool, and its new device, that cost the least cut weight per byte."""
+        loads = self._net.loads
+        held = (self._pool[self._device] == pool) & (loads[moment] > 0)
+        groups = np.flatnonzero(held)
+        lost = self._ties[self._device[groups], groups] - self._ties[:, groups]
+        open_ = self._allowed[:, groups] & (self._pool != pool)[:, None]
+        price = np.where(open_, lost / loads[moment][groups], np.inf)
+        for at in np.argsort(price, axis=None, kind="stable").tolist():
+            device, column = divmod(at, len(groups))
+            if price[device, column] == np.inf:
+                break
+            there = self._pool[device]
+            if (self._held[there] + loads[:, groups[column]] <= self._memory[there]).all():
+                return int(groups[column]), device
+        return None
+
+    def _move(self, group: int, to: int) -> None:
+        net, home = self._net, self._device[group]
+        self._held[self._pool[home]] -= net.loads[:, group]
+        self._held[self._pool[to]] += net.loads[:, group]
+        row = slice(*np.searchsorted(net.src, (group, group + 1)).tolist())
+        self._ties[home, net.dst[row]] -= net.weight[row]
+        self._ties[to, net.dst[row]] += net.weight[row]
+        self._device[group] = to

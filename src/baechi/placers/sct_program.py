@@ -1,0 +1,308 @@
+"""The linear program behind favorite children, as arrays and as rows for a solver.
+
+Given ops with times k_i and edges with transfer times c_ij, choose for every op at most one
+favorite child, so that the step would be short if a favorite child needed no transfer and every
+other child did (and devices were without number). Source: Hanen and Munier (1995), as in Baechi
+(SoCC 2020; arXiv 2301.08695), section "m-SCT". The relaxation, with x_ij = 0 for a favorite child:
+
+    minimize w
+    0 <= x_ij <= 1                               variables
+    s_i + k_i + c_ij x_ij <= s_j                 an edge, `_edge_rows`
+    s_i + k_i <= w                               an op, `_end_rows`
+    sum over children j of i of (1 - x_ij) <= 1  at most one favorite child, `_choice_rows`
+    sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent, `_choice_rows`
+
+What is known is left out, and the optimum stays what it is: an edge whose src has no other edge
+to choose, and whose dst has none either, gets x = 0; an edge that costs nothing (inside a group,
+or without a link) gets x = 1; only ops without children need their end row.
+
+Numbers are shifted and scaled, so that solvers see them around 1 and lose no digits to the length
+of the path: s and w count from what they are when transfers take no time, and the unit is the
+largest c. So the origin satisfies all edge and end rows.
+Complexity: edges + ops rows and columns.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.placers.linear_programs import LinearProgram, Point, Vertex
+from baechi.problem.problem_arrays import Problem
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class FavoriteProgram:
+    """The program; edges are pairs of ops that a tensor joins, sorted by (src, dst).
+
+    Attributes:
+        times: k of every op, in ns: the mean over the devices.
+        src: Of every edge.
+        dst: Of every edge.
+        cost: c of every edge, in ns: the mean over the links, with what a transfer keeps its
+            receiver busy; 0 inside a group.
+    """
+
+    times: NDArray[np.float64]
+    src: NDArray[np.int64]
+    dst: NDArray[np.int64]
+    cost: NDArray[np.float64]
+
+    @cached_property
+    def sole(self) -> NDArray[np.bool_]:
+        """Edges that cost something and are the only such edge at both ends."""
+        paid: NDArray[np.bool_] = self.cost > 0
+        children = np.bincount(self.src[paid], minlength=len(self.times))
+        parents = np.bincount(self.dst[paid], minlength=len(self.times))
+        alone: NDArray[np.bool_] = (children[self.src] == 1) & (parents[self.dst] == 1)
+        return alone & paid
+
+    @cached_property
+    def free(self) -> NDArray[np.bool_]:
+        """Edges whose x is a variable."""
+        return np.logical_and(self.cost > 0, ~self.sole)
+
+    @cached_property
+    def free_cost(self) -> NDArray[np.float64]:
+        """The c of free edges, and 0 of the others."""
+        return np.where(self.free, self.cost, 0.0)
+
+    def spans(
+        self, shares: NDArray[np.float64]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
+        """The earliest and the latest s of every op, and w, where 1 - x of an edge is its share.
+
+        All in ns.
+        """
+        length = self.free_cost * (1.0 - shares)
+        heads, tails = map(np.array, _core.longest_paths(self.times, *self.ends, length))
+        total = float((heads + self.times).max(initial=0.0))
+        return heads, total - tails - self.times, total
+
+    def needed(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of feasible shares the part without which w would grow.
+
+        Every op starts as late as w allows, but no later than it would without any share: then an
+        edge needs no more than it had, and none before the slack of its path is used up.
+        """
+        without, _, _ = self.spans(np.zeros(len(shares)))
+        _, latest, _ = self.spans(shares)
+        start = np.minimum(without, latest)
+        gap = (start[self.dst] - start[self.src] - self.times[self.src])[self.free]
+        needed = np.zeros(len(shares))
+        needed[self.free] = np.clip(1.0 - gap / self.cost[self.free], 0.0, shares[self.free])
+        return needed
+
+    def feasible(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Shares near the given ones that add up to at most 1 at both ends of every edge.
+
+        0 where an edge is not free.
+        """
+        shares = np.where(self.free, np.clip(shares, 0.0, 1.0), 0.0)
+        for end in (self.src, self.dst):
+            total = np.bincount(end, shares, minlength=len(self.times))
+            shares = shares / np.maximum(total, 1.0)[end]
+        return shares
+
+    @cached_property
+    def ends(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Of every edge, src and dst as the core reads them."""
+        return self.src.astype(np.int32), self.dst.astype(np.int32)
+
+
+def favorite_program(problem: Problem) -> FavoriteProgram:
+    """The program of a problem; tensors between the same two ops are sent one after the other."""
+    n, tensors = len(problem.graph.ops), problem.graph.tensors
+    pools = problem.device_pool
+    links = [
+        link
+        for src, row in enumerate(problem.cluster.links)
+        for dst, link in enumerate(row)
+        if link is not None and pools[src] != pools[dst]
+    ]
+    empty_ns = sum(link.latency_ns + link.overhead_ns for link in links) / max(1, len(links))
+    ns_per_byte = sum(1e9 / link.bytes_per_s for link in links) / max(1, len(links))
+    fan_out = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
+    producers = np.array([tensor.producer for tensor in tensors], np.int64)
+    sent_ns = empty_ns + ns_per_byte * np.array([t.nbytes for t in tensors], np.float64)
+    consumers = chain.from_iterable(tensor.consumers for tensor in tensors)
+    dst = np.fromiter(consumers, np.int64, int(fan_out.sum()))
+    pairs, pair_of = np.unique(np.repeat(producers, fan_out) * n + dst, return_inverse=True)
+    total = np.bincount(pair_of, np.repeat(sent_ns, fan_out), minlength=len(pairs))
+    cost = total.astype(np.float64)
+    src, dst = pairs // max(1, n), pairs % max(1, n)
+    groups = np.array(problem.op_group, np.int64)
+    cost[groups[src] == groups[dst]] = 0.0
+    times = problem.durations[problem.device_class].mean(axis=0)
+    return FavoriteProgram(times, src, dst, cost)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class SolverRows:
+    """The program as a solver gets it; its columns are x of the free edges, s of the ops, and w.
+
+    Attributes:
+        program: Shifted and scaled.
+        offset_ns: w where transfers take no time.
+        unit_ns: The largest c.
+    """
+
+    program: LinearProgram
+    offset_ns: float
+    unit_ns: float
+
+
+def solver_rows(program: FavoriteProgram) -> SolverRows:
+    """The rows of a program that has a free edge."""
+    n, free = len(program.times), program.free
+    choices = int(free.sum())
+    unit_ns = float(program.free_cost.max())
+    heads, _, offset_ns = program.spans(np.ones(len(free)))
+    ends = heads + program.times
+    column = np.where(free, np.cumsum(free) - 1, -1)
+    blocks = [
+        _edge_rows(program, (heads[program.dst] - ends[program.src]) / unit_ns, column, unit_ns),
+        _end_rows(program, (offset_ns - ends) / unit_ns, choices),
+        _choice_rows(program.src, column),
+        _choice_rows(program.dst, column),
+    ]
+    first = np.cumsum([0] + [len(limit) for _, _, _, limit in blocks])
+    return SolverRows(
+        LinearProgram(
+            cost=np.concatenate([np.zeros(choices + n), np.ones(1)]),
+            upper=np.concatenate([np.ones(choices), np.full(n + 1, np.inf)]),
+            row=np.concatenate([row + first[b] for b, (row, _, _, _) in enumerate(blocks)]),
+            column=np.concatenate([columns for _, columns, _, _ in blocks]),
+            value=np.concatenate([values for _, _, values, _ in blocks]),
+            limit=np.concatenate([limit for _, _, _, limit in blocks]),
+        ),
+        offset_ns,
+        unit_ns,
+    )
+
+
+def matching_vertex(program: FavoriteProgram, rows: SolverRows, taken: NDArray[np.bool_]) -> Vertex:
+    """The vertex of `rows`, which are the program's, at a matching.
+
+    Its x are 0 or 1. Every op starts when the last of its inputs arrives, and that edge's row is
+    tight (the first of equals); w is where the last op ends, and that op's end row is tight. So
+    there is a tight row for each s and w that is not 0: the tight edges are a critical forest.
+    """
+    n, free = len(program.times), program.free
+    heads, _, _ = program.spans(taken.astype(np.float64))
+    slack = heads[program.dst] - heads[program.src] - program.times[program.src]
+    slack -= program.free_cost * ~taken
+    by_slack = np.lexsort((slack, program.dst))
+    children, first = np.unique(program.dst[by_slack], return_index=True)
+    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
+    tight = np.zeros(len(rows.program.limit), np.bool_)
+    tight[by_slack[first]] = True
+    tight[len(slack) + int(np.argmax((heads + program.times)[last]))] = True
+    waits = np.zeros(n + 1, np.bool_)
+    waits[children] = waits[n] = True
+    none = np.zeros(n + 1, np.bool_)
+    return Vertex(
+        low=np.concatenate([taken[free], ~waits]),
+        high=np.concatenate([~taken[free], none]),
+        tight=tight,
+    )
+
+
+def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
+    """The point of `rows`, which are the program's, at these shares; every op starts early."""
+    heads, _, total = program.spans(shares)
+    without, _, _ = program.spans(np.ones(len(shares)))
+    starts = np.maximum(0.0, heads - without) / rows.unit_ns
+    w = (total - rows.offset_ns) / rows.unit_ns
+    return Point(np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]]))
+
+
+def capped(program: LinearProgram, point: Point) -> LinearProgram:
+    """The program of some rows where w is at most what it is at this point.
+
+    The optimum is what it was. Where a solver pushes the point to a vertex it may not raise w.
+    """
+    upper = program.upper.copy()
+    upper[-1] = point.values[-1]
+    return replace(program, upper=upper)
+
+
+def greatest_matching(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """A matching of the largest shares, one after the other."""
+    order = np.lexsort((program.dst, program.src, -shares))
+    return greedy_matching(program, order, shares > 0)
+
+
+def greedy_matching(
+    program: FavoriteProgram, order: NDArray[np.int64], may: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """Of the edges in this order that may be taken, those that no earlier one shares an end with.
+
+    Where both ends are counted apart: an op may be the parent of one and the child of another.
+    """
+    order = order[may[order]]
+    parents, children = set[int](), set[int]()
+    taken = np.zeros(len(may), np.bool_)
+    for edge, parent, child in zip(
+        order.tolist(), program.src[order].tolist(), program.dst[order].tolist(), strict=True
+    ):
+        if parent not in parents and child not in children:
+            parents.add(parent)
+            children.add(child)
+            taken[edge] = True
+    return taken
+
+
+# Rows, columns and values of the nonzeros of some constraints, and the constraints' upper bounds.
+_Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]
+
+
+def _edge_rows(
+    program: FavoriteProgram,
+    slack: NDArray[np.float64],
+    column: NDArray[np.int64],
+    unit_ns: float,
+) -> _Block:
+    """s_i - s_j + c_ij x_ij <= the slack without transfers."""
+    row, free = np.arange(len(program.src)), program.free
+    choices = int(free.sum())
+    return (
+        np.concatenate([row, row, row[free]]),
+        np.concatenate([choices + program.src, choices + program.dst, column[free]]),
+        np.concatenate([np.ones(len(row)), -np.ones(len(row)), program.cost[free] / unit_ns]),
+        slack,
+    )
+
+
+def _end_rows(program: FavoriteProgram, slack: NDArray[np.float64], choices: int) -> _Block:
+    """s_i - w <= the slack without transfers, for ops without children."""
+    n = len(program.times)
+    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
+    row = np.arange(len(last))
+    return (
+        np.concatenate([row, row]),
+        np.concatenate([choices + last, np.full(len(last), choices + n)]),
+        np.concatenate([np.ones(len(last)), -np.ones(len(last))]),
+        slack[last],
+    )
+
+
+def _choice_rows(end: NDArray[np.int64], column: NDArray[np.int64]) -> _Block:
+    """-(sum of x over the d free edges at an end) <= 1 - d, for ends with two of them or more."""
+    picked = column >= 0
+    _, row, degree = np.unique(end[picked], return_inverse=True, return_counts=True)
+    keep = degree > 1
+    number = np.cumsum(keep) - 1
+    kept = keep[row]
+    return (
+        number[row[kept]],
+        column[picked][kept],
+        -np.ones(int(kept.sum())),
+        1.0 - degree[keep].astype(np.float64),
+    )

@@ -1,0 +1,376 @@
+"""From a graph and a cluster to a placement: check, coarsen, place, expand, simulate, guard.
+
+Placers that search do not give up where `placers/packing.py` finds a placement; where nothing is
+found, the error says what is missing (`_explain`).
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Final, NoReturn
+
+import numpy as np
+
+from baechi.errors import InfeasibleError, InputError
+from baechi.placers.assignments import shortest
+from baechi.placers.auto import Auto, best, check_effort, portfolio
+from baechi.placers.backtracking import HASTY, PATIENT
+from baechi.placers.baselines import SingleDevice
+from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.memory_packing import arrangements, is_hopeless
+from baechi.placers.placer import Placer
+from baechi.placers.placer_names import placer_of
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.reachable_devices import linked
+from baechi.problem.simulation import fits_memory, replay
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement
+from baechi.units import format_bytes
+from baechi.validation import INT64_MAX, FrozenDict
+
+# Instead of a device: all of them, and none.
+EVERY: Final = -1
+_NONE: Final = -2
+# Choices of devices that are tried at least, to find a good one, where their number is limited.
+_CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
+# Devices that an error text lists.
+_LISTED: Final = 8
+# Up to how many ops the missing memory is found to the byte, and with the effort of the solve.
+# Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
+# hundredth, and a fast solve says what succeeds.
+_EXACT_OPS: Final = 12
+# There the extra memory of so many different devices is compared so closely.
+_COMPARED: Final = 4
+_STEPS: Final = 7
+
+
+def solve(
+    graph: OpGraph,
+    cluster: Cluster,
+    placer: str | Placer = "auto",
+    *,
+    effort: str | None = None,
+    constraints: Constraints | None = None,
+) -> Placement:
+    """A valid placement of the graph on the cluster: it fits, and its order is topological.
+
+    A pure function: equal input gives equal bytes.
+
+    Args:
+        graph: What to place.
+        cluster: What is left to place it on.
+        placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
+            `"metis"`, `"local-search"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a
+            placer.
+        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is that of an
+            `Auto` value, and `"balanced"` for any other placer.
+        constraints: What the placement must respect besides memory.
+
+    Raises:
+        InfeasibleError: No placement was found; says what is missing.
+        InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
+            constraints contradict each other, or a placer that does not search violates one.
+    """
+    placer = placer_of(placer)
+    if effort is None:
+        effort = placer.effort if isinstance(placer, Auto) else Auto().effort
+    check_effort(effort)
+    if isinstance(placer, Auto):
+        placer = replace(placer, effort=effort)
+    problem = Problem(graph, cluster, constraints)
+    placement = _attempt(problem, placer, effort)
+    if placement is None and placer.fixed:
+        _explain_fixed(problem, placer)
+    if placement is None:
+        _explain(problem, placer, effort)
+    if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
+        raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
+    return placement
+
+
+def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") -> Placement | None:
+    """What `solve` returns, or `None` where it would say what is missing.
+
+    Finding out what is missing takes many times longer than finding that nothing fits.
+    """
+    check_effort(effort)
+    placer = placer_of(placer)
+    if isinstance(placer, Auto):
+        placer = replace(placer, effort=effort)
+    return _attempt(problem, placer, effort)
+
+
+def _attempt(
+    problem: Problem, placer: Placer, effort: str, patience: int = PATIENT
+) -> Placement | None:
+    if placer.fixed:
+        return placer.place(problem)
+    if is_hopeless(problem):
+        return None
+    if problem.max_devices is None:
+        return _attempt_freely(problem, placer, effort, patience)
+    # All choices are looked at fast, and the best of them with the effort that was asked for.
+    first = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
+    found: list[Placement] = []
+    choices = []
+    for tried, devices in enumerate(device_choices(problem)):
+        if found and tried >= _CHOICES[effort]:
+            break
+        placement = _attempt_freely(problem.within(devices), first, effort, patience)
+        if placement is not None:
+            found.append(placement)
+            choices.append(devices)
+    if isinstance(placer, Auto):
+        if first != placer and found:
+            devices = min(
+                zip(found, choices, strict=True), key=lambda row: row[0].stats["makespan_ns"]
+            )[1]
+            placement = _attempt_freely(problem.within(devices), placer, effort, patience)
+            found += [placement] if placement is not None else []
+        # The best single device may be in none of the choices.
+        single = best([("single", SingleDevice().place(problem))], placer.name)
+        found += [single] if single is not None else []
+    # What takes only a few devices by itself may find one that none of the choices allows.
+    return shortest(iter(found) if found else arrangements(problem, patience))
+
+
+def _attempt_freely(
+    problem: Problem, placer: Placer, effort: str, patience: int
+) -> Placement | None:
+    """As `_attempt`, where the number of devices has no limit."""
+    narrowed = linked(problem)
+    if narrowed is None:
+        return None
+    if isinstance(placer, Auto):
+        placement = placer.place(narrowed)
+    else:
+        placement = best(portfolio(narrowed, (placer,), effort), placer.name)
+    if placement is not None:
+        return placement
+    fallback = shortest(_arranged(narrowed, problem, patience))
+    if fallback is None:
+        return None
+    stats = FrozenDict({**fallback.stats, "fallback": fallback.placer})
+    return replace(fallback, placer=placer.name, stats=stats)
+
+
+def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
+    """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
+    yield from arrangements(narrowed, patience)
+    if narrowed is not problem:
+        yield from arrangements(problem, patience)
+
+
+def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
+    """Raises the error that says what is missing."""
+    op, needed, left, may = _worst(problem)
+    extra = _smallest_extra(problem, placer, effort)
+    names = [device.name for device in problem.cluster.devices]
+    room = [f"{names[d]} {format_bytes(left[d])} left" for d in may]
+    if len(room) > _LISTED:
+        room[_LISTED:] = [f"and {len(room) - _LISTED} more devices"]
+    which = "" if len(may) == len(names) else " that it may use"
+    shortage = (
+        f"cannot place {problem.group_name(op)} (needs {format_bytes(needed)} when it runs): no "
+        f"device{which} has room then ({', '.join(room)})."
+    )
+    if extra is None:
+        shortage = (
+            f"no placement was found for {problem.group_name(op)}, and more memory would not help: "
+            "what the constraints leave is not linked as the graph needs it, or it takes more "
+            "devices than may be used. Relax them, or add a link."
+        )
+        nbytes, where = 0, ""
+    elif extra[1] == EVERY:
+        nbytes, where = extra[0], "every device"
+        shortage += (
+            f" Under these constraints no single device can help: give {format_bytes(nbytes)} more "
+            "to every device, relax the constraints, or shrink the batch."
+        )
+    else:
+        nbytes, where = extra[0], names[extra[1]]
+        shortage += (
+            f" Give {format_bytes(nbytes)} more to {where}, add a device, or shrink the batch."
+        )
+    raise InfeasibleError(
+        shortage,
+        problem.graph.ops[op].group or problem.graph.ops[op].name,
+        needed,
+        tuple(zip(names, left, strict=True)),
+        nbytes,
+        where,
+    )
+
+
+def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
+    """An op that finds no room, what it needs, what each device has left, and which it may use.
+
+    That is the op with the largest need of those that earliest task first cannot place; or one
+    that is too large for every device that it may use, if there is one.
+    """
+    timeline = problem.timeline()
+    n = len(problem.graph.ops)
+    free = Problem(problem.graph, problem.cluster).timeline()
+    needs = [free.need(op) for op in range(n)]
+    left = problem.pool_memory
+    memory = np.array(left, np.int64)[np.array(problem.device_pool)]
+    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[problem.graph.arrays.op_group]
+    candidates = [op for op in range(n) if needs[op] > most[op]]
+    if not candidates:
+        timeline.list_schedule(np.empty(0, np.int32))
+        candidates = [
+            op for op in range(n) if not timeline.committed(op) and timeline.waits_for(op) < 0
+        ]
+        needs = [timeline.need(op) for op in range(n)]
+        left = tuple(max(0, nbytes) for nbytes in timeline.left())
+    op = max(candidates, key=lambda op: (needs[op], -op))
+    home = timeline.group_device(op)
+    may = [home] if home >= 0 else [d for d in range(len(memory)) if timeline.allows(op, d)]
+    return op, needs[op], tuple(left[pool] for pool in problem.device_pool), may
+
+
+def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
+    """The smallest extra memory of one device with which `solve` is known to succeed; that device.
+
+    Found by bisection between what fails and what everything on that device needs: so `solve`
+    succeeds with it, and fails with one byte less, there or on one of `_COMPARED` other devices,
+    though it might succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a
+    unit, and a solve with the least effort, and less patience, fails with one unit less there;
+    what that finds, every effort finds.
+
+    Under constraints it may be that no single device can help. Then the device is -1, and every
+    device must get so much; `None` where not even that helps.
+    """
+
+    def arranged(units: int, device: int) -> bool:
+        return _is_arranged(grown(problem, device, units * unit))
+
+    def solved(units: int, device: int) -> bool:
+        return _attempt(grown(problem, device, units * unit), placer, effort) is not None
+
+    def solved_fast(units: int, device: int) -> bool:
+        return _attempt(grown(problem, device, units * unit), fast, "fast", HASTY) is not None
+
+    fast = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
+
+    kinds = device_kinds(problem)
+    different = [device for device, kind in enumerate(kinds) if device == kind]
+    missing = _missing_for_all(problem)
+    device = min(problem.free_devices, key=lambda d: (missing[d], d), default=-1)
+    most = missing[device] if device >= 0 else ample_bytes(problem)
+    exact = len(problem.graph.ops) <= _EXACT_OPS
+    unit = 1 if exact else 1 + (most >> _STEPS)
+    units = -(-most // unit)
+    if device < 0:
+        helping = (other for other in (*different, EVERY) if solved_fast(units, other))
+        device = next(helping, _NONE)
+        if device == _NONE:
+            return None
+        units = _bisected(solved_fast, units, device)
+    if device != EVERY:
+        for other in different:
+            if arranged(units - 1, other):
+                units, device = _bisected(arranged, units - 1, other), other
+    # The placer itself may succeed where the arrangements do not, and with more effort.
+    others = different[:_COMPARED] if exact and device != EVERY else []
+    solvers = (solved_fast, solved) if exact else (solved_fast,)
+    for succeeds in solvers[-1:] if effort == "fast" else solvers:
+        for other in dict.fromkeys((device, *others)):
+            if succeeds(units - 1, other):
+                units, device = _bisected(succeeds, units - 1, other), other
+    return units * unit, device
+
+
+def _is_arranged(problem: Problem) -> bool:
+    """Whether `placers/packing.py` finds a placement."""
+    rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
+    choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
+    for choice in (problem, *choices):
+        narrowed = linked(choice)
+        if narrowed is not None and next(_arranged(narrowed, choice, HASTY), None) is not None:
+            return True
+    return False
+
+
+def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
+    """The extra memory that succeeds where one unit less does not, given that `high` succeeds."""
+    low = 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if succeeds(middle, device) else (middle, high)
+    return high
+
+
+def _missing_for_all(problem: Problem) -> list[int]:
+    """What every device lacks to hold the whole graph."""
+    n = len(problem.graph.ops)
+    free = Problem(problem.graph, problem.cluster)
+    missing = []
+    for device, pool in enumerate(problem.device_pool):
+        timeline = free.timeline()
+        timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
+        missing.append(timeline.peaks()[pool] - _bare_memory(problem, pool))
+    return missing
+
+
+def _bare_memory(problem: Problem, pool: int) -> int:
+    """A pool's memory less its margin, which may be more than the memory."""
+    devices = problem.pool_devices[pool]
+    return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
+
+
+def ample_bytes(problem: Problem) -> int:
+    """More bytes than any device can need in addition."""
+    arrays = problem.graph.arrays
+    return arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
+
+
+def grown(problem: Problem, device: int, extra: int) -> Problem:
+    """The problem with `extra` bytes more on a device, and so in its pool; or on `EVERY` one."""
+    devices = tuple(
+        replace(row, memory_bytes=min(row.memory_bytes + extra, INT64_MAX))
+        if device == EVERY or problem.device_pool[index] == problem.device_pool[device]
+        else row
+        for index, row in enumerate(problem.cluster.devices)
+    )
+    cluster = replace(problem.cluster, devices=devices)
+    return Problem(problem.graph, cluster, problem.constraints)
+
+
+def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
+    """Raises the error that says what a placer that does not search would need."""
+    if placer == SingleDevice():
+        if not problem.free_devices:
+            raise InputError(
+                "the constraints allow no single device for all ops; relax them, or let a placer "
+                "that splits decide, such as 'auto'."
+            )
+        missing_for_all = _missing_for_all(problem)
+        placer = SingleDevice(min(problem.free_devices, key=lambda d: (missing_for_all[d], d)))
+    placement = placer.place(grown(problem, EVERY, ample_bytes(problem)))
+    if placement is None:
+        raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
+    peaks = replay(problem, placement.devices, placement.order).peaks()
+    missing, device = max(
+        (peaks[problem.device_pool[d]] - _bare_memory(problem, problem.device_pool[d]), -d)
+        for d in set(placement.devices)
+    )
+    name = problem.cluster.devices[-device].name
+    there = [g for g, ops in enumerate(problem.group_ops) if placement.devices[ops[0]] == -device]
+    loads = problem.group_bytes
+    group = max(there, key=lambda group: (loads[group], -group))
+    op = problem.group_ops[group][0]
+    left = tuple((row.name, row.memory_bytes) for row in problem.cluster.devices)
+    raise InfeasibleError(
+        f"the placement of {placer.name!r} does not fit: {name} would need "
+        f"{format_bytes(missing)} more than its {format_bytes(dict(left)[name])}, and the largest "
+        f"there is {problem.group_name(op)} ({format_bytes(loads[group])}). Give it more, shrink "
+        "the batch, or let a placer that looks at memory decide, such as 'auto'.",
+        problem.graph.ops[op].group or problem.graph.ops[op].name,
+        loads[group],
+        left,
+        missing,
+        name,
+    )

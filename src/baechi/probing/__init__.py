@@ -1,0 +1,1 @@
+"""What a machine has: devices, free memory, links."""

@@ -1,0 +1,223 @@
+"""What this machine has: devices with their free memory, and measured links between them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from baechi.errors import InputError
+from baechi.probing.copy_timer import SIZES, copy_times_ns, first_broken_size, lane_ns
+from baechi.probing.handover import handover
+from baechi.probing.link_fit import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
+from baechi.records.cluster import Cluster, Device, Link
+from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device
+from baechi.units import format_bytes, parse_bytes
+from baechi.validation import check_row
+
+# Of a lane: its stream and the one where its graphs are captured, for the caller's thread and for
+# that of autograd.
+_WORKSPACES: Final = 4
+
+Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
+
+
+@final
+@dataclass(frozen=True)
+class Survey:
+    """What `survey` found.
+
+    Attributes:
+        cluster: Devices and links.
+        fits: What each measured link was made from, by the names of its source and destination.
+            Hand-overs on one torch device are not among them: no bytes are copied there.
+    """
+
+    cluster: Cluster
+    fits: Mapping[tuple[str, str], LinkFit]
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence for every link that tells some message wrong by more than 20 %."""
+        return tuple(
+            f"The link from {src} to {dst} tells {format_bytes(fit.worst_bytes)} wrong by "
+            f"{fit.worst_error:.0%}, where {GOOD_ERROR:.0%} is good: one latency and one rate do "
+            "not fit all sizes there. Predictions that send such messages are as wrong."
+            for (src, dst), fit in self.fits.items()
+            if not fit.is_good
+        )
+
+
+def probe(devices: Devices = None) -> Cluster:
+    """The cluster of the named devices of this machine.
+
+    Args:
+        devices: Names (`["cuda:0", "cuda:1"]`), torch devices, `baechi.Device` values, a mapping
+            from names to capacities (`{"cpu:0": "1GiB"}`), a ready `Cluster` (returned as it is),
+            or None: all CUDA devices, or one CPU. `"cpu:0"`, `"cpu:1"`, ... are logical devices
+            on the CPU, with a worker each; `"cuda:0/a"`, `"cuda:0/b"` are two on one GPU.
+
+    Returns:
+        Devices with the memory that is free now, or with the capacity given; links as measured.
+
+    Raises:
+        InputError: No devices, two of one name, an unknown one, one that is not there, a capacity
+            that cannot be read, or copies between two of them do not arrive intact.
+    """
+    return survey(devices).cluster
+
+
+def survey(devices: Devices = None) -> Survey:
+    """The cluster of the named devices, as `probe` says, with how well its links fit.
+
+    Every ordered pair of torch devices is measured once, whatever the number of logical devices.
+    Between logical CPU devices a link is what a hand-over between the runtime's workers adds to a
+    step: its latency the wait, its overhead the work. Between streams of one GPU it is the wait for
+    the other stream.
+    """
+    if isinstance(devices, Cluster):
+        return Survey(devices, {})
+    wanted = _wanted(devices)
+    if not wanted:
+        raise InputError("no devices: name at least one, such as ['cuda:0'] or ['cpu:0', 'cpu:1'].")
+    names = [device.name if isinstance(device, Device) else device for device, _ in wanted]
+    for name in names:
+        if names.count(name) > 1:
+            raise InputError(
+                f"device {name!r} is named twice; names must be unique. For two logical devices "
+                f"on it write {name + '/a'!r} and {name + '/b'!r}."
+            )
+    places = [torch_device(name) for name in names]
+    rows = []
+    for (device, capacity), place in zip(wanted, places, strict=True):
+        if isinstance(device, Device):
+            rows.append(device)
+            continue
+        what = f"memory of device {device!r}"
+        sharing = places.count(place)
+        free = max(_free_bytes(place) // sharing - _lane_bytes(place), 0)
+        memory = free if capacity is None else parse_bytes(capacity, what=what)
+        rows.append(Device(device, memory, kind=device_kind(place)))
+    links, fits = _links(names, places)
+    return Survey(Cluster(tuple(rows), links), fits)
+
+
+def _links(
+    names: Sequence[str], places: Sequence[torch.device]
+) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
+    """The table of links, and the fits of those that copy."""
+    measured: dict[tuple[torch.device, torch.device], Link] = {}
+    fits: dict[tuple[str, str], LinkFit] = {}
+    by_pair: dict[tuple[torch.device, torch.device], LinkFit] = {}
+    table: list[tuple[Link | None, ...]] = []
+    for i, src in enumerate(places):
+        row: list[Link | None] = []
+        for j, dst in enumerate(places):
+            pair = (src, dst)
+            if i == j:
+                row.append(None)
+                continue
+            if pair not in measured:
+                if src == dst and src.type == "cpu":
+                    found = handover()
+                    measured[pair] = Link(found.wait_ns, FREE_BYTES_PER_S, found.busy_ns)
+                elif src == dst:
+                    measured[pair] = Link(lane_ns(src), FREE_BYTES_PER_S)
+                else:
+                    by_pair[pair] = _fit(names[i], names[j], src, dst)
+                    measured[pair] = by_pair[pair].link
+            if pair in by_pair:
+                fits[names[i], names[j]] = by_pair[pair]
+            row.append(measured[pair])
+        table.append(tuple(row))
+    return tuple(table), fits
+
+
+def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:
+    """The fitted link between two torch devices.
+
+    Raises:
+        InputError: What is sent is not what arrives, or not even the smallest copies fit.
+    """
+    broken = first_broken_size(lambda tensor: tensor.to(dst), src)
+    if broken is not None:
+        raise InputError(
+            f"copies of {broken} bytes from {src_name} to {dst_name} do not arrive intact; peer "
+            "access between them is broken. Leave one of the two out, or switch peer access off "
+            "in the driver."
+        )
+    times = copy_times_ns(src, dst)
+    if len(times) < 2:
+        raise InputError(
+            f"there is no room on {src_name} and {dst_name} for a copy of "
+            f"{format_bytes(SIZES[1])}, so their link cannot be measured. Free memory there."
+        )
+    return fit_link(SIZES[: len(times)], times)
+
+
+def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
+    """(name or device, capacity or None) of every device asked for."""
+    if devices is None:
+        n = torch.cuda.device_count()
+        return [(f"cuda:{i}", None) for i in range(n)] or [("cpu:0", None)]
+    if isinstance(devices, str | torch.device | Device):
+        devices = [devices]
+    if isinstance(devices, Mapping):
+        return [(str(name), capacity) for name, capacity in devices.items()]
+    wanted: list[tuple[str | Device, int | str | None]] = []
+    for device in check_row(devices, "devices"):
+        if not isinstance(device, str | torch.device | Device):
+            raise InputError(
+                f"device {device!r} is a {type(device).__name__}; give a name such as 'cuda:0', "
+                "a torch.device or a baechi.Device."
+            )
+        wanted.append((device if isinstance(device, Device) else str(device), None))
+    return wanted
+
+
+def _free_bytes(place: torch.device) -> int:
+    """Memory that this process could get now."""
+    if place.type == "cuda":
+        return _free_gpu_bytes(place)
+    pages = os.sysconf("SC_AVPHYS_PAGES")
+    total = pages * os.sysconf("SC_PAGE_SIZE")
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return total  # no such file on this system
+    return total
+
+
+def _lane_bytes(place: torch.device) -> int:
+    """What libraries will take for the streams of a logical device, and keep."""
+    if place.type != "cuda":
+        return 0
+    major = torch.cuda.get_device_capability(place)[0]
+    return _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+
+
+def _free_gpu_bytes(gpu: torch.device) -> int:
+    """What is free on a GPU once CUDA's context and libraries have taken theirs.
+
+    They take some hundred megabytes when they are first used, and keep them: so they are used
+    first, by a matrix product and a convolution. What torch's allocator holds without using it is
+    free for this process.
+    """
+    matrix = torch.zeros(64, 64, device=gpu)
+    image = torch.zeros(1, 8, 16, 16, device=gpu)
+    with torch.no_grad():
+        torch.mm(matrix, matrix)
+        nn.functional.conv2d(image, image.new_zeros(8, 8, 3, 3), padding=1)
+    del matrix, image
+    torch.cuda.synchronize(gpu)
+    free, total = torch.cuda.mem_get_info(gpu)
+    reserved = torch.cuda.memory_reserved(gpu)
+    # What torch may take in all (`set_per_process_memory_fraction`).
+    granted = int(total * torch.cuda.get_per_process_memory_fraction(gpu))
+    unused = reserved - torch.cuda.memory_allocated(gpu)
+    return max(min(int(free), granted - reserved), 0) + unused

@@ -1,0 +1,258 @@
+"""Coarsening: fuse what no good placement separates, and expand a placement back.
+
+A *part* is a set of ops that become one op of a coarse graph. Every op begins as its own part; a
+round (`csrc/coarsening.cc`) proposes sets of parts and splits those that make a cycle; rounds end
+when nothing changes. With G(u) the group of part u, u and v are joined where a rule says so:
+
+- chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
+  G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
+  feed their own backward ops.
+- mates: v is in G(u) and u's only successor. They share a device, and nobody else waits for u.
+- idle: u takes no time and has no persistent bytes; v is its only neighbor on one side, on the side
+  where more bytes flow if both have only one.
+- cheap: v is u's only neighbor on one side, and u takes no longer than the fastest link needs for
+  what flows between them. What v takes in like this runs there one after the other although it
+  might run side by side, so all of it together may take no longer either: this bounds what is lost
+  where many small branches meet.
+
+Joining parts joins their groups, so limits apply. Every part of the group with fewer parts must
+have a neighbor in the other: a forward op joins the next one where their backward ops are neighbors
+too, but groups that merely touch do not grow into one. No group becomes larger than a share of the
+largest memory, so that every lump has a device, with room for others. And groups of different color
+are not joined.
+
+Grains go on from there (`grains`). A round matches groups, by falling t^2 / (w * w'), where t is
+the time to send what flows between two groups, and w and w' are their works. It joins their parts
+along edges u -> v for which the longest path to v is one edge longer than that to u, or the longest
+path from u one edge longer than that from v: so no other path leads from u to v. Where that finds
+nothing, it joins parts next to each other among the neighbors of one part, if the longest paths to
+both, or from both, are equally long: so no path leads from one to the other. The limits stay, and
+no group takes more work than a few parts' mean at the target, or half a device's even share:
+devices can still work side by side.
+
+A round's sets may make cycles together. Kahn's algorithm finds them; where it is stuck it splits
+the set of the first part that is left, and goes on: nothing is split but what stood in the way.
+
+Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion; the
+matching is multilevel partitioning's, kept acyclic (Herrmann et al., SIAM J. Sci. Comput. 41,
+2019). Where we leave the paper: fusing never makes a cycle, a lump has a limit, and branches
+survive. Complexity: O((ops + tensors) log ops) a round, and a handful of rounds a level.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.errors import InputError
+from baechi.problem.problem_arrays import Problem
+from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.graph_arrays import exact_sum
+from baechi.records.placement import Placement
+from baechi.validation import INT64_MAX
+
+# The largest memory holds this many of the largest groups that fusing makes: then first fit wastes
+# at most about an eighth of a device, and a graph that fills devices has several lumps for each.
+_GROUPS_PER_DEVICE: Final = 8
+# The default numbers of parts: about a third each, down to a few for every device.
+_TARGETS: Final = (2048, 768, 256, 96, 32)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Coarse:
+    """A coarse graph and the fine one that it stands for.
+
+    Attributes:
+        problem: The fine graph, on its cluster.
+        part_of: For every op of the fine graph its op of the coarse one.
+        group_of: For every op of the coarse graph the first op of its group.
+    """
+
+    problem: Problem
+    part_of: NDArray[np.int32]
+    group_of: NDArray[np.int32]
+
+    @cached_property
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """For every op of the coarse graph its fine ops, in topological order."""
+        ops = self._sorted.tolist()
+        bounds = [*self._begin.tolist(), len(ops)]
+        return tuple(tuple(ops[i:j]) for i, j in pairwise(bounds))
+
+    @cached_property
+    def _sorted(self) -> NDArray[np.int64]:
+        """The fine ops, by part and then by index."""
+        return np.argsort(self.part_of, kind="stable")
+
+    @cached_property
+    def _begin(self) -> NDArray[np.int64]:
+        """Where each part begins in `_sorted`."""
+        return np.searchsorted(self.part_of[self._sorted], np.arange(len(self.group_of)))
+
+    def _sums(self, values: NDArray[np.int64]) -> list[int]:
+        """For every part the sum over its ops."""
+        if not len(self.group_of):
+            return []
+        row = values[self._sorted]
+        if exact_sum(values) > INT64_MAX:
+            # Times of a kind that no device has, or on faster devices: what counts adds up to less.
+            exact = np.add.reduceat(row.astype(object), self._begin).tolist()
+            return [min(total, INT64_MAX) for total in exact]
+        sums: list[int] = np.add.reduceat(row, self._begin).tolist()
+        return sums
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The coarse graph.
+
+        A coarse op takes the sum of its members' times and persistent bytes. Its workspace is the
+        peak, while its members run in order, of their workspaces and of the tensors that never
+        leave it; all other tensors are the coarse graph's. It is named after its first member.
+        """
+        fine = self.problem.graph
+        workspace, tensors, begin, consumers = _core.coarse_arrays(
+            self.problem.core, self.part_of, len(self.group_of)
+        )
+        names = [fine.ops[op].name for op in self._sorted[self._begin].tolist()]
+        ops = map(
+            Op,
+            names,
+            self._sums(fine.arrays.times),
+            self._sums(fine.arrays.persistent),
+            workspace.tolist(),
+            self._group_names(),
+        )
+        rows, bounds = consumers.tolist(), begin.tolist()
+        part_of = self.part_of.tolist()
+        coarse_tensors = []
+        for place, index in enumerate(tensors.tolist()):
+            tensor = fine.tensors[index]
+            row = tuple(rows[bounds[place] : bounds[place + 1]])
+            coarse_tensors.append(Tensor(part_of[tensor.producer], row, tensor.nbytes, tensor.kept))
+        times = {kind: tuple(self._sums(row)) for kind, row in fine.arrays.kind_times.items()}
+        return OpGraph(tuple(ops), tuple(coarse_tensors), times)
+
+    @cached_property
+    def core(self) -> _core.Problem:
+        """What C++ places instead of the fine problem, without the objects of `graph`.
+
+        A part's duration is the sum of its ops' durations on a device. `Problem(graph, cluster)`
+        divides the sum of their times by the device's speed and rounds that up, which may be less
+        by less than a nanosecond an op.
+        """
+        return _core.contracted(self.problem.core, self.part_of, self.group_of)
+
+    def _group_names(self) -> list[str | None]:
+        """The first name of a fine group in every part's group; `None` where a part is alone."""
+        groups = self.group_of.tolist()
+        sizes = Counter(groups)
+        names: dict[int, str] = {}
+        for group, row in zip(groups, self.members, strict=True):
+            if sizes[group] > 1 and group not in names:
+                for op in row:
+                    name = self.problem.graph.ops[op].group
+                    if name is not None:
+                        names[group] = name
+                        break
+        return [names[group] if sizes[group] > 1 else None for group in groups]
+
+    def expand(self, placement: Placement) -> Placement:
+        """The same placement of the fine graph; members launch one after the other.
+
+        Raises:
+            InputError: The placement is for another graph.
+        """
+        if placement.graph_digest != self.graph.digest:
+            raise InputError(
+                f"the placement is for graph {placement.graph_digest[:12]}..., not for this coarse "
+                f"graph {self.graph.digest[:12]}...; expand it with what it was coarsened with."
+            )
+        devices = np.array(placement.devices, np.int32)[self.part_of].tolist()
+        order = tuple(op for part in placement.order for op in self.members[part])
+        digest = self.problem.graph.digest
+        return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
+
+    def expand_arrays(
+        self, devices: NDArray[np.int32], order: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """The same devices and order for the fine ops; members launch one after the other."""
+        rank = np.empty(len(order), np.int32)
+        rank[order] = np.arange(len(order), dtype=np.int32)
+        fine_order = np.argsort(rank[self.part_of], kind="stable").astype(np.int32)
+        return devices[self.part_of], fine_order
+
+
+def coarsen(problem: Problem) -> Coarse:
+    """The graph with its chains, idle ops and cheap ops fused.
+
+    Args:
+        problem: The fine graph, and the cluster whose links say what is cheap, and whose memory
+            says what is too large. Groups that may not go to the same devices are not joined.
+    """
+    return grains(problem, ())[0]
+
+
+def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse, ...]:
+    """Coarse graphs with fewer and fewer parts, each of which stands for the fine graph.
+
+    A part runs its ops one after the other, and waits for all that one of them waits for. So on
+    wide graphs whose transfers are cheap a level of few parts loses most of what could run side by
+    side: it is for what needs a small graph. Where it is enough to decide about few things,
+    `clusters` and `regrouped` lose less.
+
+    Args:
+        problem: The fine graph and the cluster.
+        targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
+
+    Returns:
+        What `coarsen` gives, and then a level for each target that makes a difference of a tenth.
+        Every level joins parts of the one before.
+    """
+    arrays = problem.graph.arrays
+    idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
+    pools = np.array(problem.device_pool)[problem.allowed.any(axis=1)]
+    largest = max((problem.pool_memory[pool] for pool in pools.tolist()), default=0)
+    levels = _core.coarse_levels(
+        problem.core,
+        idle.astype(np.uint8),
+        problem.group_colors,
+        largest // _GROUPS_PER_DEVICE,
+        np.array(targets, np.int32),
+    )
+    return tuple(Coarse(problem, part_of, group_of) for part_of, group_of in levels)
+
+
+def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
+    """The problem for C++, where the groups of one cluster share a device.
+
+    So a list scheduler decides about few clusters, and still starts every op by itself: unlike in a
+    coarse graph, what may run side by side does. What it finds is valid for the problem itself.
+
+    Args:
+        problem: Whose groups.
+        cluster: For every group its cluster, counted from 0; one of the levels of `clusters`.
+    """
+    return _core.regrouped(problem.core, cluster)
+
+
+def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:
+    """Nested clusters of well-connected groups, for a local search that moves many groups at once.
+
+    A cluster may have something between its groups that is not in it: this is no coarse graph. The
+    rules are in `csrc/clusters.cc`; O(pairs of a tensor and a consumer), up to a logarithm.
+
+    Args:
+        problem: Whose groups. Those that may not go to the same devices are never in one cluster.
+
+    Returns:
+        Per level and group its cluster, counted by first group. On level 0 every group is alone;
+        every other level joins clusters of the one before; the last has a handful.
+    """
+    return tuple(_core.group_clusters(problem.core, problem.group_colors))

@@ -1,0 +1,324 @@
+"""A graph and a cluster as the flat arrays that the C++ core reads.
+
+The core adds times and bytes without looking for overflow; `Problem` proves beforehand that no sum
+that it can meet reaches 2**62.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baechi import _core
+from baechi.errors import InputError
+from baechi.problem.allowed_devices import allowed_devices, known_to, of_groups, restricted_to
+from baechi.records.cluster import PORTS, Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph
+from baechi.records.graph_arrays import exact_sum
+from baechi.units import format_bytes
+
+LIMIT: Final = 2**62
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What a placer decides about: a graph, a cluster and constraints, checked together.
+
+    Attributes:
+        graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
+        cluster: The devices and links.
+        constraints: What a placement must respect besides memory; `None` is nothing.
+
+    Raises:
+        InputError: They are no graph, no cluster and no constraints, times or bytes add up to 2**62
+            or more, or the constraints name what does not exist or contradict each other.
+    """
+
+    graph: OpGraph
+    cluster: Cluster
+    constraints: Constraints | None = None
+
+    def __post_init__(self) -> None:
+        for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
+            if not isinstance(value, kind):
+                raise InputError(
+                    f"a {type(value).__name__} stands where a baechi.{kind.__name__} belongs; the "
+                    "order is graph, cluster, placement."
+                )
+        object.__setattr__(self, "graph", self.graph.explicit)
+        if self.constraints is not None:
+            if not isinstance(self.constraints, Constraints):
+                raise InputError(
+                    f"constraints is a {type(self.constraints).__name__}; give a "
+                    "baechi.Constraints or None."
+                )
+            self.__dict__["allowed"] = allowed_devices(self.graph, self.cluster, self.constraints)
+        self._check_times()
+        self._check_bytes()
+
+    def _check_times(self) -> None:
+        latency, rate = self.links
+        paths = rate > 0
+        latency_ns = int(np.where(paths, latency, 0).max())
+        overhead_ns = int(self.overheads.max(initial=0))
+        slowest = int(np.where(paths, rate, LIMIT).min())
+        tensors = len(self.graph.tensors)
+        sent_ns = self.graph.arrays.total_tensor_bytes * 10**9 // slowest
+        sent_ns += tensors * (1 + latency_ns + overhead_ns)
+        # Per op also the hand-over inside a pool, which costs the link's latency.
+        waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
+        total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
+        if total_ns >= LIMIT:
+            raise InputError(
+                f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency, "
+                "an overhead or a tensor is too large, or a speed or a rate too small. Are they in "
+                "ns, bytes and bytes per second?"
+            )
+
+    def _check_bytes(self) -> None:
+        arrays = self.graph.arrays
+        total = arrays.total_op_bytes + len(self.pool_devices) * arrays.total_tensor_bytes
+        if total >= LIMIT:
+            raise InputError(
+                f"the ops and tensors take {total} bytes ({format_bytes(total)}), more than 2**62. "
+                "Are they in bytes?"
+            )
+
+    @cached_property
+    def allowed(self) -> NDArray[np.bool_]:
+        """Whether a device may take a group: a row per device, a column per group."""
+        shape = (len(self.cluster.devices), self.graph.arrays.groups)
+        return np.broadcast_to(np.True_, shape)
+
+    @property
+    def max_devices(self) -> int | None:
+        """How many devices may be used, where that is fewer than there are."""
+        limit = None if self.constraints is None else self.constraints.max_devices
+        return limit if limit is not None and limit < len(self.cluster.devices) else None
+
+    @cached_property
+    def free_devices(self) -> tuple[int, ...]:
+        """The devices that may take every group."""
+        return tuple(np.flatnonzero(self.allowed.all(axis=1)).tolist())
+
+    @cached_property
+    def group_colors(self) -> NDArray[np.int32]:
+        """A number per group, equal where the same devices are allowed; empty where all are."""
+        if self.constraints is None or self.allowed.all():
+            return np.empty(0, np.int32)
+        _, color = np.unique(self.allowed, axis=1, return_inverse=True)
+        return color.reshape(-1).astype(np.int32)
+
+    def within(self, devices: Sequence[int]) -> "Problem":
+        """The problem with no other devices; the number of devices in use has no limit then.
+
+        Raises:
+            InputError: Some group may use none of them.
+        """
+        constraints = self.constraints or Constraints()
+        return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
+
+    def on(self, devices: Sequence[int]) -> "Problem":
+        """The problem of a cluster of these devices alone, counted anew in their order.
+
+        What a group cannot do without must be among them.
+        """
+        rows = self.cluster.links
+        cluster = Cluster(
+            tuple(self.cluster.devices[device] for device in devices),
+            tuple(tuple(rows[src][dst] for dst in devices) for src in devices),
+            self.cluster.ports,
+        )
+        if self.constraints is None:
+            return Problem(self.graph, cluster)
+        # A pool keeps its margin, even where the device that asks for it is left out.
+        margins = {
+            self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
+            for device in devices
+        }
+        constraints = replace(known_to(self.constraints, cluster), margins=margins)
+        return Problem(self.graph, cluster, constraints)
+
+    def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
+        """The problem of a coarser graph, each of whose ops stands for ops of one color.
+
+        Args:
+            graph: The coarser graph.
+            members: For each of its ops the ops of this problem's graph.
+        """
+        if self.constraints is None:
+            return Problem(graph, self.cluster)
+        _, first = np.unique(graph.arrays.op_group, return_index=True)
+        fine = self.graph.arrays.op_group[np.array([members[op][0] for op in first], np.int64)]
+        names = [graph.ops[op].name for op in first]
+        allowed = self.allowed[:, fine]
+        constraints = of_groups(self.constraints, self.cluster, names, allowed)
+        return Problem(graph, self.cluster, constraints)
+
+    @cached_property
+    def device_class(self) -> NDArray[np.int32]:
+        """Per device the row of `durations`: devices of one kind and speed share it."""
+        rows = {key: row for row, key in enumerate(self._classes)}
+        return np.array([rows[key] for key in self._class_of], np.int32)
+
+    @cached_property
+    def _class_of(self) -> list[tuple[str, float]]:
+        times = self.graph.times
+        return [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
+
+    @cached_property
+    def _classes(self) -> list[tuple[str, float]]:
+        return list(dict.fromkeys(self._class_of))
+
+    @cached_property
+    def durations(self) -> NDArray[np.int64]:
+        """The time of every op on every class of devices: `ceil(time / speed)`.
+
+        A speed of exactly 1.0 leaves the time as it is; any other divides it as IEEE doubles.
+        """
+        arrays = self.graph.arrays
+        rows = np.empty((len(self._classes), len(self.graph.ops)), np.int64)
+        for at, (kind, speed) in enumerate(self._classes):
+            times = arrays.kind_times[kind] if kind in self.graph.times else arrays.times
+            if speed == 1.0:
+                rows[at] = times
+                continue
+            with np.errstate(over="ignore"):
+                scaled = np.ceil(times.astype(np.float64) / speed)
+            if scaled.size and scaled.max() >= LIMIT:
+                op = self.graph.ops[int(scaled.argmax())]
+                raise InputError(
+                    f"op {op.name!r} would take more than 2**62 ns (146 years) at speed "
+                    f"{speed!r}; leave out a device that has next to no compute left."
+                )
+            rows[at] = scaled
+        return rows
+
+    @cached_property
+    def links(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Latency and rate per source and destination, row behind row; rate 0 is no path.
+
+        One number each where all pairs of devices have equal links.
+        """
+        link = self.cluster.uniform_link
+        if link is not None:
+            return np.array([link.latency_ns]), np.array([link.bytes_per_s])
+        links = [link for row in self.cluster.links for link in row]
+        return (
+            np.array([link.latency_ns if link is not None else 0 for link in links], np.int64),
+            np.array([link.bytes_per_s if link is not None else 0 for link in links], np.int64),
+        )
+
+    @cached_property
+    def overheads(self) -> NDArray[np.int64]:
+        """What a transfer keeps its receiver busy, likewise; empty where no link has any."""
+        link = self.cluster.uniform_link
+        links = [link for row in self.cluster.links for link in row] if link is None else [link]
+        rows = [0 if link is None else link.overhead_ns for link in links]
+        return np.array(rows if any(rows) else [], np.int64)
+
+    @cached_property
+    def device_pool(self) -> tuple[int, ...]:
+        """The memory pool of every device; one without a pool is alone in its own."""
+        pools: dict[str, int] = {}
+        row = []
+        for index, device in enumerate(self.cluster.devices):
+            # No device is named like the key of a pool: pools have two leading characters more.
+            key = f"p:{device.pool}" if device.pool else f"d:{index}"
+            row.append(pools.setdefault(key, len(pools)))
+        return tuple(row)
+
+    @cached_property
+    def pool_devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of every pool."""
+        rows: list[list[int]] = [[] for _ in range(1 + max(self.device_pool))]
+        for device, pool in enumerate(self.device_pool):
+            rows[pool].append(device)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def pool_memory(self) -> tuple[int, ...]:
+        """The memory of every pool, less its margin."""
+        devices = self.cluster.devices
+        rows = zip(self.pool_devices, self.pool_margin, strict=True)
+        return tuple(max(0, devices[row[0]].memory_bytes - margin) for row, margin in rows)
+
+    @cached_property
+    def pool_margin(self) -> tuple[int, ...]:
+        """What stays free in every pool: the largest margin of its devices."""
+        if self.constraints is None or not self.constraints.margins:
+            return (0,) * len(self.pool_devices)
+        margins = self.constraints.margins
+        names = [device.name for device in self.cluster.devices]
+        return tuple(max(margins.get(names[d], 0) for d in row) for row in self.pool_devices)
+
+    @cached_property
+    def op_group(self) -> tuple[int, ...]:
+        """The group of every op, counted by first op; an op without one is alone in its own."""
+        return tuple(self.graph.arrays.op_group.tolist())
+
+    @cached_property
+    def group_ops(self) -> tuple[tuple[int, ...], ...]:
+        """The ops of every group, ascending."""
+        rows: list[list[int]] = []
+        for op, group in enumerate(self.op_group):
+            if group == len(rows):
+                rows.append([])
+            rows[group].append(op)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def group_persistent(self) -> tuple[int, ...]:
+        """The persistent bytes of every group."""
+        return tuple(self.graph.arrays.group_persistent.tolist())
+
+    @cached_property
+    def group_bytes(self) -> tuple[int, ...]:
+        """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
+        arrays = self.graph.arrays
+        most = np.zeros(arrays.groups, np.int64)
+        np.maximum.at(most, arrays.op_group, arrays.workspace)
+        sums = arrays.group_persistent + most
+        np.add.at(sums, arrays.op_group[arrays.producer], arrays.nbytes)
+        return tuple(sums.tolist())
+
+    def group_name(self, op: int) -> str:
+        """How an error names the op, or the group that it cannot leave."""
+        group = self.graph.ops[op].group
+        return f"op {self.graph.ops[op].name!r}" if group is None else f"group {group!r}"
+
+    @cached_property
+    def core(self) -> _core.Problem:
+        """The same for C++."""
+        latency, rate = self.links
+        free = self.constraints is None or self.allowed.all()
+        return _core.Problem(
+            graph=self.graph.arrays.core,
+            device_class=self.device_class,
+            durations=self.durations.reshape(-1),
+            pool=np.array(self.device_pool, np.int32),
+            memory=np.array(self.pool_memory, np.int64),
+            latency=latency,
+            rate=rate,
+            overhead=self.overheads,
+            ports=PORTS.index(self.cluster.ports),
+            allowed=np.empty(0, np.uint8) if free else self.allowed.reshape(-1).view(np.uint8),
+            max_devices=self.max_devices or len(self.cluster.devices),
+        )
+
+    def timeline(self, headroom: float = 0.0) -> _core.Timeline:
+        """A fresh timeline of the core.
+
+        Args:
+            headroom: The share of every memory that groups of several ops leave free when they
+                come to a device, for what their later ops will need there.
+        """
+        timeline = _core.Timeline(self.core)
+        for pool, memory_bytes in enumerate(self.pool_memory):
+            timeline.hold_back(pool, int(memory_bytes * headroom))
+        return timeline

@@ -1,0 +1,1 @@
+"""From a placement to the instructions of every device, proved free of races."""

@@ -1,0 +1,247 @@
+"""From a placement to its program: which lane does what, and what waits for what.
+
+1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
+2. `writing` writes the instructions in launch order, and where they wait and free.
+
+Complexity: O((ops + reads) * lanes), with a binary search per free.
+"""
+
+from collections.abc import Sequence
+from typing import final
+
+from baechi.errors import InputError
+from baechi.program.cutting import Arrival, Clock, Event, Piece, cut, tapes_of
+from baechi.program.emission import Writer
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import (
+    Copy,
+    Lane,
+    Phase,
+    Place,
+    Program,
+    Segment,
+    Tape,
+)
+from baechi.records.placement import Placement, Schedule
+from baechi.traced.step_graph import mirrored, recomputed
+
+
+def compile_program(
+    graph: OpGraph,
+    placement: Placement,
+    *,
+    copy_lanes: bool = False,
+    one_thread: bool = False,
+    in_turn: Sequence[int] = (),
+    schedule: Schedule | None = None,
+) -> Program:
+    """The program of a placement of this graph.
+
+    Args:
+        graph: Of a training step or of an inference.
+        placement: Of the graph.
+        copy_lanes: Whether each device copies what arrives on a lane of its own, beside what it
+            computes. A tensor is then freed by the device that holds it, which is what allocators
+            that are bound to a stream need; else by the lane that knows first.
+        one_thread: Whether one thread is to do everything in launch order. Then what leaves is
+            copied as soon as it is made, and everything is freed right after its last use.
+        in_turn: Forward operators whose segments run one after another, on whichever devices, in
+            launch order, as those that draw from one random generator do.
+        schedule: Of the placement. The launch order is then the clock's own, and pieces end where
+            the clock sends something: with one thread no device holds more than the clock says.
+
+    Raises:
+        InputError: The placement is of another graph, or its order is not topological.
+    """
+    if placement.graph_digest != graph.digest:
+        raise InputError(
+            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
+            f"this one (digest {graph.digest[:12]}...); solve this graph."
+        )
+    return _Compiler(
+        graph, placement, copy_lanes, one_thread, frozenset(in_turn), schedule
+    ).program()
+
+
+@final
+class _Compiler:
+    """What `compile_program` knows on its way."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        placement: Placement,
+        copy_lanes: bool,
+        one_thread: bool,
+        in_turn: frozenset[int],
+        schedule: Schedule | None,
+    ) -> None:
+        self._graph = graph
+        self._schedule = schedule
+        self._one_thread = one_thread
+        self._devices = placement.devices
+        self._copy_lanes = copy_lanes
+        self._in_turn = in_turn
+        self._n, self._twins = mirrored(graph)
+        self._units = recomputed(graph)
+        self._again = {op: at for at, unit in self._units.items() for op in unit.ops}
+        self._backward = {op: twin for op, twin in enumerate(self._twins) if twin >= 0}
+        n_devices = max(placement.devices, default=0) + 1
+        self._lanes = [Lane(device) for device in range(n_devices)]
+        if copy_lanes:
+            self._lanes += [Lane(device, copies=True) for device in range(n_devices)]
+        self._orders = [[op for op in placement.order if op < self._n]]
+        if self._n < len(graph.ops):
+            self._orders.append([op for op in placement.order if op > self._n])
+        self._check_order(placement.order)
+
+    def _check_order(self, order: Sequence[int]) -> None:
+        rank = {op: i for i, op in enumerate(order)}
+        for tensor in self._graph.tensors:
+            for consumer in tensor.consumers:
+                if rank[consumer] < rank[tensor.producer]:
+                    names = (self._graph.ops[op].name for op in (consumer, tensor.producer))
+                    raise InputError(
+                        "the placement's order runs {!r} before {!r}, whose tensor it reads; "
+                        "an order must be topological.".format(*names)
+                    )
+
+    def program(self) -> Program:
+        """The whole program."""
+        clock = None if self._schedule is None else Clock(self._graph, self._schedule)
+        events = [
+            cut(self._graph, self._devices, order, self._copy_lanes, clock, self._units.keys())
+            for order in self._orders
+        ]
+        if self._one_thread:
+            events = [self._at_once(row) for row in events]
+        if clock is not None:
+            events = [sorted(row, key=clock.start_ns) for row in events]
+        pieces = [[event for event in row if isinstance(event, Piece)] for row in events]
+        backward_piece: dict[int, int] = {}
+        if len(pieces) > 1:
+            piece_of = {op: i for i, piece in enumerate(pieces[1]) for op in piece.ops}
+            backward_piece = {op: piece_of[twin] for op, twin in self._backward.items()}
+        tapes: list[Tape] = []
+        forward: list[list[int]] = []
+        backward: list[list[int]] = [[] for _ in pieces[-1]]
+        for piece in pieces[0]:
+            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again, self._in_turn)
+            forward.append(list(range(len(tapes), len(tapes) + len(rows))))
+            for number, (index, _) in zip(forward[-1], rows, strict=True):
+                if index is not None:
+                    backward[index].append(number)
+            tapes += [Tape(piece.device, ops, self._again.get(ops[0], -1)) for _, ops in rows]
+        # A tape's readers are in tapes after it, so going backward they come first.
+        runs = [forward, [sorted(row, reverse=True) for row in backward]]
+        again: dict[int, list[int]] = {}
+        for index, tape in enumerate(tapes):
+            again.setdefault(tape.again, []).append(index)
+        for piece, row in zip(pieces[-1], runs[-1], strict=True):
+            row += [tape for op in piece.ops if op in self._units for tape in again[op]]
+        phases = [
+            self._phase(number, row, runs[number], tapes) for number, row in enumerate(events)
+        ]
+        return Program(
+            self._graph.digest,
+            tuple(op.name for op in self._graph.ops[: self._n]),
+            self._twins,
+            tuple(self._lanes),
+            tuple(tapes),
+            tuple(phases),
+        )
+
+    def _at_once(self, events: Sequence[Event]) -> list[Event]:
+        """The same events, each arrival right after the piece that makes what arrives."""
+        arrivals: dict[int, list[Arrival]] = {}
+        for event in events:
+            if isinstance(event, Arrival):
+                producer = self._graph.tensors[event.tensor].producer
+                arrivals.setdefault(producer, []).append(event)
+        rows: list[Event] = []
+        for event in events:
+            if isinstance(event, Piece):
+                rows.append(event)
+                for op in event.ops:
+                    rows += arrivals.get(op, [])
+        return rows
+
+    def _phase(
+        self, number: int, events: Sequence[Event], runs: Sequence[Sequence[int]], tapes: list[Tape]
+    ) -> Phase:
+        members = set(self._orders[number])
+        tape_of: dict[int, int] = {}
+        for index, tape in enumerate(tapes):
+            tape_of.update((self._twins[op] if number else op, index) for op in tape.ops)
+        tape_of.update((op, -1) for op in self._units)
+        given, values = self._values(members, tape_of)
+        kept = {t for t in values if self._graph.tensors[t].kept}
+        segments = self._segments(number, events, runs, values)
+        writer = Writer(len(self._lanes), self._copy_lanes, self._one_thread)
+        for place in given:
+            writer.give(place)
+        index = 0
+        for event in events:
+            if isinstance(event, Arrival):
+                producer = self._graph.tensors[event.tensor].producer
+                writer.copy(Copy(event.tensor, self._devices[producer], event.device))
+            else:
+                writer.run(index, segments[index])
+                index += 1
+        keep = tuple(Place(t, self._devices[self._graph.tensors[t].producer]) for t in sorted(kept))
+        lanes, launch = writer.written(frozenset(keep))
+        return Phase(tuple(segments), lanes, launch, tuple(given), keep)
+
+    def _values(self, members: set[int], tape_of: dict[int, int]) -> tuple[list[Place], set[int]]:
+        """What the caller gives, and every tensor that leaves its tape."""
+        given: dict[Place, None] = {}
+        values: set[int] = set()
+        for index, tensor in enumerate(self._graph.tensors):
+            readers = tuple(op for op in tensor.consumers if op in members)
+            if tensor.producer in self._units:
+                continue  # it is in the graph of its tape
+            if tensor.producer in members:
+                own = tape_of[tensor.producer]
+                if tensor.kept or any(tape_of[op] != own for op in readers):
+                    values.add(index)
+            elif tensor.producer == self._n and readers:
+                given.update((Place(index, self._devices[op]), None) for op in readers)
+                values.add(index)
+        return list(given), values
+
+    def _segments(
+        self,
+        number: int,
+        events: Sequence[Event],
+        runs: Sequence[Sequence[int]],
+        values: set[int],
+    ) -> list[Segment]:
+        shared = self._shared_state() if number == 0 else {}
+        segments = []
+        pieces = [event for event in events if isinstance(event, Piece)]
+        for piece, row in zip(pieces, runs, strict=True):
+            inside = set(piece.ops)
+            reads = {
+                tensor
+                for op in piece.ops
+                for tensor in self._graph.op_inputs[op]
+                if tensor in values and self._graph.tensors[tensor].producer not in inside
+            }
+            writes = {t for op in piece.ops for t in self._graph.op_outputs[op] if t in values}
+            updates = {shared[op] for op in piece.ops if op in shared}
+            again = piece.ops[0] in self._units
+            ran = {op for at in piece.ops for op in self._units[at].ops} if again else inside
+            if (number == 0 or again) and ran & self._in_turn:
+                updates.add(len(self._graph.groups))
+            read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
+            segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
+        return segments
+
+    def _shared_state(self) -> dict[int, int]:
+        """The group of every forward operator that has company there: it may share state."""
+        shared: dict[int, int] = {}
+        for index, members in enumerate(self._graph.groups.values()):
+            forward = [op for op in members if op < self._n]
+            if len(forward) > 1:
+                shared.update((op, index) for op in forward)
+        return shared

@@ -1,0 +1,284 @@
+"""A placement cut into segments, and segments into tapes.
+
+    order of device 0    a b c        f g        a segment ends where an output must leave,
+    order of device 1           d e              and begins where an input arrives
+
+Segments come in the order in which they end, which is a topological order of the operators; so
+each depends on earlier ones only, and lanes that run theirs in this order cannot wait in a circle.
+
+Complexity: O(ops + reads), with a sort of what arrives at each op.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from typing import TypeAlias, final
+
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Schedule
+from baechi.validation import FrozenDict
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A tensor that is copied to a device, where it was not."""
+
+    tensor: int
+    device: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Operators that a device runs in one go, in the placement's order."""
+
+    device: int
+    ops: tuple[int, ...]
+
+
+Event: TypeAlias = Arrival | Piece
+
+
+@final
+@dataclass
+class _Open:
+    """A piece that is not closed; `known` counts, per device, the pieces that ended before it."""
+
+    known: list[int]
+    ops: list[int] = field(default_factory=list)
+    arrivals: list[int] = field(default_factory=list)
+    leaving: bool = False
+
+
+@final
+class Clock:
+    """When the clock begins what a program does.
+
+    Args:
+        graph: The graph.
+        schedule: Of its placement.
+    """
+
+    def __init__(self, graph: OpGraph, schedule: Schedule) -> None:
+        self._graph = graph
+        self._spans = {span.op: span for span in schedule.spans}
+        self._sent = {(row.tensor, row.dst): row.start_ns for row in schedule.transfers}
+        self._leaving: dict[int, list[int]] = {}
+        for row in schedule.transfers:
+            self._leaving.setdefault(row.src, []).append(row.start_ns)
+        for starts in self._leaving.values():
+            starts.sort()
+
+    def start_ns(self, event: Event) -> int:
+        """When a piece begins, or the transfer of what arrives; at once where there is none."""
+        if isinstance(event, Piece):
+            return self._spans[event.ops[0]].start_ns
+        made = self._spans[self._graph.tensors[event.tensor].producer].end_ns
+        return self._sent.get((event.tensor, event.device), made)
+
+    def sends_between(self, device: int, op: int, later: int) -> bool:
+        """Whether something begins to leave the device after one op's start, by another's."""
+        moments = self._leaving.get(device, [])
+        ends = (self._spans[op].start_ns, self._spans[later].start_ns)
+        first, last = (bisect_right(moments, end) for end in ends)
+        return first < last
+
+
+def cut(
+    graph: OpGraph,
+    devices: Sequence[int],
+    order: Sequence[int],
+    apart: bool,
+    clock: Clock | None = None,
+    again: Set[int] = frozenset(),
+) -> list[Event]:
+    """Pieces and arrivals of a phase, in launch order.
+
+    What has to leave ends a piece; but operators that take no time may still follow it there.
+
+    Args:
+        graph: The graph.
+        devices: Of every operator.
+        order: The operators of the phase, topological; inputs made by others are there already.
+        apart: Whether copies run beside the operators. Then everything that arrives begins a
+            piece. Else a copy that can be made before the piece under way began is made there.
+        clock: With it a piece ends, too, where the clock begins to send something from its device,
+            so that what was only waiting to be sent is let go of then.
+        again: Operators that run others forward again; they are in pieces without any else.
+    """
+    cutter = _Cutter(graph, devices, order, apart, clock, again)
+    for op in order:
+        cutter.add(op)
+    for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
+        cutter.close(device)
+    return cutter.events
+
+
+@final
+class _Cutter:
+    """What `cut` knows on its way through the order."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        devices: Sequence[int],
+        order: Sequence[int],
+        apart: bool,
+        clock: Clock | None,
+        again: Set[int],
+    ) -> None:
+        self._graph = graph
+        self._clock = clock
+        self._devices = devices
+        self._apart = apart
+        self._again = again
+        self.rank = {op: i for i, op in enumerate(order)}
+        self.events: list[Event] = []
+        self.open: dict[int, _Open] = {}
+        n = max((devices[op] for op in order), default=-1) + 1
+        self._ended = [[0] * n for _ in range(n)]  # what each device knows to have ended
+        self._after: dict[int, tuple[int, ...]] = {}  # the same, at the end of an op's piece
+        self._here: set[tuple[int, int]] = set()
+
+    def add(self, op: int) -> None:
+        """Put the next operator into its device's piece, or into a new one."""
+        device = self._devices[op]
+        missing = self._missing(op, device)
+        for tensor in missing:
+            source = self._devices[self._graph.tensors[tensor].producer]
+            if self._graph.tensors[tensor].producer not in self._after:
+                self.close(source)
+        piece = self.open.get(device)
+        if piece is not None and (piece.ops[0] in self._again) != (op in self._again):
+            self.close(device)
+            piece = None
+        if piece is not None:
+            late = bool(missing) and not self._in_time(piece, missing)
+            last = piece.ops[-1]
+            sends = self._clock is not None and self._clock.sends_between(device, last, op)
+            if late or sends or (piece.leaving and self._graph.ops[op].time_ns > 0):
+                self.close(device)
+        piece = self.open.get(device)
+        if piece is None:
+            known = self._ended[device]
+            for tensor in missing:
+                after = self._after[self._graph.tensors[tensor].producer]
+                known = list(map(max, known, after))
+            self._ended[device] = known
+            piece = self.open[device] = _Open(list(known))
+        self._here.update((tensor, device) for tensor in missing)
+        if self._apart:
+            self.events += [Arrival(tensor, device) for tensor in missing]
+        else:
+            piece.arrivals += missing
+        piece.ops.append(op)
+        piece.leaving |= self._leaves(op, device)
+
+    def close(self, device: int) -> None:
+        """End the device's piece."""
+        piece = self.open.pop(device)
+        self.events += [Arrival(tensor, device) for tensor in piece.arrivals]
+        self.events.append(Piece(device, tuple(piece.ops)))
+        self._ended[device][device] += 1
+        after = tuple(self._ended[device])
+        for op in piece.ops:
+            self._after[op] = after
+
+    def _missing(self, op: int, device: int) -> list[int]:
+        """What it reads that is on other devices alone, in the order in which it is sent."""
+        missing = [
+            tensor
+            for tensor in self._graph.op_inputs[op]
+            if (producer := self._graph.tensors[tensor].producer) in self.rank
+            and self._devices[producer] != device
+            and (tensor, device) not in self._here
+        ]
+        return sorted(missing, key=lambda t: (self.rank[self._graph.tensors[t].producer], t))
+
+    def _in_time(self, piece: _Open, missing: Sequence[int]) -> bool:
+        """Whether all of it was known to be made before the piece began."""
+        if self._apart:
+            return False
+        producers = [self._graph.tensors[tensor].producer for tensor in missing]
+        return all(
+            self._after[op][self._devices[op]] <= piece.known[self._devices[op]] for op in producers
+        )
+
+    def _leaves(self, op: int, device: int) -> bool:
+        return any(
+            consumer in self.rank and self._devices[consumer] != device
+            for tensor in self._graph.op_outputs[op]
+            for consumer in self._graph.tensors[tensor].consumers
+        )
+
+
+Key: TypeAlias = tuple[int, int, int]  # level, -(backward piece), what runs it again or -1
+
+
+def tapes_of(
+    graph: OpGraph,
+    ops: Sequence[int],
+    backward_piece: Mapping[int, int],
+    again: Mapping[int, int] = FrozenDict(),
+    in_turn: Set[int] = frozenset(),
+) -> list[tuple[int | None, tuple[int, ...]]]:
+    """The tapes of a forward piece, in an order in which they can run.
+
+    Each is (backward piece or None, operators). An operator's tape is its backward's piece;
+    gradients flow from later pieces' operators to earlier ones', so tapes in descending order of
+    backward piece follow from each other. Where a value without a gradient goes the other way a new
+    level begins: (level, -backward piece) never falls along an edge. What runs again has tapes of
+    its own for each operator that runs it.
+
+    Operators of a tape ascend: autograd adds up gradients in the reverse order of the forward's
+    operators, and sums are to be the unsplit model's. Where the piece has no backward they are in
+    the placement's order, so that no more memory is held than that needs.
+
+    Args:
+        graph: The graph.
+        ops: Of the piece, in topological order.
+        backward_piece: For every operator that has a backward, the piece that runs it.
+        again: For every operator whose forward runs again, the operator that runs it.
+        in_turn: Operators that ascend in every tape, as those that draw random numbers do.
+    """
+    inside = set(ops)
+    last_piece: dict[int, int] = {}
+    for op in (op for op in ops if op in again):
+        last_piece[again[op]] = max(last_piece.get(again[op], 0), backward_piece.get(op, 0))
+    key_of: dict[int, Key | None] = {}
+    for op in ops:
+        producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
+        before = [key for p in producers if p in inside and (key := key_of[p]) is not None]
+        last = max(before, default=None)
+        unit = again.get(op, -1)
+        if op in backward_piece:
+            rank = (-backward_piece[op], unit)
+        elif unit >= 0:
+            rank = (-last_piece[unit], unit)
+        elif last is None:
+            key_of[op] = None
+            continue
+        else:
+            rank = (last[1], -1)  # wherever it is convenient: beside the last that it reads
+        level = 0 if last is None else last[0] + (last[1:] > rank)
+        key_of[op] = (level, *rank)
+    first = min((key for key in key_of.values() if key is not None), default=None)
+    for op in reversed(ops):  # what reads nothing: beside the first that reads it
+        if key_of[op] is None:
+            outputs = (graph.tensors[tensor] for tensor in graph.op_outputs[op])
+            readers = (c for tensor in outputs for c in tensor.consumers if c in inside)
+            keys = [key for c in readers if (key := key_of[c]) is not None]
+            chosen = min(keys, default=first)
+            key_of[op] = None if chosen is None else (*chosen[:2], -1)
+    tapes: dict[Key | None, list[int]] = {}
+    for op in sorted(ops):
+        tapes.setdefault(key_of[op], []).append(op)
+    if None in tapes:
+        drawing = [op for op in ops if op in in_turn]
+        return [(None, tuple(ops if drawing == sorted(drawing) else sorted(ops)))]
+    rows = [tuple(tapes[key]) for key in sorted(key for key in tapes if key is not None)]
+    return [
+        (next((backward_piece[op] for op in row if op in backward_piece), None), row)
+        for row in rows
+    ]

@@ -1,0 +1,239 @@
+"""What a step holds where streams run it, and the peaks that this makes.
+
+The allocator of a GPU knows no time but that in which the host asks it, and one thread launches
+everything. So here an instruction takes one tick, in the program's launch order, whenever it runs:
+
+    in one segment   [made ──── last reader]
+    what crosses     [made ──── last reader ── end of the phase]       lanes of a GPU, or arrives
+    what is sent     [made ──── sent ── end of what runs meanwhile]
+    what was saved   [made ──── last reader ────── end of the step]    if it crossed
+    CUDA graphs      [──────────────── the whole step ─────────────]   what they left in place
+
+The executor for CUDA lets go of nothing that crosses streams before all streams have met, because
+the allocator would give it away under a reader (`docs/runtime.md`, Lifetimes).
+
+Streams of one GPU read one storage, while the clock has a copy for each device. So where only the
+maker's autograd saved it, the maker is charged to the end of the step as well: over all devices of
+a GPU that is never less than what is there.
+
+Complexity: O(n log n) in ops, consumers and instructions.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import final
+
+from baechi.problem.memory_profile import Holding, memories, memory_profile
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Copy, Place, Program, Run, Wait
+from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.traced.step_graph import mirrored
+
+HELD = "held by streams"
+
+# The GPU of every logical device; None for a device that is none.
+Gpus = Sequence[str | None]
+
+
+def with_held(
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    gpus: Gpus,
+    program: Program,
+    *,
+    replayed: bool,
+) -> Schedule:
+    """The schedule of a placement with the peaks that it has on streams.
+
+    Args:
+        graph: What was placed.
+        cluster: Where.
+        placement: How.
+        schedule: What `simulate` says of it.
+        gpus: Which of the devices are streams, and of which GPU.
+        program: What runs it.
+        replayed: Whether as CUDA graphs.
+    """
+    peaks = _Launches(graph, cluster, placement, gpus, program, replayed).peaks()
+    return Schedule.with_late_bound(
+        schedule.spans, schedule.transfers, peaks, lambda: schedule.lower_bound_ns
+    )
+
+
+@final
+class _Launches:
+    """A step in ticks: what its launches hold, and until when."""
+
+    def __init__(
+        self,
+        graph: OpGraph,
+        cluster: Cluster,
+        placement: Placement,
+        gpus: Gpus,
+        program: Program,
+        replayed: bool,
+    ) -> None:
+        self._graph = graph
+        self._cluster = cluster
+        self._devices = placement.devices
+        self._memory_of = memories(cluster)
+        self._gpus = gpus
+        self._program = program
+        self._replayed = replayed
+        self._loss, _ = mirrored(graph)
+        used = [gpu for device, gpu in enumerate(gpus) if device in set(placement.devices)]
+        # GPUs on which several lanes compute.
+        self._shared = {gpu for gpu in used if gpu is not None and used.count(gpu) > 1}
+        self._spans: dict[int, Span] = {}
+        self._transfers: list[Transfer] = []
+        self._freed: dict[Place, int] = {}  # what goes after a wait, and when
+        self._forward_end = 0  # all streams meet, and the caller gets the results
+        self._launch()
+
+    def _launch(self) -> None:
+        """Every instruction in its turn."""
+        tick = 0
+        for number, phase in enumerate(self._program.phases):
+            if number:
+                tick = self._go(self._loss, tick)
+                for place in phase.given:  # the caller's gradients
+                    self._send(Copy(place.tensor, self._home(place.tensor), place.device), tick)
+                tick += 1
+            position = [0] * len(phase.lanes)
+            waited = [False] * len(phase.lanes)
+            for lane in phase.launch:
+                row = phase.lanes[lane][position[lane]]
+                position[lane] += 1
+                if isinstance(row, Run):
+                    for op in self._program.ops_of(phase.segments[row.segment], number > 0):
+                        tick = self._go(op, tick)
+                    waited[lane] = False
+                elif isinstance(row, Copy):
+                    self._send(row, tick)
+                    tick += 1
+                elif isinstance(row, Wait):
+                    waited[lane] = True
+                elif waited[lane]:  # else the segment before lets go of it itself
+                    self._freed[Place(row.tensor, row.device)] = tick
+            if number == 0:
+                self._forward_end = tick + 1
+                tick += 1
+        for op in range(len(self._graph.ops)):
+            if op not in self._spans:
+                tick = self._go(op, tick)
+        self._end = tick
+
+    def _go(self, op: int, tick: int) -> int:
+        self._spans[op] = Span(op, self._devices[op], tick, tick + 1)
+        return tick + 1
+
+    def _send(self, row: Copy, tick: int) -> None:
+        if row.src != row.dst:
+            self._transfers.append(Transfer(row.tensor, row.src, row.dst, tick, tick + 1))
+
+    def _home(self, tensor: int) -> int:
+        return self._devices[self._graph.tensors[tensor].producer]
+
+    def peaks(self) -> tuple[int, ...]:
+        """The peak of every device."""
+        spans = tuple(sorted(self._spans.values(), key=lambda span: span.start_ns))
+        schedule = Schedule(spans, tuple(self._transfers), (0,) * len(self._cluster.devices))
+        longer = [*self._results()]
+        if self._replayed:
+            longer += self._static()
+        else:
+            longer += [*self._crossing(), *self._sending()]
+        profiles = memory_profile(self._graph, self._cluster, schedule, longer)
+        return tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
+
+    def _sent(self) -> dict[Place, int]:
+        """The end of the last copy from where something was made."""
+        return {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
+
+    def _crossing(self) -> Iterator[Holding]:
+        """What crosses streams, after its last reader."""
+        memory_of, gpus, sent = self._memory_of, self._gpus, self._sent()
+        for index, tensor in enumerate(self._graph.tensors):
+            home = self._devices[tensor.producer]
+            readers: dict[int, list[int]] = {}
+            for op in tensor.consumers:
+                readers.setdefault(memory_of[self._devices[op]], []).append(op)
+            last = {m: max(self._spans[op].end_ns for op in ops) for m, ops in readers.items()}
+            there = {d for op in tensor.consumers if gpus[d := self._devices[op]] is not None}
+            if tensor.producer == self._loss:  # the caller's gradient
+                there = {device for device in there if gpus[device] in self._shared}
+            else:
+                there.discard(home)
+            for memory in {memory_of[device] for device in there}:
+                saved = any(op > self._loss for op in readers[memory])
+                late = saved or tensor.producer >= self._loss
+                until = self._end if late else self._forward_end
+                yield Holding(memory, HELD, tensor.nbytes, last[memory], until)
+            mine = memory_of[home]
+            own = max(last.get(mine, 0), sent.get(Place(index, home), 0))
+            beside = any(gpus[device] == gpus[home] for device in there)
+            saved = any(op > self._loss for op in readers.get(mine, ()))
+            if beside and tensor.producer < self._loss and saved:
+                yield Holding(mine, HELD, tensor.nbytes, own, self._end)
+
+    def _sending(self) -> Iterator[Holding]:
+        """What its maker lets go of after a wait: what runs before the wait has it until then."""
+        sent = self._sent()
+        for place, tick in self._freed.items():
+            tensor = self._graph.tensors[place.tensor]
+            if self._devices[tensor.producer] != place.device:
+                continue  # what arrived is held to the end of the phase
+            memory = self._memory_of[place.device]
+            uses = (tensor.producer, *tensor.consumers)
+            own = [op for op in uses if self._memory_of[self._devices[op]] == memory]
+            known = max(*(self._spans[op].end_ns for op in own), sent.get(place, 0))
+            yield Holding(memory, HELD, tensor.nbytes, known, tick)
+
+    def _results(self) -> Iterator[Holding]:
+        """What the caller gets, copied to memory of his own before anything is let go of."""
+        last = max((span.end_ns for span in self._spans.values()), default=0)
+        for tensor in self._graph.tensors:
+            home = self._devices[tensor.producer]
+            memory, gpu = self._memory_of[home], self._gpus[home]
+            if tensor.kept or not tensor.consumers:  # the clock has it to the end of the last op
+                yield Holding(memory, HELD, tensor.nbytes, last, self._end)
+            copied = gpu is not None and (self._replayed or gpu in self._shared)
+            if copied and tensor.kept and tensor.producer < self._loss:
+                # The one that was made stays, too, where graphs or autograd keep it.
+                both = self._replayed or any(op > self._loss for op in tensor.consumers)
+                until = self._end if both else self._forward_end
+                yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
+
+    def _static(self) -> Iterator[Holding]:
+        """What CUDA graphs leave where it is: while it would not be there anyway."""
+        sent = self._sent()
+        arrived = {Place(row.tensor, row.dst): row.start_ns for row in self._transfers}
+        places = {
+            Place(tensor, segment.device)
+            for phase in self._program.phases
+            for segment in phase.segments
+            for tensor in (*segment.reads, *segment.writes)
+        }
+        for index, tensor in enumerate(self._graph.tensors):
+            if tensor.producer < self._loss:
+                late = (op for op in tensor.consumers if op > self._loss)
+                places |= {Place(index, self._devices[op]) for op in late}
+        for place in sorted(places, key=lambda place: (place.tensor, place.device)):
+            tensor = self._graph.tensors[place.tensor]
+            if self._gpus[place.device] is None:
+                continue
+            uses = [self._spans[op] for op in (tensor.producer, *tensor.consumers)]
+            mine = [span for span in uses if span.device == place.device]
+            begin = arrived.get(place, min(span.start_ns for span in mine))
+            end = max([span.end_ns for span in mine] + [sent.get(place, 0)])
+            if tensor.kept and tensor.producer == mine[0].op:
+                end = self._end
+            memory = self._memory_of[place.device]
+            yield Holding(memory, HELD, tensor.nbytes, 0, begin)
+            yield Holding(memory, HELD, tensor.nbytes, end, self._end)
+        for op, row in enumerate(self._graph.ops):
+            device = self._devices[op]
+            if self._gpus[device] is not None and row.late_bytes:  # the caller gets a copy of each
+                yield Holding(self._memory_of[device], HELD, row.late_bytes, 0, self._end)

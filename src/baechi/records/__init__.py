@@ -1,0 +1,1 @@
+"""Frozen values that the stages hand on: graph, cluster, costs, placement, instructions."""

@@ -1,0 +1,78 @@
+"""What a placement must respect besides memory: who may go where, and how many devices."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from baechi.errors import InputError
+from baechi.units import parse_bytes
+from baechi.validation import FrozenDict, check_count, check_name
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """Limits on the placements of a graph on a cluster; by name, so that they are readable.
+
+    Ops of one group share a device, so what holds for an op holds for its group. A name is an op's;
+    where no op has it, a group's. Names are looked up when the constraints meet a graph and a
+    cluster, in `solve` and `simulate`.
+
+    Attributes:
+        pins: Op or group to the device where it must run.
+        forbidden: Op or group to the devices where it must not.
+        excluded: Devices that nothing may use.
+        max_devices: At most so many devices are used; `None` is no limit.
+        margins: Device to bytes of its memory that stay free; a string such as `"1GiB"` is read at
+            construction. The margin of a pool is the largest of its devices'.
+
+    Raises:
+        InputError: A name is empty, a margin negative, `max_devices` below 1, or a list of devices
+            is a string.
+    """
+
+    pins: Mapping[str, str] = field(default_factory=FrozenDict)
+    forbidden: Mapping[str, tuple[str, ...]] = field(default_factory=FrozenDict)
+    excluded: tuple[str, ...] = ()
+    max_devices: int | None = None
+    margins: Mapping[str, int] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        pins = {
+            check_name(name, "a pinned op"): check_name(device, f"the device of pin {name!r}")
+            for name, device in _mapping(self.pins, "pins").items()
+        }
+        forbidden = {
+            check_name(name, "an op with forbidden devices"): _names(
+                devices, f"forbidden[{name!r}]"
+            )
+            for name, devices in _mapping(self.forbidden, "forbidden").items()
+        }
+        margins = {
+            check_name(device, "a device with a margin"): parse_bytes(
+                size, what=f"margin of device {device!r}"
+            )
+            for device, size in _mapping(self.margins, "margins").items()
+        }
+        object.__setattr__(self, "pins", FrozenDict(pins))
+        object.__setattr__(self, "forbidden", FrozenDict(forbidden))
+        object.__setattr__(self, "excluded", _names(self.excluded, "excluded"))
+        object.__setattr__(self, "margins", FrozenDict(margins))
+        if self.max_devices is not None:
+            count = check_count(self.max_devices, "max_devices")
+            if count < 1:
+                raise InputError("max_devices is 0; a placement uses at least one device.")
+            object.__setattr__(self, "max_devices", count)
+
+
+def _mapping(value: Any, what: str) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise InputError(f"{what} is {value!r}, a {type(value).__name__}; give a mapping by name.")
+    return value
+
+
+def _names(value: Any, what: str) -> tuple[str, ...]:
+    """Device names, sorted, without repetition."""
+    if isinstance(value, str) or not isinstance(value, Sequence | set | frozenset):
+        raise InputError(f"{what} is {value!r}; give a list of device names.")
+    return tuple(sorted({check_name(name, f"a device of {what}") for name in value}))

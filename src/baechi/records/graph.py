@@ -1,0 +1,356 @@
+"""The operator graph: what a placement decides about.
+
+An `OpGraph` is a directed acyclic hypergraph. A vertex is an operator with its time and memory. A
+hyperedge is a tensor: one producer, any number of consumers, sent at most once to each device.
+Nothing here knows torch, so a scheduler can build, save and load graphs by itself.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, final
+
+from baechi.errors import InputError
+from baechi.units import check_bytes
+from baechi.validation import (
+    INT64_MAX,
+    FrozenDict,
+    check_count,
+    check_counts,
+    check_name,
+    check_row,
+)
+
+if TYPE_CHECKING:
+    import networkx
+
+    from baechi.records.graph_arrays import GraphArrays
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An operator; its sizes may be given as strings, such as `"10GiB"`.
+
+    Attributes:
+        name: Unique in its graph.
+        time_ns: Its time alone on a device of speed 1.
+        persistent_bytes: Held for the whole step, but for `late_bytes`: parameters, gradients,
+            optimizer state.
+        workspace_bytes: Held while it runs.
+        group: Ops of one group share a device; `None` is alone.
+        late_bytes: Of the persistent bytes of its group, those that are there only from this op's
+            start on: gradients of parameters, which come with the backward.
+        reused_bytes: Of what it makes, its tensors and late bytes, as much takes the room of inputs
+            that it lets go of while it runs.
+    """
+
+    name: str
+    time_ns: int
+    persistent_bytes: int = 0
+    workspace_bytes: int = 0
+    group: str | None = None
+    late_bytes: int = 0
+    reused_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # Checked one by one only if something is unusual: a graph may have a million ops.
+        if (
+            type(self.name) is str
+            and self.name
+            and type(self.time_ns) is int
+            and type(self.persistent_bytes) is int
+            and type(self.workspace_bytes) is type(self.late_bytes) is int
+            and 0 <= self.time_ns <= INT64_MAX
+            and 0 <= self.persistent_bytes <= INT64_MAX
+            and 0 <= self.workspace_bytes <= INT64_MAX
+            and 0 <= self.late_bytes <= INT64_MAX
+            and type(self.reused_bytes) is int
+            and 0 <= self.reused_bytes <= INT64_MAX
+            and (self.group is None or (type(self.group) is str and self.group))
+        ):
+            return
+        check_name(self.name, "op name")
+        for attribute in self.__slots__:
+            if not attribute.endswith(("_ns", "_bytes")):
+                continue
+            value = getattr(self, attribute)
+            if type(value) is not int or not 0 <= value <= INT64_MAX:
+                check = check_count if attribute.endswith("_ns") else check_bytes
+                count = check(value, f"{attribute} of op {self.name!r}")
+                object.__setattr__(self, attribute, count)
+        if self.group is not None:
+            check_name(self.group, f"group of op {self.name!r}")
+
+    @property
+    def net_workspace_bytes(self) -> int:
+        """What it holds while it runs besides inputs and outputs; negative where it reuses more."""
+        return self.workspace_bytes - self.reused_bytes
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """What an op produces and others consume; a hyperedge.
+
+    Attributes:
+        producer: Op index.
+        consumers: Op indices, ascending, without repetition (the constructor sorts them).
+        nbytes: Its size, in memory and on a link; may be given as a string.
+        kept: Returned to the caller, so that it stays to the end of the step.
+    """
+
+    producer: int
+    consumers: tuple[int, ...]
+    nbytes: int
+    kept: bool = False
+
+    def __post_init__(self) -> None:
+        if (
+            type(self.producer) is type(self.nbytes) is int
+            and 0 <= self.producer <= INT64_MAX
+            and 0 <= self.nbytes <= INT64_MAX
+            and type(self.kept) is bool
+            and type(self.consumers) is tuple
+            and _ascends(self.consumers)
+        ):
+            return
+        object.__setattr__(self, "producer", check_count(self.producer, "producer of a tensor"))
+        what = f"of a tensor of op {self.producer}"
+        row = check_row(self.consumers, f"consumers {what}")
+        consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in row}))
+        object.__setattr__(self, "consumers", consumers)
+        object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
+        if not isinstance(self.kept, bool):
+            raise InputError(f"kept {what} is {self.kept!r}; it must be a bool.")
+
+
+def _ascends(values: tuple[Any, ...]) -> bool:
+    """Whether the values are ints, each above the one before, that fit 64 bits."""
+    last = -1
+    for value in values:
+        if type(value) is not int or value <= last:
+            return False
+        last = value
+    return last <= INT64_MAX
+
+
+@final
+@dataclass(frozen=True)
+class OpGraph:
+    """Operators and the tensors between them; index order is a topological order.
+
+    Attributes:
+        ops: The vertices. `op` means an index into them everywhere.
+        tensors: The hyperedges. `tensor` means an index into them everywhere.
+        times: Device kind to the time of every op on it, where it was learnt per kind.
+
+    Raises:
+        InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
+            is produced (a cycle, or no topological order), a group of which more bytes are late
+            than persistent, an op that reuses more than it makes, or a `times` row of another
+            length.
+    """
+
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...] = ()
+    times: Mapping[str, tuple[int, ...]] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ops", check_row(self.ops, "ops", Op))
+        object.__setattr__(self, "tensors", check_row(self.tensors, "tensors", Tensor))
+        self._check_names()
+        self._check_tensors()
+        self._check_late()
+        self._check_reused()
+        times = {}
+        if not isinstance(self.times, Mapping):
+            raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
+        for kind in sorted(self.times):
+            what = f"time of an op on device kind {kind!r}"
+            row = check_counts(self.times[kind], what)
+            if len(row) != len(self.ops):
+                raise InputError(
+                    f"times[{kind!r}] has {len(row)} entries for {len(self.ops)} ops; "
+                    "give one time per op."
+                )
+            times[check_name(kind, "device kind")] = row
+        object.__setattr__(self, "times", FrozenDict(times))
+
+    def _check_names(self) -> None:
+        seen: set[str] = set()
+        if len({op.name for op in self.ops}) == len(self.ops):
+            return
+        for op in self.ops:
+            if op.name in seen:
+                raise InputError(f"two ops are named {op.name!r}; names must be unique.")
+            seen.add(op.name)
+
+    def _check_tensors(self) -> None:
+        n = len(self.ops)
+        for index, tensor in enumerate(self.tensors):
+            consumers = tensor.consumers
+            if consumers and tensor.producer < consumers[0] and consumers[-1] < n:
+                continue
+            if tensor.producer >= n or (tensor.consumers and tensor.consumers[-1] >= n):
+                worst = max(tensor.producer, *tensor.consumers, tensor.producer)
+                raise InputError(f"tensor {index} names op {worst}, but there are {n} ops.")
+            if tensor.consumers and tensor.consumers[0] <= tensor.producer:
+                producer = self.ops[tensor.producer].name
+                consumer = self.ops[tensor.consumers[0]].name
+                raise InputError(
+                    f"tensor {index} goes from op {producer!r} (index {tensor.producer}) to op "
+                    f"{consumer!r} (index {tensor.consumers[0]}): the graph has a cycle, or its "
+                    "index order is not topological. Sort the ops so that producers come first."
+                )
+
+    def _check_late(self) -> None:
+        if not any(op.late_bytes for op in self.ops):
+            return
+        left: dict[str | int, int] = {}
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            left[group] = left.get(group, 0) + op.persistent_bytes - op.late_bytes
+        for index, op in enumerate(self.ops):
+            short = -left[index if op.group is None else op.group]
+            if op.late_bytes and short > 0:
+                whose = "its" if op.group is None else f"group {op.group!r}'s"
+                raise InputError(
+                    f"late_bytes of op {op.name!r} is {op.late_bytes}, but {whose} persistent "
+                    f"bytes are {short} too few for all that comes late; late bytes are a part "
+                    "of them."
+                )
+
+    def _check_reused(self) -> None:
+        made = {index: op.late_bytes for index, op in enumerate(self.ops) if op.reused_bytes}
+        if not made:
+            return
+        for tensor in self.tensors:
+            if tensor.producer in made:
+                made[tensor.producer] += tensor.nbytes
+        for index, nbytes in made.items():
+            op = self.ops[index]
+            if op.reused_bytes > nbytes:
+                raise InputError(
+                    f"reused_bytes of op {op.name!r} is {op.reused_bytes}, but it makes {nbytes} "
+                    "bytes of tensors and late bytes; reused bytes are a part of them."
+                )
+
+    @cached_property
+    def explicit(self) -> "OpGraph":
+        """The same graph, with the same digest, in which late bytes are kept tensors of their op.
+
+        They are taken from the persistent bytes of their group's first ops, and the tensors come
+        after all others, so that every index stays what it is; the graph itself if none are late.
+        """
+        if not any(op.late_bytes for op in self.ops):
+            return self
+        late: dict[str | int, int] = {}
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            late[group] = late.get(group, 0) + op.late_bytes
+        ops = []
+        for index, op in enumerate(self.ops):
+            group = index if op.group is None else op.group
+            taken = min(late[group], op.persistent_bytes)
+            late[group] -= taken
+            left = op.persistent_bytes - taken
+            rest = replace(op, persistent_bytes=left, late_bytes=0)
+            ops.append(rest if taken or op.late_bytes else op)
+        tensors = [
+            Tensor(index, (), op.late_bytes, kept=True)
+            for index, op in enumerate(self.ops)
+            if op.late_bytes
+        ]
+        graph = OpGraph(tuple(ops), (*self.tensors, *tensors), self.times)
+        graph.__dict__["digest"] = self.digest
+        return graph
+
+    @cached_property
+    def digest(self) -> str:
+        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors)."""
+        # What json.dumps with sorted keys and no blanks writes, in half of its time.
+        quote = json.encoder.encode_basestring_ascii
+        ops = ",".join(
+            f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
+            f"{'null' if o.group is None else quote(o.group)}"
+            f"{f',{o.late_bytes}' if o.late_bytes or o.reused_bytes else ''}"
+            f"{f',{o.reused_bytes}' if o.reused_bytes else ''}]"
+            for o in self.ops
+        )
+        tensors = ",".join(
+            f"[{t.producer},[{','.join(map(str, t.consumers))}],{t.nbytes},"
+            f"{'true' if t.kept else 'false'}]"
+            for t in self.tensors
+        )
+        times = json.dumps(dict(self.times), sort_keys=True, separators=(",", ":"))
+        text = f'{{"ops":[{ops}],"tensors":[{tensors}],"times":{times}}}'
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def arrays(self) -> "GraphArrays":
+        """The same as NumPy arrays, made once."""
+        from baechi.records.graph_arrays import arrays_of
+
+        return arrays_of(self.ops, self.tensors, self.times)
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        """The index of every op by its name."""
+        return FrozenDict({op.name: index for index, op in enumerate(self.ops)})
+
+    @cached_property
+    def op_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the tensors that it consumes, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            for consumer in tensor.consumers:
+                rows[consumer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def op_outputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op the tensors that it produces, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            rows[tensor.producer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """The ops that consume nothing."""
+        return tuple(op for op, tensors in enumerate(self.op_inputs) if not tensors)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """The tensors that are kept."""
+        return tuple(index for index, tensor in enumerate(self.tensors) if tensor.kept)
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[int, ...]]:
+        """Each group's ops, in the order of their first op."""
+        rows: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.group is not None:
+                rows.setdefault(op.group, []).append(index)
+        return FrozenDict({group: tuple(members) for group, members in rows.items()})
+
+    def to_networkx(self) -> "networkx.DiGraph[int]":
+        """The graph as a `networkx.DiGraph`: ops are nodes, and an edge carries `nbytes`.
+
+        An edge's `nbytes` is the sum over the tensors between its two ops.
+        """
+        import networkx
+
+        digraph: networkx.DiGraph[int] = networkx.DiGraph()
+        for index, op in enumerate(self.ops):
+            attributes: dict[str, Any] = {name: getattr(op, name) for name in op.__slots__}
+            digraph.add_node(index, **attributes)
+        for tensor in self.tensors:
+            for consumer in tensor.consumers:
+                known = digraph.get_edge_data(tensor.producer, consumer, {"nbytes": 0})
+                nbytes = known["nbytes"] + tensor.nbytes
+                digraph.add_edge(tensor.producer, consumer, nbytes=nbytes)
+        return digraph

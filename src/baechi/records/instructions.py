@@ -1,0 +1,271 @@
+"""A placement as a program: for each device what it runs, copies, waits for and frees.
+
+    device 0   run[a b c]────┐                  wait ► free ► run[f g]
+    device 1                 └─►wait ► copy ► run[d e]──►
+
+A program is plain data. Executors run it and decide nothing; `checking` proves that on every
+interleaving that its lanes allow each value is read after it is written and freed after its last
+use. Words:
+
+- A *lane* is a queue of instructions that are done one after the other: a worker thread, a stream.
+  Every device has a lane that computes and may have one that copies what arrives there.
+- A *segment* is what a device runs in one go. It begins where a value arrives from another device
+  and ends where one must leave, nowhere else; so one device is one segment.
+- A *tape* is one autograd graph: operators of one forward segment whose backwards are in one
+  backward segment. A forward segment runs its tapes one after the other, and a backward segment
+  goes backward over its own, so that backward ops run where and when the placement says.
+- A *checkpointed* tape keeps nothing but what it reads when it runs forward. It runs forward
+  *again* in the backward, in a segment of its own, and has its graph from then on.
+- A *phase* is what runs from a call to its return: the forward, and then the backward. The caller
+  waits for all lanes at the end of each.
+
+What lives inside one tape alone is no value of the program.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, final
+
+from baechi.errors import InputError
+from baechi.validation import check_counts
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a segment of the phase."""
+
+    segment: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Bring a tensor from one device to another."""
+
+    tensor: int
+    src: int
+    dst: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Go on when a lane has done its instruction at a position."""
+
+    lane: int
+    position: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Let go of a tensor on a device."""
+
+    tensor: int
+    device: int
+
+
+Instruction: TypeAlias = Run | Copy | Wait | Free
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Operators whose forward is one autograd graph.
+
+    Attributes:
+        device: Where they run.
+        ops: Forward operators, in the order in which they run; ascending where there is a
+            backward.
+        again: The operator of the graph that runs them forward again; -1 if they keep their graph.
+    """
+
+    device: int
+    ops: tuple[int, ...]
+    again: int = -1
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """What a device runs in one go.
+
+    Attributes:
+        device: Where.
+        tapes: Indices of the program's tapes, in the order in which they run.
+        reads: Tensors that other segments, or the caller, made.
+        writes: Tensors that it makes for others, for the caller, or for another of its tapes.
+        updates: State that it may write in place: groups of operators, and one number beyond them
+            for what draws random numbers in turn.
+        again: Whether it is in the backward and runs its tapes forward again.
+    """
+
+    device: int
+    tapes: tuple[int, ...]
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    updates: tuple[int, ...] = ()
+    again: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor in the memory of a device."""
+
+    tensor: int
+    device: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A queue of instructions.
+
+    Attributes:
+        device: Whose it is.
+        copies: Whether it copies what arrives at its device; else it computes.
+    """
+
+    device: int
+    copies: bool = False
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What runs from a call to its return.
+
+    Attributes:
+        segments: In launch order.
+        lanes: The instructions of every lane of the program.
+        launch: The lane of every instruction, in an order in which one thread may launch all: the
+            placement's own, and no instruction before one that it waits for.
+        given: What the caller puts there before.
+        kept: What is not freed, for the caller.
+    """
+
+    segments: tuple[Segment, ...]
+    lanes: tuple[tuple[Instruction, ...], ...]
+    launch: tuple[int, ...]
+    given: tuple[Place, ...] = ()
+    kept: tuple[Place, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What runs a placement.
+
+    Attributes:
+        graph_digest: `OpGraph.digest` of the graph that it is for.
+        names: Of the forward operators.
+        twins: The backward operator of every forward operator, or -1.
+        lanes: The lanes.
+        tapes: The tapes, in the order in which forward segments name them.
+        phases: The forward; and the backward if there is one.
+    """
+
+    graph_digest: str
+    names: tuple[str, ...]
+    twins: tuple[int, ...]
+    lanes: tuple[Lane, ...]
+    tapes: tuple[Tape, ...]
+    phases: tuple[Phase, ...]
+
+    def order(self, launch: Sequence[int]) -> tuple[int, ...]:
+        """A placement's order as the program runs it, for `simulate`.
+
+        Devices take turns as there; inside a segment its own order holds, and what is forward
+        comes before the loss.
+
+        Args:
+            launch: The placement's order.
+
+        Raises:
+            InputError: It is no order of the operators that the program runs.
+        """
+        launch = check_counts(launch, "the order")
+        n = len(self.names)
+        last = max((n - 1, *self.twins, *(tape.again for tape in self.tapes)))
+        if sorted(launch) != list(range(len(launch))) or len(launch) <= last:
+            raise InputError(
+                f"the order has {len(launch)} operators; give that of the placement that this "
+                f"program runs, which has each of 0 to {last} once."
+            )
+        order = sorted(launch, key=lambda op: (op > n) - (op < n))
+        rank = {op: i for i, op in enumerate(order)}
+        for number, phase in enumerate(self.phases):
+            for segment in phase.segments:
+                ops = list(self.ops_of(segment, number > 0))
+                for op, place in zip(ops, sorted(rank[op] for op in ops), strict=True):
+                    order[place] = op
+        return tuple(order)
+
+    def ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
+        """Operators of the graph that a segment runs, in its order; of a phase that is backward."""
+        if segment.again:
+            yield from dict.fromkeys(self.tapes[tape].again for tape in segment.tapes)
+            return
+        for tape in segment.tapes:
+            ops = self.tapes[tape].ops
+            if backward:
+                yield from (self.twins[op] for op in reversed(ops) if self.twins[op] >= 0)
+            else:
+                yield from ops
+
+    def explain(self) -> str:
+        """The program for people: every lane, line by line."""
+        lines = []
+        for number, phase in enumerate(self.phases):
+            tapes = sum(len(segment.tapes) for segment in phase.segments)
+            what = "backward" if number else "forward"
+            counts = f"{_many(len(phase.segments), 'segment')}, {_many(tapes, 'tape')}"
+            lines.append(f"{what}: {counts}")
+            for lane, rows in enumerate(phase.lanes):
+                if rows:
+                    lines.append(f"  {self.lane_name(lane)}")
+                for position, row in enumerate(rows):
+                    lines.append(f"    {position:4d}  {self.describe(number, row)}")
+        return "\n".join(lines)
+
+    def lane_name(self, lane: int) -> str:
+        """`device 1` for the lane that computes there, `copies to device 1` for the other."""
+        row = self.lanes[lane]
+        return f"copies to device {row.device}" if row.copies else f"device {row.device}"
+
+    def describe(self, phase: int, row: Instruction) -> str:
+        """An instruction in words."""
+        match row:
+            case Run():
+                segment = self.phases[phase].segments[row.segment]
+                ops = [op for tape in segment.tapes for op in self.tapes[tape].ops]
+                forward = phase == 0 or segment.again
+                ends = [self.names[op] for op in (ops if forward else reversed(ops))]
+                what = _span(ends) if ends else "nothing"
+                tapes = f", {len(segment.tapes)} tapes" if len(segment.tapes) > 1 else ""
+                verb = "recompute" if segment.again else "run"
+                text = f"{verb} segment {row.segment}: {what} ({_many(len(ops), 'op')}{tapes})"
+                if segment.writes:
+                    text += f" -> {_list(segment.writes)}"
+            case Copy():
+                text = f"copy tensor {row.tensor} from device {row.src} to device {row.dst}"
+            case Wait():
+                text = f"wait for {self.lane_name(row.lane)}, {row.position}"
+            case Free():
+                text = f"free tensor {row.tensor} on device {row.device}"
+        return text
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
+
+
+def _span(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
+
+
+def _list(tensors: Sequence[int]) -> str:
+    shown = ", ".join(map(str, tensors[:6]))
+    return f"tensors {shown}{', ...' if len(tensors) > 6 else ''}"

@@ -1,0 +1,82 @@
+"""What operators cost: the values between measuring and placing."""
+
+from dataclasses import dataclass
+from typing import final
+
+from baechi.errors import InputError
+from baechi.validation import check_count, check_is, check_name, check_row
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """The cost of one operator on one kind of device.
+
+    Attributes:
+        forward_ns: Time of its forward.
+        backward_ns: Time of its backward; 0 where it has none.
+        parameter_bytes: Parameters and buffers that it owns.
+        output_bytes: New storage that it gives out; views and in-place results are 0.
+        saved_bytes: Storage made inside that autograd keeps for its backward; saved inputs and
+            outputs are tensors of the graph and not counted here.
+        workspace_bytes: Scratch that is free again when its forward ends.
+        backward_workspace_bytes: The same of its backward; `None`: as much as the forward's.
+        backward_reused_bytes: Of the gradients, as much takes the room of what autograd kept, which
+            goes bit by bit while the backward runs.
+        forward_spread_ns: How far above `forward_ns` the next lowest of the measured passes is: how
+            much to trust it. As much as itself where nothing confirms it, 0 where computed.
+        backward_spread_ns: The same of its backward.
+        remark: What a reader should know of these numbers, such as that they depend on values, or
+            that the operator failed alone and was measured in place; empty for most.
+        inference_workspace_bytes: Scratch of a forward without gradients, for which torch may
+            choose another kernel. `None`: not known.
+    """
+
+    forward_ns: int
+    backward_ns: int = 0
+    parameter_bytes: int = 0
+    output_bytes: int = 0
+    saved_bytes: int = 0
+    workspace_bytes: int = 0
+    backward_workspace_bytes: int | None = None
+    forward_spread_ns: int = 0
+    backward_spread_ns: int = 0
+    remark: str = ""
+    inference_workspace_bytes: int | None = None
+    backward_reused_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if self.backward_workspace_bytes is None:
+            object.__setattr__(self, "backward_workspace_bytes", self.workspace_bytes)
+        for attribute in self.__slots__:
+            known = getattr(self, attribute) is not None
+            if attribute != "remark" and known:
+                count = check_count(getattr(self, attribute), f"{attribute} of an op cost")
+                object.__setattr__(self, attribute, count)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The cost of every operator of one traced model on one kind of device.
+
+    Attributes:
+        traced_digest: `Traced.digest` of the model that it is for.
+        kind: Device kind, as in `Device.kind`.
+        costs: One per traced op.
+        source: `"measured"` or `"computed"`.
+        environment: What the costs depend on: torch version, threads, processor.
+    """
+
+    traced_digest: str
+    kind: str
+    costs: tuple[OpCost, ...]
+    source: str = "measured"
+    environment: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.traced_digest, "traced_digest of a profile")
+        check_is(self.kind, str, "kind of a profile")
+        object.__setattr__(self, "costs", check_row(self.costs, "costs", OpCost))
+        if self.source not in ("measured", "computed"):
+            raise InputError(f"source of a profile is {self.source!r}, not measured or computed.")

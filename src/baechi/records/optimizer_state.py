@@ -1,0 +1,125 @@
+"""What optimizers keep of every trained parameter between steps, from shapes and types alone.
+
+An optimizer is named as torch names its class, in small letters, with options after a `+`:
+
+    "adamw"                  torch.optim.AdamW
+    "adamw+amsgrad"          and the largest second moments
+    "adamw+master"           an fp32 copy of every parameter of a smaller type, on which the
+                             optimizer works: mixed precision with master weights
+    "momentum"               torch.optim.SGD with momentum; "sgd" is without
+
+Source: what each class of torch.optim (2.11 to 2.13) puts into `optimizer.state`; a test compares
+with the classes themselves.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Final, final
+
+from baechi.errors import InputError
+from baechi.validation import FrozenDict
+
+# Step counters are fp32 scalars unless torch's default type is a wider one.
+_SCALAR_BYTES: Final = 4
+_MASTER_BYTES: Final = 4
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class TrainedParameter:
+    """The shape and the type of a parameter that has a gradient.
+
+    Attributes:
+        shape: Its sizes; empty for a scalar.
+        itemsize: Bytes of an element.
+    """
+
+    shape: tuple[int, ...]
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return math.prod(self.shape) * self.itemsize
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """What an optimizer keeps of a parameter.
+
+    Attributes:
+        scalars: Zero-dimensional tensors: a step counter, mostly.
+        moments: Tensors of the parameter's shape and type.
+        factored: The last of `moments` is kept as a row and a column where the parameter is a
+            matrix or more.
+    """
+
+    scalars: int
+    moments: int
+    factored: bool = False
+
+
+_RULES: Final = FrozenDict(
+    {
+        "none": _Rule(0, 0),
+        "sgd": _Rule(0, 0),
+        "momentum": _Rule(0, 1),
+        "adam": _Rule(1, 2),
+        "adamw": _Rule(1, 2),
+        "adamax": _Rule(1, 2),
+        "nadam": _Rule(2, 2),
+        "radam": _Rule(1, 2),
+        "adadelta": _Rule(1, 2),
+        "adagrad": _Rule(1, 1),
+        "rmsprop": _Rule(1, 1),
+        "adafactor": _Rule(1, 1, factored=True),
+    }
+)
+OPTIMIZERS: Final = tuple(_RULES)
+_AMSGRAD: Final = ("adam", "adamw")
+
+
+def optimizer_state_bytes(optimizer: str | None, parameter: TrainedParameter) -> int:
+    """Bytes that the optimizer holds for one parameter from its first step on.
+
+    Args:
+        optimizer: A name of `OPTIMIZERS` with options, as the module says; `None` is `"none"`.
+        parameter: What it trains.
+
+    Raises:
+        InputError: The optimizer or an option of it is unknown.
+    """
+    name, options = check_optimizer(optimizer)
+    master = "master" in options and parameter.itemsize < _MASTER_BYTES
+    if master:
+        parameter = TrainedParameter(parameter.shape, _MASTER_BYTES)
+    rule = _RULES[name]
+    whole = rule.moments + ("amsgrad" in options)
+    nbytes = rule.scalars * _SCALAR_BYTES + (parameter.nbytes if master else 0)
+    if rule.factored and len(parameter.shape) > 1:
+        *rest, rows, columns = parameter.shape
+        nbytes += math.prod(rest) * (rows + columns) * parameter.itemsize
+        whole -= 1
+    return nbytes + whole * parameter.nbytes
+
+
+def check_optimizer(optimizer: str | None) -> tuple[str, frozenset[str]]:
+    """The name and the options of an optimizer.
+
+    Raises:
+        InputError: One of them is unknown.
+    """
+    if not isinstance(optimizer, str | None):
+        raise InputError(f"optimizer is {optimizer!r}; give its name, such as 'adamw', or None.")
+    name, *options = ("none" if optimizer is None else optimizer).lower().split("+")
+    if name not in _RULES:
+        known = ", ".join(sorted(_RULES))
+        raise InputError(f"optimizer {optimizer!r} is unknown; it must be one of {known}.")
+    for option in options:
+        if option not in ("amsgrad", "master") or (option == "amsgrad" and name not in _AMSGRAD):
+            raise InputError(
+                f"optimizer {optimizer!r} has the unknown option {option!r}; it may be '+master' "
+                "(fp32 copies of smaller parameters) or, for adam and adamw, '+amsgrad'."
+            )
+    return name, frozenset(options)

@@ -1,0 +1,201 @@
+"""The answer: where every op runs and in which order, and what that costs."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeVar, final
+from typing import overload as typing_overload
+
+from baechi.errors import InputError
+from baechi.validation import FrozenDict, check_count, check_counts, check_is, check_row
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_T = TypeVar("_T")
+# The column of a span's end.
+_END: Final = 3
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which device runs which op, and the launch order.
+
+    Attributes:
+        graph_digest: `OpGraph.digest` of the graph that it is for.
+        devices: Device index of every op.
+        order: All op indices in launch order, topological.
+        placer: Name of the placer that made it.
+        stats: What the placer wants to say, such as the makespan of each candidate; no wall
+            times, so that the same input gives the same bytes.
+    """
+
+    graph_digest: str
+    devices: tuple[int, ...]
+    order: tuple[int, ...]
+    placer: str = ""
+    stats: Mapping[str, int | float | str] = field(default_factory=FrozenDict)
+
+    def __post_init__(self) -> None:
+        check_is(self.graph_digest, str, "graph_digest of a placement")
+        check_is(self.placer, str, "placer of a placement")
+        if not isinstance(self.stats, Mapping):
+            raise InputError(f"stats of a placement are {self.stats!r}; give a dict.")
+        devices = check_counts(self.devices, "device of a placement")
+        order = check_counts(self.order, "op in the order of a placement")
+        if sorted(order) != list(range(len(devices))):
+            raise InputError(
+                f"the order of a placement of {len(devices)} ops is no permutation of them; "
+                "name every op index exactly once."
+            )
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "order", order)
+        object.__setattr__(self, "stats", FrozenDict(self.stats))
+
+
+@final
+class Rows(Sequence[_T]):
+    """The rows of a table that is kept as columns; each is made when it is asked for.
+
+    Equal to the tuple of its rows, hashed and pickled as that.
+    """
+
+    __slots__ = ("_columns", "_make")
+
+    def __init__(self, make: Callable[..., _T], columns: "Sequence[NDArray[Any]]") -> None:
+        self._make = make
+        self._columns = columns
+
+    def column(self, index: int) -> "NDArray[Any]":
+        """One column, as it was given."""
+        return self._columns[index]
+
+    def __len__(self) -> int:
+        return len(self._columns[0])
+
+    @typing_overload
+    def __getitem__(self, index: int) -> _T: ...
+    @typing_overload
+    def __getitem__(self, index: slice) -> tuple[_T, ...]: ...
+    def __getitem__(self, index: int | slice) -> _T | tuple[_T, ...]:
+        if isinstance(index, slice):
+            return tuple(map(self._make, *(column[index].tolist() for column in self._columns)))
+        return self._make(*(int(column[index]) for column in self._columns))
+
+    def __iter__(self) -> Iterator[_T]:
+        return map(self._make, *(column.tolist() for column in self._columns))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple | Rows):
+            return NotImplemented
+        return len(self) == len(other) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (tuple, (tuple(self),))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Span:
+    """An op on its device, in [start_ns, end_ns)."""
+
+    op: int
+    device: int
+    start_ns: int
+    end_ns: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A tensor on its way, in [start_ns, end_ns)."""
+
+    tensor: int
+    src: int
+    dst: int
+    start_ns: int
+    end_ns: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """When everything happens.
+
+    Attributes:
+        spans: One per op, in launch order.
+        transfers: In the order in which they were committed.
+        peak_bytes: Peak memory of every device; of its pool, where it is in one.
+        lower_bound_ns: No valid schedule of this graph on this cluster is shorter. `simulate`
+            leaves it to be computed when it is first asked for, which takes longer than the rest.
+    """
+
+    spans: Sequence[Span]
+    transfers: Sequence[Transfer]
+    peak_bytes: tuple[int, ...]
+    lower_bound_ns: int = 0
+    # What computes the bound, until somebody asks for it. Last, so that who reads all fields in
+    # their order, as `pickle` does, finds the bound and no function.
+    _bound: Callable[[], int] | None = field(
+        default=None, init=False, repr=False, compare=False, metadata={"json": False}
+    )
+
+    def __post_init__(self) -> None:
+        for name, kind in (("spans", Span), ("transfers", Transfer)):
+            rows = getattr(self, name)
+            if not isinstance(rows, Rows):
+                object.__setattr__(self, name, check_row(rows, name, kind))
+        peaks = check_counts(self.peak_bytes, "peak of a schedule")
+        object.__setattr__(self, "peak_bytes", peaks)
+        check_count(self.lower_bound_ns, "lower_bound_ns of a schedule")
+
+    @classmethod
+    def with_late_bound(
+        cls,
+        spans: Sequence[Span],
+        transfers: Sequence[Transfer],
+        peak_bytes: tuple[int, ...],
+        bound: Callable[[], int],
+    ) -> "Schedule":
+        """A schedule whose `lower_bound_ns` is what `bound` returns; called once, or never."""
+        schedule = cls(spans, transfers, peak_bytes)
+        object.__setattr__(schedule, "_bound", bound)
+        object.__delattr__(schedule, "lower_bound_ns")
+        return schedule
+
+    if not TYPE_CHECKING:  # mypy would believe that there is every attribute
+
+        def __getattr__(self, name: str) -> int:
+            # Python comes here where the slot is empty.
+            if name != "lower_bound_ns":
+                raise AttributeError(f"a Schedule has no {name!r}", name=name, obj=self)
+            compute = self._bound
+            if compute is None:  # another thread has it by now
+                return object.__getattribute__(self, name)
+            bound = compute()
+            object.__setattr__(self, "lower_bound_ns", bound)
+            object.__setattr__(self, "_bound", None)
+            return bound
+
+    @property
+    def makespan_ns(self) -> int:
+        """The end of the last op."""
+        if isinstance(self.spans, Rows):
+            return int(self.spans.column(_END).max(initial=0))
+        return max((span.end_ns for span in self.spans), default=0)
+
+    @property
+    def gap(self) -> float:
+        """How far the makespan may be above the optimum: (makespan - bound) / bound.
+
+        0.0 where both are zero; infinite where only the bound is.
+        """
+        if self.lower_bound_ns == 0:
+            return 0.0 if self.makespan_ns == 0 else float("inf")
+        return (self.makespan_ns - self.lower_bound_ns) / self.lower_bound_ns

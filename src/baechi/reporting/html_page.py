@@ -1,0 +1,235 @@
+"""The report as one HTML file that opens without a network, on a light and on a dark screen."""
+
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from string import Template
+from typing import Any, Final
+
+from baechi.problem.memory_profile import peak_holdings
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.measurement import Measurement
+from baechi.records.placement import Placement, Schedule
+from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
+from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
+from baechi.storage.serialization import write_whole
+from baechi.traced.traced_model import Traced
+from baechi.units import format_bytes, format_ns
+
+_ROWS: Final = 15  # of the tables of the slowest, the largest and the farthest
+
+_PAGE: Final = Template("""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>$title</title>
+<style>
+:root { --ink: #1f2328; --soft: #59636e; --page: #ffffff; --card: #f6f8fa; --line: #d1d9e0; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --soft: #9198a1; --page: #0d1117; --card: #151b23; --line: #3d444d; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page);
+       max-width: 1400px; margin: 0 auto; padding: 1.5rem; }
+h1 { font-size: 1.6rem; margin: 0 0 .5rem; } h2 { font-size: 1.15rem; margin: 2.2rem 0 .3rem; }
+p { margin: .2rem 0; } .soft { color: var(--soft); font-size: .9rem; }
+table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabular-nums; }
+th { text-align: left; font-weight: 600; color: var(--soft); }
+th, td { padding: .25rem .9rem .25rem 0; border-bottom: 1px solid var(--line);
+         vertical-align: top; overflow-wrap: anywhere; }
+td:first-child, td:has(.bar) { white-space: nowrap; overflow-wrap: normal; }
+.n { text-align: right; white-space: nowrap; }
+.bar { display: inline-block; width: 9rem; height: .7rem; background: var(--card);
+       border: 1px solid var(--line); vertical-align: middle; }
+.bar > i { display: block; height: 100%; }
+.key { display: inline-block; width: .8rem; height: .8rem; border-radius: 50%;
+       vertical-align: -.08rem; margin-right: .4rem; }
+details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; }
+pre { white-space: pre-wrap; margin: 0; font-size: .85rem; }
+.wide { overflow-x: auto; } .wide td:nth-child(6) { min-width: 14rem; }
+</style>
+<script>$plotly</script></head><body>
+<h1>$title</h1>
+$body
+<script>
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+function paint() {
+  const ink = dark.matches ? "#e6edf3" : "#1f2328", card = dark.matches ? "#151b23" : "#ffffff";
+  const change = {"font.color": ink, "hoverlabel.bgcolor": card, "hoverlabel.font.color": ink,
+                  "hoverlabel.align": "left"};
+  for (const figure of document.querySelectorAll(".plotly-graph-div"))
+    Plotly.relayout(figure, change);
+}
+paint();
+dark.addEventListener("change", paint);
+</script></body></html>
+""")
+
+
+def write_html(
+    path: str | os.PathLike[str],
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    schedule: Schedule,
+    *,
+    traced: Traced | None = None,
+    measured: Measurement | None = None,
+    title: str = "",
+) -> None:
+    """Writes the report as one HTML file, whole or not at all; the same input, the same bytes.
+
+    Args:
+        path: The file.
+        graph: What was placed.
+        cluster: On what.
+        placement: Where every op runs.
+        schedule: `simulate(graph, cluster, placement)`.
+        traced: Tells how the model was traced, and the model's own line of every op.
+        measured: Is set beside the prediction, if there is one.
+        title: Heading; the model and the number of devices if empty.
+
+    Raises:
+        InputError: The values do not belong together, plotly is not installed, or the path cannot
+            be written.
+    """
+    require_plotly()
+    from plotly.offline import get_plotlyjs
+
+    plan = Plan(graph, cluster, placement, schedule, traced, measured)
+    model = traced.name if traced is not None else "a graph"
+    heading = title or f"Baechi: {model} on {len(cluster.devices)} devices"
+    text = _PAGE.substitute(title=escape(heading), plotly=get_plotlyjs(), body=_body(plan))
+    write_whole(path, text)
+
+
+def _body(plan: Plan) -> str:
+    parts = [f"<p>{escape(line)}</p>" for line in summary(plan)]
+    parts += ["<h2>Devices</h2>", _devices(plan)]
+    if comparison(plan):
+        header = ["", ">predicted", ">measured", ">error"]
+        parts += ["<h2>Predicted beside measured</h2>", _table(header, comparison(plan))]
+    parts += [
+        "<h2>The graph by device</h2>",
+        '<p class="soft">A point is an op, larger when it takes longer; forward runs to the right, '
+        "backward runs back below it. Dotted lines are tensors sent to another device, in the "
+        "color of the one that sends; faint ones stay on theirs. What backward keeps of forward is "
+        "not drawn. Drag to zoom, double-click to return.</p>",
+        _figure(graph_figure(plan), "graph"),
+        "<h2>The step over time</h2>",
+        '<p class="soft">Backward ops are paler. A transfer stands in the lane of the device that '
+        "receives it and has the color of the one that sends it. Both pictures zoom together."
+        "</p>",
+        _figure(time_figure(plan), "time"),
+        "<h2>Details</h2>",
+        *_details(plan),
+    ]
+    return "\n".join(parts)
+
+
+def _figure(figure: Any, name: str) -> str:
+    config = {"displaylogo": False, "responsive": True, "scrollZoom": False}
+    html: str = figure.to_html(
+        full_html=False, include_plotlyjs=False, include_mathjax=False, div_id=name, config=config
+    )
+    return html
+
+
+def _devices(plan: Plan) -> str:
+    peaks = peak_holdings(plan.graph, plan.cluster, plan.schedule)
+    rows = []
+    for device, facts in enumerate(plan.devices):
+        time_ns, held = peaks[device]
+        largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
+        contents = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
+        key = f'<span class="key" style="background:{color(device)}"></span>'
+        rows.append(
+            [
+                _Html(key + escape(facts.name)),
+                str(facts.ops),
+                _Html(_bar(facts.busy_share, device)),
+                _Html(_bar(facts.peak_share, device)),
+                f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}",
+                f"{contents} (at {format_ns(time_ns)})" if contents else "",
+                format_bytes(facts.received_bytes),
+                format_bytes(facts.sent_bytes),
+            ]
+        )
+    header = ["device", ">ops", "computes", "memory at its peak", ">bytes", "of which"]
+    return _table([*header, ">received", ">sent"], rows)
+
+
+def _details(plan: Plan) -> Iterable[str]:
+    graph = plan.graph
+    if candidates(plan):
+        heading = f"What {plan.placement.placer} chose from"
+        yield _fold(heading, _table(["candidate", ">step", ""], candidates(plan)), is_open=True)
+    if stats(plan):
+        heading = f"What placer {plan.placement.placer} says"
+        yield _fold(heading, _table(["", ">"], stats(plan)), is_open=True)
+    if plan.traced is not None:
+        rows = [[a.rung, _Html(f"<pre>{escape(a.reason or 'taken')}</pre>")]
+                for a in plan.traced.attempts]  # fmt: skip
+        yield _fold(f"How {plan.traced.name} was traced", _table(["rung", "what happened"], rows))
+    slowest = sorted(plan.schedule.spans, key=lambda s: (s.start_ns - s.end_ns, s.op))[:_ROWS]
+    times = [(format_ns(s.end_ns - s.start_ns), s.op) for s in slowest]
+    yield _fold("The slowest ops", _ops(plan, "time", times))
+    ops = range(len(graph.ops))
+    largest = sorted(ops, key=lambda op: (-graph.ops[op].persistent_bytes, op))[:_ROWS]
+    held = [(format_bytes(graph.ops[op].persistent_bytes), op) for op in largest]
+    yield _fold("The ops that hold most for the whole step", _ops(plan, "bytes", held))
+    if plan.schedule.transfers:
+        by_size = sorted(plan.schedule.transfers, key=lambda t: -graph.tensors[t.tensor].nbytes)
+        rows = [
+            [
+                graph.ops[graph.tensors[t.tensor].producer].name,
+                f"{plan.cluster.devices[t.src].name} → {plan.cluster.devices[t.dst].name}",
+                format_bytes(graph.tensors[t.tensor].nbytes),
+                format_ns(t.end_ns - t.start_ns),
+                format_ns(t.start_ns),
+            ]
+            for t in by_size[:_ROWS]
+        ]
+        header = ["made by", "way", ">bytes", ">time", ">starts at"]
+        yield _fold("The largest transfers", _table(header, rows))
+
+
+def _ops(plan: Plan, what: str, rows: Sequence[tuple[str, int]]) -> str:
+    devices = plan.cluster.devices
+    cells = [
+        [plan.graph.ops[op].name, devices[plan.placement.devices[op]].name, text, plan.sources[op]]
+        for text, op in rows
+    ]
+    return _table(["op", "device", f">{what}", "source"], cells)
+
+
+class _Html(str):
+    """A cell that is HTML already; all others are escaped."""
+
+    __slots__ = ()
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table; a column whose title begins with > is flush right."""
+    classes = [' class="n"' if title.startswith(">") else "" for title in header]
+    titles = [escape(title.removeprefix(">")) for title in header]
+    lines = []
+    if any(titles):
+        cells = (f"<th{c}>{title}</th>" for c, title in zip(classes, titles, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    for row in rows:
+        texts = [cell if isinstance(cell, _Html) else escape(cell) for cell in row]
+        cells = (f"<td{c}>{text}</td>" for c, text in zip(classes, texts, strict=True))
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    return '<div class="wide"><table>\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _bar(share: float, device: int) -> str:
+    width = f"{min(share, 1.0):.1%}"
+    style = f"width:{width};background:{color(device)}"
+    return f'<span class="bar"><i style="{style}"></i></span> {percent(share)}'
+
+
+def _fold(heading: str, content: str, *, is_open: bool = False) -> str:
+    opened = " open" if is_open else ""
+    return f"<details{opened}><summary>{escape(heading)}</summary>{content}</details>"

@@ -1,0 +1,1 @@
+"""Segments as code, and the way of every gradient."""

@@ -1,0 +1,384 @@
+"""A program bound to a model: its tapes as code, its tensors as slots.
+
+A tensor of the program stands for fx nodes: those of its producer that its readers read. Each
+(node, tensor, device) has a slot of its own, so that a copy is "slot to slot" and a free clears
+slots. `gradients` does the same for what goes backward.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, final
+
+import torch
+from torch import fx
+
+from baechi.errors import ExecutionError
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Copy, Free, Place, Program
+from baechi.runtime.autograd.gradient_ends import Entry, Output
+from baechi.runtime.autograd.gradient_plan import Gradients, Layout
+from baechi.runtime.autograd.recompute import Again
+from baechi.runtime.autograd.shared_outputs import Families
+from baechi.runtime.autograd.step_state import Sizes
+from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.torch_compile import CompiledTape, CompileOptions
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.op_names import op_name
+from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
+
+# Gradients that leave a tape's outputs are let go of as they are used where there are so many
+# bytes of them; below, the Python that this takes costs more than the memory is worth.
+_LARGE_BYTES: Final = 1 << 18
+
+
+@final
+@dataclass(frozen=True)
+class Moves:
+    """What a copy or a free does, for values and for gradients: (from, to), or slots to clear."""
+
+    slots: tuple[Any, ...]
+    grads: tuple[Any, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """A value that the caller gets.
+
+    Attributes:
+        value: Its number.
+        device: Who makes it.
+        grads: For each of its tensors the slot of the caller's gradient.
+    """
+
+    value: int
+    device: int
+    grads: tuple[int, ...]
+
+
+@final
+@dataclass(frozen=True)
+class Bound:
+    """A program that can run.
+
+    Attributes:
+        tapes: As code.
+        copies: For each phase, by what arrives where.
+        frees: For each phase, by what is freed where.
+        sizes: Of a step's lists.
+        input_values: The number of the value of each of the caller's tensors.
+        input_grads: For each of them the gradients to add up, in order.
+        parameters: For each its device and the gradients to add up, in order.
+        results: By the node that yields it, in the order of a step's results.
+        families: Which results may share memory.
+    """
+
+    tapes: tuple[TapeCode, ...]
+    copies: tuple[dict[Place, Moves], ...]
+    frees: tuple[dict[Place, Moves], ...]
+    sizes: Sizes
+    input_values: tuple[int, ...]
+    input_grads: tuple[tuple[int, ...], ...]
+    parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
+    results: dict[fx.Node, Result]
+    families: Families
+
+
+def bind(
+    module: TracedModule,
+    graph: OpGraph,
+    program: Program,
+    places: Sequence[torch.device],
+    options: CompileOptions | None = None,
+) -> Bound:
+    """The program, bound to a traced model and to torch devices.
+
+    Args:
+        module: The model.
+        graph: What was compiled.
+        program: The compiled placement of the graph.
+        places: The torch device of every logical device.
+        options: Of `torch.compile`, for every tape; None leaves them as generated.
+
+    Raises:
+        ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
+    """
+    return _Binder(module, graph, program, places, options).bound()
+
+
+@final
+class _Binder:
+    """What `bind` knows on its way."""
+
+    def __init__(
+        self,
+        module: TracedModule,
+        graph: OpGraph,
+        program: Program,
+        places: Sequence[torch.device],
+        options: CompileOptions | None,
+    ) -> None:
+        self._options = options
+        self._module = module
+        self._graph = graph
+        self._program = program
+        self._places = places
+        self._layout = Layout(module, graph, program)
+        self._gradients = Gradients(self._layout)
+        nodes = list(self._layout.position)
+        self._inputs = {n: i for i, n in enumerate(m for m in nodes if m.op == "placeholder")}
+        returned = dict.fromkeys(next(n for n in nodes if n.op == "output").all_input_nodes)
+        self._returned = [node for node in returned if node in self._layout.op_of]
+        self._slots: dict[tuple[fx.Node, int, int], int] = {}  # (node, tensor, device)
+        self._values: dict[fx.Node, int] = {}
+        facts = module.facts.nodes.values()
+        self._written = {storage for fact in facts for storage in fact.writes}
+
+    def bound(self) -> Bound:
+        """The bound program."""
+        layout, gradients = self._layout, self._gradients
+        parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
+        results = {
+            node: Result(self._value(node), layout.device(layout.tape(node)), slots)
+            for node in self._returned
+            if node.op not in ("placeholder", "get_attr")
+            for slots in (gradients.from_caller(node),)
+        }
+        number = {node: index for index, node in enumerate(results)}
+        for tape, part in enumerate(parts):
+            gradients.share_parameters(tape, part)
+        entries = [gradients.entries(tape, part) for tape, part in enumerate(parts)]
+        sums = gradients.sums() if len(self._program.phases) > 1 else {}
+        tapes = [
+            replace(self._code(tape, part, entries[tape], number), sums=tuple(sums.get(tape, ())))
+            for tape, part in enumerate(parts)
+        ]
+        inputs = tuple(self._value(node) for node in self._inputs)
+        copies, frees = self._instructions()
+        counts = len(self._slots), len(self._values), len(results), gradients.n, len(tapes)
+        return Bound(
+            tuple(tapes),
+            copies,
+            frees,
+            Sizes(*counts),
+            inputs,
+            tuple(gradients.of_input(node) for node in self._inputs),
+            gradients.of_parameters(),
+            results,
+            Families.among(self._module, tuple(results)),
+        )
+
+    def _extract(self, tape: int, *, boxed: bool) -> Extract:
+        nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+        outputs = [node for node in nodes if self._leaves(node, tape)]
+        return extract(
+            self._module.graph_module,
+            nodes,
+            outputs,
+            apart=self._gradients.read_apart(nodes),
+            exits=self._gradients.exits(nodes, outputs),
+            device=self._places[self._layout.device(tape)],
+            boxed=boxed,
+        )
+
+    def _leaves(self, node: fx.Node, tape: int) -> bool:
+        """Whether another tape, or the caller, reads the node's value."""
+        users = self._layout.users(node)
+        return node in self._returned or any(self._layout.tape(user) != tape for user in users)
+
+    def _carrier(self, node: fx.Node, reader: fx.Node) -> int:
+        """The tensor of the program that brings a node's value to one that reads it."""
+        ends = self._layout.op_of[node], self._layout.op_of[reader]
+        tensors = self._layout.between.get(ends)
+        if not tensors:
+            names = self._program.names
+            raise ExecutionError(
+                f"the graph has no tensor from {names[ends[0]]!r} to {names[ends[1]]!r}, which "
+                "reads its result; it is not the graph of this model. Trace it again."
+            )
+        return tensors[0]
+
+    def _slot(self, node: fx.Node, tensor: int, device: int) -> int:
+        return self._slots.setdefault((node, tensor, device), len(self._slots))
+
+    def _value(self, node: fx.Node) -> int:
+        return self._values.setdefault(node, len(self._values))
+
+    def _code(
+        self,
+        tape: int,
+        part: Extract,
+        entries: Sequence[tuple[Entry, fx.Node]],
+        results: dict[fx.Node, int],
+    ) -> TapeCode:
+        layout = self._layout
+        device = layout.device(tape)
+        template: list[Any] = [None] * len(part.inputs)
+        fills, given = [], []
+        for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
+            if not layout.is_state(node) and layout.tape(node) != tape:
+                user = reader if reader is not None else layout.users_in(node, tape)[0]
+                fills.append((argument, self._slot(node, self._carrier(node, user), device)))
+            elif node.op == "placeholder":
+                given.append((argument, self._inputs[node]))
+            else:
+                template[argument] = located(layout.attribute(node), self._places[device])
+        nodes = layout.nodes(tape)
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        written = [node for node in inputs if self._is_written(node)]
+        outputs = [self._output(node, tape, i, results) for i, node in enumerate(part.outputs)]
+        outputs += [
+            self._output(node, tape, -1, results)
+            for node in nodes
+            if node.op in ("placeholder", "get_attr")
+            and not layout.is_state(node)
+            and self._leaves(node, tape)
+        ]
+        return TapeCode(
+            index=tape,
+            device=device,
+            place=self._places[device],
+            nodes=tuple(nodes),
+            function=self._function(tape, part),
+            template=tuple(template),
+            fills=tuple(fills),
+            inputs=tuple(self._inputs[node] for node in inputs),
+            shown=tuple(self._inputs[node] for node in inputs if self._leaves(node, tape)),
+            written=frozenset(self._inputs[node] for node in written),
+            given=tuple(given),
+            entries=tuple(
+                replace(entry, value=self._value(node), given=node in self._inputs)
+                if entry.value >= 0
+                else entry
+                for entry, node in entries
+            ),
+            outputs=tuple(outputs),
+            exits=len(part.exits),
+            seeds=self._gradients.seeds(part),
+            large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
+            by_hand=any(map(_is_by_hand, nodes)),
+            parameters=self._gradients.of_tape(tape),
+            again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
+        )
+
+    def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
+        nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+        if self._options is None or not nodes:
+            return part.function
+        count = f"{len(nodes)} operators from" if len(nodes) > 1 else "operator"
+        label = f"{count} {op_name(nodes[0])} on logical device {self._layout.device(tape)}"
+        plain = self._extract(tape, boxed=False).function
+        return CompiledTape(part.function, plain, self._options, nodes, label)
+
+    def _again(self, tape: int, part: Extract) -> Again:
+        """How a checkpointed tape runs again."""
+        nodes = self._layout.nodes(tape)
+        facts = self._module.facts.nodes
+        leaves = tuple(opaque_leaves(self._module.graph_module, nodes).values())
+        crossing: list[tuple[int, int, int]] = []  # (argument, slot, the tape that reads it last)
+        for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
+            user = reader if reader is not None else self._layout.users_in(node, tape)[0]
+            slots = self._crossing(node)
+            if user in slots:
+                readers = (other for other, slot in slots.items() if slot == slots[user])
+                crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
+        last = {slot: argument for argument, slot, _ in crossing}
+        return Again(
+            copied=tuple(
+                argument
+                for argument, node in enumerate(part.inputs)
+                if node.op == "get_attr"
+                and self._is_written(node)
+                and not isinstance(self._layout.attribute(node), torch.nn.Parameter)
+            ),
+            leaves=tuple(leaf for leaf in leaves if leaf.training and list(leaf.buffers())),
+            opaque=any(not type(leaf).__module__.startswith("torch.nn.") for leaf in leaves),
+            random=any(facts[node].random for node in nodes),
+            crossing=tuple(
+                (argument, slot, end == tape and last[slot] == argument)
+                for argument, slot, end in crossing
+            ),
+            leaving=frozenset(
+                slot for node in part.outputs for slot in self._crossing(node).values()
+            ),
+        )
+
+    def _crossing(self, node: fx.Node) -> dict[fx.Node, int]:
+        """The slot of each reader of a node that runs again, with it, on another tape."""
+        layout, tapes = self._layout, self._program.tapes
+        if node not in layout.op_of:
+            return {}
+        tape = layout.tape(node)
+        unit, device = tapes[tape].again, layout.device(tape)
+        return {
+            user: self._slot(node, self._carrier(node, user), device)
+            for user in layout.users(node)
+            if layout.tape(user) != tape and tapes[layout.tape(user)].again == unit >= 0
+        }
+
+    def _is_written(self, node: fx.Node) -> bool:
+        return any(v.storage in self._written for v in self._module.facts.nodes[node].values)
+
+    def _graded_bytes(self, nodes: Sequence[fx.Node]) -> int:
+        facts = self._module.facts
+        values = {v for node in nodes for v in facts.nodes[node].values if v.requires_grad}
+        return sum(facts.storages[storage].nbytes for storage in {v.storage for v in values})
+
+    def _output(self, node: fx.Node, tape: int, result: int, results: dict[fx.Node, int]) -> Output:
+        device = self._layout.device(tape)
+        users = (user for user in self._layout.users(node) if self._layout.tape(user) != tape)
+        slots = dict.fromkeys(self._slot(node, self._carrier(node, u), device) for u in users)
+        structure = self._module.facts.nodes[node].structure
+        bare = structure is not None and structure.n_tensors == 1 and structure.spec.is_leaf()
+        given: Any = None
+        if result < 0:
+            own = node.op == "placeholder"
+            given = self._inputs[node] if own else self._layout.attribute(node)
+        number = (results[node],) if node in results else ()
+        watched = bool(number and self._layout.users(node))
+        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
+
+    def _instructions(
+        self,
+    ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Moves], ...]]:
+        """What the program's copies and frees do, phase by phase."""
+        held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
+        for (node, tensor, device), slot in self._slots.items():
+            held[Place(tensor, device)][node] = slot
+        copies: list[dict[Place, Moves]] = []
+        frees: list[dict[Place, Moves]] = []
+        for number, phase in enumerate(self._program.phases):
+            # A tensor of the graph is a value or a gradient: that depends on who makes it.
+            carried = self._gradients.carried if number else {}
+            copies.append({})
+            frees.append({})
+            for row in (row for rows in phase.lanes for row in rows):
+                if isinstance(row, Copy):
+                    src = held.get(Place(row.tensor, row.src), {})
+                    dst = held.get(Place(row.tensor, row.dst), {})
+                    moves = tuple((src[node], slot) for node, slot in dst.items())
+                    grads = tuple(carried.get(row.tensor, ()))
+                    copies[-1][Place(row.tensor, row.dst)] = Moves(moves, grads)
+                elif isinstance(row, Free):
+                    place = Place(row.tensor, row.device)
+                    side = 0 if self._is_made(place) else 1
+                    cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
+                    frees[-1][place] = Moves(tuple(held.get(place, {}).values()), cleared)
+        return tuple(copies), tuple(frees)
+
+    def _is_made(self, place: Place) -> bool:
+        """Whether a gradient is where its reader made it, and not where it is used."""
+        producer = self._graph.tensors[place.tensor].producer
+        if producer <= len(self._program.names):
+            return True
+        forward = self._program.twins.index(producer)
+        return self._layout.device(self._layout.tape_of[forward]) == place.device
+
+
+def _is_by_hand(node: fx.Node) -> bool:
+    """Whether its backward may be somebody's Python: what is neither torch's nor made of that."""
+    if node.op == "call_module":
+        return True
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    return node.op == "call_function" and not own

@@ -1,0 +1,336 @@
+"""Which way every gradient goes: from each reader of a value to who made it.
+
+Each (tape, what entered, leaf) has a slot for its gradient where the tape is, and one where the
+producer is if that is elsewhere; a tensor of the program carries it from one to the other.
+
+Gradients are added up from the last reader to the first, as autograd does, bit for bit: what is
+read with a gradient enters once per reader, and a value that is also read inside its tape leaves
+through an alias for each reader outside, made in the reader's turn (an *exit*).
+"""
+
+import itertools
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeGuard, final
+
+import torch
+from torch import fx
+
+from baechi.errors import ExecutionError
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Program
+from baechi.runtime.autograd.gradient_ends import Entry
+from baechi.runtime.autograd.gradient_strides import as_they_lie
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
+from baechi.tracing.subgraph import Extract, opaque_leaves
+
+_ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
+_CALLER: Final = sys.maxsize  # the caller read a result after everybody else
+
+
+@final
+class Layout:
+    """Where everything is: nodes in the program, operators on tapes, tensors between operators.
+
+    Attributes:
+        module: The traced model.
+        program: What runs it.
+        position: Place of every node.
+        op_of: Operator of every node that runs.
+        tape_of: Tape of every operator.
+        between: (producer, consumer) -> the tensors of the graph between them, ascending.
+    """
+
+    def __init__(self, module: TracedModule, graph: OpGraph, program: Program) -> None:
+        self.module = module
+        self.program = program
+        self.position = {n: i for i, n in enumerate(module.graph_module.graph.nodes)}
+        self.op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
+        self.tape_of = {op: i for i, tape in enumerate(program.tapes) for op in tape.ops}
+        self.between: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index, tensor in enumerate(graph.tensors):
+            for consumer in tensor.consumers:
+                self.between[tensor.producer, consumer].append(index)
+
+    def nodes(self, tape: int) -> list[fx.Node]:
+        """What a tape runs, in program order; or in the tape's, where that is another."""
+        ops = self.program.tapes[tape].ops
+        nodes = [node for op in ops for node in self.module.nodes[op]]
+        ascends = all(one < two for one, two in itertools.pairwise(ops))
+        return sorted(nodes, key=self.position.__getitem__) if ascends else nodes
+
+    def tape(self, node: fx.Node) -> int:
+        """The tape that runs a node."""
+        return self.tape_of[self.op_of[node]]
+
+    def device(self, tape: int) -> int:
+        """Where a tape is."""
+        return self.program.tapes[tape].device
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes that run and read a node's value."""
+        return [user for user in node.users if user in self.op_of]
+
+    def users_in(self, node: fx.Node, tape: int) -> list[fx.Node]:
+        """Those of them on a tape, in program order."""
+        users = (user for user in self.users(node) if self.tape(user) == tape)
+        return sorted(users, key=self.position.__getitem__)
+
+    def is_state(self, node: fx.Node) -> bool:
+        """Whether it names state that is where its readers are."""
+        return node.op == "get_attr" and node not in self.module.travelling
+
+    def attribute(self, node: fx.Node) -> Any:
+        """The model's own value behind a get_attr node."""
+        return attribute(self.module.graph_module, str(node.target))
+
+
+@final
+@dataclass
+class _Gradient:
+    """A gradient of a reader at a position: its slot on the reader's tape, and at the producer."""
+
+    slot: int
+    position: int
+    tape: int
+    home: int
+
+
+@final
+class Gradients:
+    """The ways of all gradients.
+
+    Attributes:
+        n: How many slots there are.
+        carried: Tensor of the program -> (slot where it is made, slot where it is used).
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._facts = layout.module.facts.nodes
+        self.n = 0
+        self.carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        self._of: dict[tuple[fx.Node, int], list[_Gradient]] = defaultdict(list)
+        # Of every parameter (position, tape, slot) of its gradients; and those of whole tapes.
+        self._shares: dict[torch.nn.Parameter, list[tuple[int, int, int]]] = defaultdict(list)
+        self._whole: dict[int, list[tuple[torch.nn.Parameter, int]]] = defaultdict(list)
+        # Storages that a gradient flows through at some time: a write may begin it.
+        facts = self._facts.values()
+        self._graded = {v.storage for fact in facts for v in fact.values if v.requires_grad}
+        self._as_they_lie = as_they_lie(layout.module.facts.nodes)
+        self._readers: dict[int, list[fx.Node]] = defaultdict(list)  # of state, by identity
+        for node in layout.position:
+            if node.op == "get_attr":
+                self._readers[id(layout.attribute(node))] += layout.users(node)
+
+    def _new(self) -> int:
+        self.n += 1
+        return self.n - 1
+
+    # How a tape's code is made.
+
+    def read_apart(self, nodes: Sequence[fx.Node]) -> frozenset[fx.Node]:
+        """Values from outside with gradients; not those that are written, which must stay one.
+
+        Parameters with three readers in several tapes are among them: of two the order is free.
+        """
+        inside = set(nodes)
+        written = {storage for node in nodes for storage in self._facts[node].writes}
+        return frozenset(
+            argument
+            for node in nodes
+            for argument in node.all_input_nodes
+            if argument in self._facts
+            and argument not in inside
+            and any(value.requires_grad for value in self._facts[argument].values)
+            and not any(value.storage in written for value in self._facts[argument].values)
+            and (argument.op != "get_attr" or self._is_spread(argument))
+        )
+
+    def _is_spread(self, node: fx.Node) -> bool:
+        """Whether a parameter has three readers or more, in several tapes."""
+        users = self._readers[id(self._layout.attribute(node))]
+        return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
+
+    def exits(
+        self, nodes: Sequence[fx.Node], outputs: Sequence[fx.Node]
+    ) -> list[tuple[fx.Node, int, fx.Node | None]]:
+        """Ways out for the gradients of values that are read inside and outside a tape.
+
+        Autograd adds up from the last reader to the first, and an alias is in its turn where it is
+        made. That is after the last write into the value, as all readers outside are: a view would
+        not follow one. A tape without a backward needs none.
+        """
+        twins, op_of = self._layout.program.twins, self._layout.op_of
+        if all(twins[op_of[node]] < 0 for node in nodes):
+            return []
+        position = self._layout.position
+        inside = set(nodes)
+        written = {s: position[node] for node in nodes for s in self._facts[node].writes}
+        rows = []
+        for node in outputs:
+            values = self._facts[node].values
+            readers = [user for user in node.users if user in position]
+            within = any(user in inside for user in readers)
+            if not within or len(readers) < 3 or len(values) != 1 or not values[0].requires_grad:
+                continue
+            for reader in readers:
+                turn = _CALLER if reader.op == "output" else position[reader]
+                if reader not in inside and turn > written.get(values[0].storage, -1):
+                    after = (n for n in nodes if position[n] > turn)
+                    rows.append((node, turn, next(after, None)))
+        end = len(position)
+        return sorted(
+            rows,
+            key=lambda row: (end if row[2] is None else position[row[2]], row[1], position[row[0]]),
+        )
+
+    # Where gradients come from.
+
+    def from_caller(self, node: fx.Node) -> tuple[int, ...]:
+        """A slot for the caller's gradient of each tensor of a result."""
+        program = self._layout.program
+        loss, twin = len(program.names), program.twins[self._layout.op_of[node]]
+        carriers = self._layout.between.get((loss, twin), [])
+        slots = []
+        for leaf in range(len(self._facts[node].values)):
+            slot = self._new()
+            slots.append(slot)
+            self._of[node, leaf].append(_Gradient(slot, _CALLER, sys.maxsize, slot))
+            if carriers:
+                self.carried[carriers[0]].append((slot, slot))
+        return tuple(slots)
+
+    def entries(self, tape: int, part: Extract) -> list[tuple[Entry, fx.Node]]:
+        """What may enter a tape with a gradient, with its node."""
+        rows = []
+        for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
+            position = _ALL if reader is None else self._layout.position[reader]
+            if self._layout.is_state(node):
+                if reader is not None:
+                    slot = self._new()
+                    rows.append((Entry(argument, 0, -1, slot), node))
+                    parameter = self._layout.attribute(node)
+                    self._shares[parameter].append((position, tape, slot))
+                continue
+            readers = [reader] if reader is not None else self._layout.users_in(node, tape)
+            for leaf, value in enumerate(self._facts[node].values):
+                if value.storage in self._graded:
+                    slot = self._from_reader(node, leaf, position, tape, readers)
+                    entry = Entry(argument, leaf, 0, slot, as_it_lies=node in self._as_they_lie)
+                    rows.append((entry, node))
+        return rows
+
+    def _from_reader(
+        self, node: fx.Node, leaf: int, position: int, tape: int, readers: Sequence[fx.Node]
+    ) -> int:
+        """A slot for the gradient of a tape's reader, and a way for it."""
+        slot = self._new()
+        gradient = _Gradient(slot, position, tape, slot)
+        layout, twins = self._layout, self._layout.program.twins
+        if node.op == "placeholder":
+            self._of[node, leaf].append(gradient)
+            return slot  # the caller adds them up
+        mine = twins[layout.op_of[node]]
+        theirs = [twin for reader in readers if (twin := twins[layout.op_of[reader]]) >= 0]
+        if not theirs:
+            return slot  # none of them has a backward, so nothing comes
+        self._of[node, leaf].append(gradient)
+        ways = [way for twin in theirs for way in layout.between.get((twin, mine), [])]
+        if ways and mine >= 0:
+            if layout.device(layout.tape(node)) != layout.device(tape):
+                gradient.home = self._new()
+            self.carried[ways[0]].append((slot, gradient.home))
+        elif theirs and self._facts[node].values[leaf].requires_grad:
+            raise ExecutionError(
+                f"the graph has no gradient for {node.name} from {readers[0].name}; it is not the "
+                "training graph of this model. Trace the model and solve its graph again."
+            )
+        return slot
+
+    def share_parameters(self, tape: int, part: Extract) -> None:
+        """A slot for a tape's gradient of each parameter that it reads as one."""
+        layout = self._layout
+        rows: dict[torch.nn.Parameter, int] = {}
+        for node, reader in zip(part.inputs, part.readers, strict=True):
+            if layout.is_state(node) and reader is None:
+                value = layout.attribute(node)
+                if _is_trained(value):
+                    last = layout.position[layout.users_in(node, tape)[-1]]
+                    rows[value] = max(last, rows.get(value, last))
+        nodes = layout.nodes(tape)
+        for name, leaf in opaque_leaves(layout.module.graph_module, nodes).items():
+            last = max(layout.position[n] for n in nodes if n.target == name)
+            for parameter in filter(_is_trained, (*leaf.parameters(), *leaf.buffers())):
+                rows[parameter] = max(last, rows.get(parameter, last))
+        for parameter, position in rows.items():
+            slot = self._new()
+            self._shares[parameter].append((position, tape, slot))
+            self._whole[tape].append((parameter, slot))
+
+    # Where they go.
+
+    def of_tape(self, tape: int) -> tuple[tuple[torch.nn.Parameter, int], ...]:
+        """The parameters that a tape reads as one, with the slots of their gradients."""
+        return tuple(self._whole[tape])
+
+    def of_parameters(self) -> dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]:
+        """For every parameter its device and its gradients, in the order of adding up."""
+        return {
+            parameter: (
+                self._layout.device(rows[0][1]),
+                tuple(slot for *_, slot in sorted(rows, reverse=True)),
+            )
+            for parameter, rows in self._shares.items()
+        }
+
+    def sums(self) -> dict[int, list[tuple[int, int]]]:
+        """For every tape what its backward adds to a parameter's gradient: (slot of the sum, slot).
+
+        The order of adding up is that of `of_parameters`; each is added as soon as those before it
+        have come, so that no more of them wait than must.
+        """
+        order = [t for segment in self._layout.program.phases[-1].segments for t in segment.tapes]
+        rank = {tape: i for i, tape in enumerate(order)}
+        sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for shares in self._shares.values():
+            # Who only reads it for a mask, or writes it without gradients, has no backward.
+            rows = sorted((row for row in shares if row[1] in rank), reverse=True)
+            if len({self._layout.device(tape) for _, tape, _ in rows}) == 1:
+                (_, latest, total), *others = rows
+                for _, tape, slot in others:
+                    latest = max(latest, tape, key=rank.__getitem__)
+                    sums[latest].append((total, slot))
+        return sums
+
+    def of_input(self, node: fx.Node) -> tuple[int, ...]:
+        """The gradients of a tensor that the caller gave, in the order of adding up."""
+        return _in_order(self._of[node, 0])
+
+    def seeds(self, part: Extract) -> tuple[tuple[int, ...], ...]:
+        """The gradients that come back to each exit, and to each tensor of each output."""
+        exits = set(part.exits)
+        rows = [
+            _in_order(g for g in self._of[node, 0] if g.position == position)
+            for node, position in part.exits
+        ]
+        for node in part.outputs:
+            for leaf in range(len(self._facts[node].values)):
+                gradients = self._of[node, leaf]
+                rows.append(_in_order(g for g in gradients if (node, g.position) not in exits))
+        return tuple(rows)
+
+
+def _is_trained(value: Any) -> TypeGuard[torch.nn.Parameter]:
+    """Whether it is a parameter, or is trained as one: a buffer that needs a gradient."""
+    parameter = isinstance(value, torch.nn.Parameter)
+    return parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
+
+
+def _in_order(gradients: Iterable[_Gradient]) -> tuple[int, ...]:
+    """Their slots at home, from the last reader to the first."""
+    rows = sorted(gradients, key=lambda g: (g.position, g.tape), reverse=True)
+    return tuple(row.home for row in rows)

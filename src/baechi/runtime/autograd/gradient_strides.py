@@ -1,0 +1,78 @@
+"""Whose gradients must stay as they lie in memory, though they are parts of larger ones.
+
+    row.expand(n, -1)     each row's gradient is a sum, in the order of memory
+    batch_norm(x)         another kernel where the gradient is dense with channels last
+    relu(x), x * y        a new gradient, dense whatever the old one was
+    two readers           their sum is a new one, too
+
+A kernel takes other steps through a part of a larger storage than through a dense copy of it, and
+then may round otherwise. Views, sums and concatenations hand their gradient on as it is.
+
+Complexity: O(nodes + edges).
+"""
+
+from collections.abc import Mapping
+from math import prod
+from typing import Final
+
+import torch
+from torch import fx
+
+from baechi.tracing.alias_analysis import NodeFacts, Value
+
+# Of operators, of functions of Python and of torch, and of methods; in place or not.
+_SUMS: Final = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
+_HANDS_ON: Final = _SUMS | {"cat", "concat", "stack", "clone", "contiguous", "to", "alias"}
+
+
+def as_they_lie(nodes: Mapping[fx.Node, NodeFacts]) -> frozenset[fx.Node]:
+    """The nodes whose gradients must stay as they lie.
+
+    Args:
+        nodes: What every node of a graph does, in program order.
+    """
+    found: set[fx.Node] = set()
+    for node, facts in nodes.items():
+        if any(value.requires_grad for value in facts.values) and _stays(node, nodes, found):
+            found.add(node)
+    return frozenset(found)
+
+
+def _stays(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts], found: set[fx.Node]) -> bool:
+    results = nodes[node].values
+    if len(results) != 1:
+        return True
+    if sum(_is_graded(user, nodes) for user in node.users) > 1:
+        return False
+    rows = [
+        (source, value)
+        for source in node.all_input_nodes
+        for value in (nodes[source].values if source in nodes else ())
+        if value.requires_grad
+    ]
+    views = [row for row in rows if row[1].storage == results[0].storage]
+    if views:
+        return any(_is_seen_whole(value, results[0], source in found) for source, value in views)
+    if _name(node) in _HANDS_ON:
+        repeated = prod(results[0].shape) if _name(node) in _SUMS else 0
+        return any(source in found or prod(value.shape) < repeated for source, value in rows)
+    return not isinstance(node.target, torch._ops.OpOverload) or (
+        torch.Tag.pointwise not in node.target.tags
+    )
+
+
+def _is_graded(user: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
+    """Whether a gradient comes from a reader; the caller is one."""
+    return user not in nodes or any(value.requires_grad for value in nodes[user].values)
+
+
+def _is_seen_whole(value: Value, view: Value, stays: bool) -> bool:
+    """Whether a view hands its gradient on to what must have it as it lies, or adds it up."""
+    whole, seen = prod(value.shape), prod(view.shape)
+    return whole < seen or (whole == seen and stays)
+
+
+def _name(node: fx.Node) -> str:
+    target = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    return name.partition(".")[0].rstrip("_")

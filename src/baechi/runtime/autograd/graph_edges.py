@@ -1,0 +1,113 @@
+"""Where the graph of a tape begins and ends: what enters and leaves is cut off there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils import _pytree as pytree
+
+
+def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors as the beginning of a graph of their own.
+
+    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
+    and keeps nothing. Backward stops at its edges and never runs it.
+    """
+    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
+    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
+    found: Sequence[torch.Tensor] = node(seed, *tensors)
+    return found[1:]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a cut-off tensor came from: memory that the caller may write before the backward.
+
+    A cut-off tensor counts writes for itself, so autograd would not see that what it has saved was
+    written since, and gradients would be silently wrong.
+
+    Attributes:
+        source: The caller's tensor or a parameter, or an alias of it.
+        cut: An alias of the cut-off one, without its graph.
+        version: How often the source had been written.
+    """
+
+    source: torch.Tensor
+    cut: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "Origin":
+        """Of a tensor that is cut off now."""
+        return cls(source, cut.detach(), source._version)
+
+    def tell(self) -> None:
+        """Count writes to the source as writes to the cut-off tensor: autograd objects, or not."""
+        written = self.source._version - self.version
+        if written:
+            now = self.cut._version + written
+            torch._C._autograd._unsafe_set_version_counter((self.cut,), (now,))
+
+
+def part(
+    wanted: Sequence[torch.nn.Parameter], arguments: list[Any]
+) -> tuple[dict[torch.nn.Parameter, GradientEdge], list[Origin]]:
+    """Cut parameters off from the caller's graph; the edges of their gradients.
+
+    A parameter's own node belongs to the stream on which it was first used, and a gradient that
+    comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is kept
+    must not keep it either.
+
+    Args:
+        wanted: Those that need a gradient.
+        arguments: Of a tape; they are replaced there.
+    """
+    places: dict[int, list[int]] = {id(parameter): [] for parameter in wanted}
+    for place, argument in enumerate(arguments):
+        if id(argument) in places:
+            places[id(argument)].append(place)
+    found = [parameter for parameter in wanted if places[id(parameter)]]
+    bare = cut_off([parameter.detach() for parameter in found]) if found else ()
+    edges: dict[torch.nn.Parameter, GradientEdge] = {}
+    origins: list[Origin] = []
+    for parameter, tensor in zip(found, bare, strict=True):
+        assert tensor.grad_fn is not None  # the node that cuts off
+        edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+        origins.append(Origin.of(parameter, tensor))
+        for place in places[id(parameter)]:
+            arguments[place] = tensor
+    return edges, origins
+
+
+def tensor_slots(leaves: Sequence[Any]) -> list[int]:
+    """Where the tensors are."""
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A structure without its graph, and its tensors with theirs."""
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = []
+    for slot in tensor_slots(leaves):
+        tensors.append(leaves[slot])
+        leaves[slot] = leaves[slot].detach()
+    return pytree.tree_unflatten(leaves, spec), tensors
+
+
+def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient in room of its own, if it is a part of a larger storage.
+
+    A concatenation gives back parts of the one gradient that it got. On one tape they share it
+    until the last is used; between tapes, which may be far apart, each would keep all of it.
+    """
+    if (
+        gradient is None
+        or gradient.layout is not torch.strided
+        or gradient.untyped_storage().nbytes() <= gradient.nbytes
+    ):
+        return gradient
+    return gradient.clone()

@@ -1,0 +1,1 @@
+"""Segments recorded as CUDA graphs and replayed."""

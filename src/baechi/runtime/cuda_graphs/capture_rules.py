@@ -1,0 +1,176 @@
+"""What may become a CUDA graph, and why the rest may not: rules, decided before anything runs.
+
+A CUDA graph is a list of kernels with their addresses and numbers in it. So nothing in it may ask
+the host, take its size from values, or write what is not the graph's own. Most of PyTorch's own
+operators are fine; of others nobody knows. What the rules miss fails when it is captured, and then
+runs eagerly, too.
+
+Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (constraints), and
+`aten/src/ATen/cuda/CUDAGeneratorImpl.cpp` for what a replay does to the random state.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal, TypeAlias
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from baechi.costs.example_inputs import operator_name
+from baechi.errors import InputError
+from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.torch_compile import CompiledTape
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.op_names import op_name
+from baechi.tracing.partition import attribute
+
+CudaGraphs: TypeAlias = bool | Literal["auto"]
+
+_SIZED: Final = (
+    *("nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "unique_dim"),
+    *("_unique", "_unique2", "bincount", "tensor_split", "repeat_interleave"),
+)
+_ASKING: Final = (
+    *("item", "_local_scalar_dense", "is_nonzero", "equal", "allclose", "multinomial", "histc"),
+    *("_assert_async", "_assert_scalar", "tolist", "linalg_inv", "linalg_cholesky"),
+    *("linalg_solve", "linalg_eigh", "linalg_eig", "linalg_svd", "svd", "cholesky", "inverse"),
+    *("ctc_loss", "_ctc_loss", "_pack_padded_sequence", "_pad_packed_sequence"),
+)
+_SPARSE: Final = {"embedding": 4, "embedding_bag": 5}  # where the flag is among the arguments
+_STRIDED: Final = ("as_strided", "as_strided_scatter")
+_INDEXED: Final = ("index", "index_put", "_unsafe_index", "_index_put_impl")
+# They run a graph of their own, in line; others decide on the host what runs.
+_WRAPPERS: Final = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+# Of a tape that only passes on what it is given; that is no reason to refuse a placement.
+LAUNCHES_NOTHING: Final = "it launches nothing"
+_MASKS: Final = (torch.bool, torch.uint8)
+
+
+def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
+    """Refuse a `cuda_graphs` that means nothing, or that no device can fulfil.
+
+    Raises:
+        InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device.
+    """
+    if wish not in (True, False, "auto"):
+        raise InputError(f'cuda_graphs is {wish!r}; it must be True, False or "auto".')
+    if wish is True and all(place.type != "cuda" for place in places):
+        names = ", ".join(dict.fromkeys(map(str, places)))
+        raise InputError(
+            f"cuda_graphs=True, but the devices are {names}; only CUDA devices have graphs. Give "
+            'cuda_graphs="auto", which takes them where there are some, or leave it out.'
+        )
+
+
+def obstacle(  # noqa: PLR0911 (a rule each)
+    module: TracedModule,
+    code: TapeCode,
+    *,
+    alone: bool,
+    on_cuda: bool = True,
+    several: bool = False,
+) -> str:
+    """Why a tape cannot be a CUDA graph; empty if nothing speaks against it.
+
+    Args:
+        module: The traced model.
+        code: The tape.
+        alone: Whether no other lane of its GPU computes.
+        on_cuda: Whether its device is one for which graphs are captured.
+        several: Whether it goes backward on several torch devices.
+    """
+    if not on_cuda:
+        return f"a {code.place.type} device has no CUDA graphs"
+    if code.written:
+        return "it writes into a tensor of the caller's"
+    if several and isinstance(code.function, CompiledTape):
+        # torch's setting that allows it is the thread's (`compiled.keeping`), and autograd has a
+        # thread for each GPU.
+        return "torch.compile keeps no graph for the threads of several devices"
+    if code.again is not None:
+        return "it runs forward again in the backward"
+    runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    if not runs:
+        return LAUNCHES_NOTHING
+    if _writes_others(module, code):
+        return "it writes in place into what another tape made"
+    random = next((node for node in runs if module.facts.nodes[node].random), None)
+    if random is not None and not alone:
+        return (
+            f"{op_name(random)} draws random numbers, and graphs that run side by side on a GPU "
+            "share where its generator is"
+        )
+    for node in runs:
+        reason = _reason(module, node)
+        if reason:
+            return f"{op_name(node)} {reason}"
+    return ""
+
+
+def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rule each)
+    if node.op == "call_module":
+        return "is an opaque module, which may look at values"
+    if isinstance(node.target, HigherOrderOperator):
+        if node.target.__name__ not in _WRAPPERS:
+            return "decides on the host what runs"
+        inner = (_reason(module, each) for each in _inside(module, node))
+        return next((reason for reason in inner if reason), "")
+    if isinstance(node.target, OpOverload) and node.target.namespace not in ("aten", "prims"):
+        return f"is {node.target.namespace}'s own; nobody knows whether it asks the host"
+    name = operator_name(node).rstrip("_")
+    if name in _SIZED and node.kwargs.get("output_size") is None:
+        return "takes its size from values"
+    if name in _ASKING:
+        return "reads values on the host"
+    if name in _INDEXED and any(_is_mask(module, each) for each in _indices(node)):
+        return "indexes with a mask, so its size depends on values"
+    if name in _STRIDED:
+        return "reads memory as it lies, and copies lie otherwise"
+    place = _SPARSE.get(name)
+    if place is not None and (*node.args, *[False] * 6)[place]:
+        return "gives a sparse gradient, as large as values say"
+    if node.kwargs.get("generator") is not None:
+        return "draws from a generator of its own"
+    return ""
+
+
+def _inside(module: TracedModule, node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of the graphs that a wrapper is given."""
+    for given in node.all_input_nodes:
+        if given.op == "get_attr":
+            value = attribute(module.graph_module, str(given.target))
+            if isinstance(value, fx.GraphModule):
+                yield from (
+                    each
+                    for each in value.graph.nodes
+                    if each.op not in ("placeholder", "get_attr", "output")
+                )
+
+
+def _indices(node: fx.Node) -> list[fx.Node]:
+    indices = node.args[1] if len(node.args) > 1 else node.kwargs.get("indices", ())
+    rows = indices if isinstance(indices, (list, tuple)) else ()
+    return [row for row in rows if isinstance(row, fx.Node)]
+
+
+def _is_mask(module: TracedModule, node: fx.Node) -> bool:
+    """Whether a node's value is boolean, or may be."""
+    facts = module.facts.nodes.get(node)
+    if facts is not None and facts.values:
+        return facts.values[0].dtype in _MASKS
+    value = node.meta.get("val")
+    return not isinstance(value, torch.Tensor) or value.dtype in _MASKS
+
+
+def _writes_others(module: TracedModule, code: TapeCode) -> bool:
+    """Whether an operator writes into a storage that the tape gets from another one."""
+    facts = module.facts.nodes
+    inside = set(code.nodes)
+    given = {argument for node in code.nodes for argument in node.all_input_nodes} - inside
+    theirs = {
+        value.storage
+        for node in given
+        if node in facts and node.op != "get_attr"
+        for value in facts[node].values
+    }
+    return any(storage in theirs for node in code.nodes for storage in facts[node].writes)

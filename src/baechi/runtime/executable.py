@@ -1,0 +1,329 @@
+"""A traced model bound to a placement and to torch devices: what one call runs."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch.autograd import forward_ad
+
+from baechi.errors import ExecutionError
+from baechi.program.compilation import compile_program
+from baechi.program.race_proof import check_program
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Program
+from baechi.records.op_costs import OpCost, Profile
+from baechi.records.placement import Placement, Schedule
+from baechi.runtime.autograd.binding import Bound, bind
+from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.checkpoint_tickets import is_forgotten
+from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
+from baechi.runtime.executors.cpu_workers import CpuExecutor
+from baechi.runtime.executors.cuda_streams import CudaExecutor
+from baechi.runtime.executors.executor import graphs_of, make_executor
+from baechi.runtime.module_identity import Identity
+from baechi.runtime.parameter_devices import homes_of
+from baechi.runtime.shared_arguments import Sharing
+from baechi.runtime.step_function import Plan, StepFunction, Way
+from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.saved_tensors import is_hooked
+from baechi.traced.checkpoint_units import Unit
+from baechi.traced.step_graph import operator_graph
+from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.containers import change
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
+from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.value_guards import told
+from baechi.tracing.workarounds.recurrent_weights import compact
+
+
+@final
+class Executable:
+    """A traced model on its devices.
+
+    Attributes:
+        program: What runs; proved.
+        places: The torch device of every logical device.
+        graphs: The CUDA graphs of the tapes, if these were asked for.
+        homes: The logical device of every parameter, buffer and constant.
+        attributes: Of the model's modules, for whose values this runs.
+        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
+
+    Args:
+        traced: The model, with its module.
+        placement: Of its training graph, or of its inference graph.
+        places: The torch device of every logical device.
+        training: Whether the placement has the backward too.
+        threads: torch threads per CPU worker.
+        units: What runs forward again in the backward.
+        options: Of `torch.compile`, for every tape; None leaves them as generated.
+        cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
+
+    Raises:
+        InputError: CUDA graphs are demanded, and a tape cannot be one.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        placement: Placement,
+        places: Sequence[torch.device],
+        training: bool,
+        threads: int | None,
+        units: Sequence[Unit] = (),
+        options: CompileOptions | None = None,
+        cuda_graphs: CudaGraphs = False,
+    ) -> None:
+        check_wish(cuda_graphs, places)
+        self.schedule: Callable[[], Schedule] | None = None
+        self._module: TracedModule = traced.module
+        self.places = tuple(places)
+        self.training = training
+        self._graph = structure_of(traced, training, units)
+        self._placement = replace(placement, graph_digest=self._graph.digest)
+        self._streams = any(place.type == "cuda" for place in places)
+        # CPU workers share one generator: drawing in launch order makes a seed mean something.
+        drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
+        self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
+        self.homes = homes_of(self._module, placement.devices)
+        self.settle()
+        bound = bind(self._module, self._graph, self.program, places, options)
+        self._threads = threads
+        self._modes: set[Any] | None = None if options is None else set()
+        self.graphs: Graphs | None = None
+        if cuda_graphs is not False:
+            self.graphs = graphs_of(self._module, self.program, bound, places)
+            if cuda_graphs is True:
+                self.graphs.demand()
+        executor = make_executor(self.program, bound, places, threads, self.graphs)
+        self._way = Way(bound, executor)
+        nodes = self._module.graph_module.graph.nodes
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        self._given = {node: i for i, node in enumerate(placeholders)}
+        (self._returned,) = next(node for node in nodes if node.op == "output").args
+        self._numbers = {node: i for i, node in enumerate(bound.results)}
+        self._sharing = Sharing(self._module)
+        self._rewritten = _rewritten(self._module)
+        self._identity = Identity(self._module.model, self._module.graph_module)
+        self._frozen = [p for p in bound.parameters if not p.requires_grad]
+        leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
+        self.attributes = self._module.attributes.outside(leaves)
+        self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
+
+    def _compiled(self, **options: Any) -> Program:
+        program = compile_program(self._graph, self._placement, **options)
+        check_program(program)
+        return program
+
+    @cached_property
+    def _counted(self) -> Way:
+        """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
+        if self._streams and self._modes is None:
+            return self._way
+        program = self.program
+        if not self._streams:
+            schedule = None if self.schedule is None else self.schedule()
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
+        bound = bind(self._module, self._graph, program, self.places)
+        return Way(bound, CudaExecutor(program, bound, self.places))
+
+    @property
+    def warm_up(self) -> int:
+        """After how many calls of a kind all that can be a CUDA graph is one."""
+        return 0 if self.graphs is None else WARM_UP + 1
+
+    def _way_of(self, meter: Meter | None) -> Way:
+        return self._way if meter is None else self._counted
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether every parameter and buffer is where this placement wants it."""
+        return all(tensor.device == self.places[home] for tensor, home in self.homes.items())
+
+    def settle(self) -> None:
+        """Move every parameter and buffer, and its gradient, to where this placement wants it."""
+        for tensor, device in self.homes.items():
+            move(tensor, self.places[device])
+        compact(self._module.model)
+
+    def _attribute(self, node: fx.Node) -> Any:
+        return attribute(self._module.graph_module, str(node.target))
+
+    def takes(self, call: Call) -> bool:
+        """Whether what it shares is as in the trace, and each gradient that it may need planned.
+
+        The mode of gradients must be the trace's if forward asks for it.
+        """
+        told = self._module.gradients
+        if told is not None and told != torch.is_grad_enabled():
+            return False
+        if not self._sharing.allows(call.tensors):
+            return False
+        if not (self.training and torch.is_grad_enabled()):
+            return True
+        planned = zip(call.tensors, self._module.call.tensors, strict=True)
+        thawed = any(parameter.requires_grad for parameter in self._frozen)
+        return not thawed and all(mine.requires_grad <= own.requires_grad for mine, own in planned)
+
+    @contextmanager
+    def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
+        """Run another code of the same program inside the block, on workers of its own."""
+        usual = self._way
+        bound = change(bind(self._module, self._graph, self.program, self.places))
+        executor = make_executor(self.program, bound, self.places, self._threads)
+        self._way = Way(bound, executor)
+        try:
+            yield
+        finally:
+            self._way = usual
+            executor.close()
+
+    def close(self) -> None:
+        """Stop the workers."""
+        self._way.executor.close()
+
+    @cached_property
+    def _alone(self) -> Way:
+        """The same tapes in one thread: a mode's first step, which compiles; and hooked ones."""
+        executor = self._way.executor
+        if not isinstance(executor, CpuExecutor) or executor.threads is None:
+            return self._way
+        bound = self._way.bound
+        return Way(bound, CudaExecutor(self.program, bound, self.places))
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What does not run as asked for, and why; what every call must answer like the example."""
+        functions = (tape.function for tape in self._way.bound.tapes)
+        compiled = (f for f in functions if isinstance(f, CompiledTape))
+        rows = tuple(function.remark for function in compiled if function.reason is not None)
+        rows += told(self._module.graph_module.graph)
+        return rows if self.graphs is None else rows + self.graphs.remarks
+
+    def __call__(self, call: Call, meter: Meter | None = None) -> Any:
+        """The model's own return value for a call of the traced shape."""
+        self._identity.check()
+        if self._modes is None or meter is not None:
+            return self._run(self._way_of(meter), call, meter)
+        differentiate = self.training and torch.is_grad_enabled()
+        parameters = tuple(self._way.bound.parameters)
+        hooked = any(parameter._backward_hooks for parameter in parameters)
+        mode = mode_of(call, parameters, differentiate), hooked
+        if mode in self._modes:
+            return self._run(self._way, call, None)
+        executor = self._way.executor
+        with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
+            result = self._run(self._alone, call, None)
+        self._modes.add(mode)
+        return result
+
+    def _run(self, way: Way, call: Call, meter: Meter | None) -> Any:
+        if not (self.training and torch.is_grad_enabled()):
+            with torch.no_grad():
+                step = Step(False, meter, call.tensors, way.bound.sizes)
+                way.executor.run(step, 0)
+            step.write_back()
+            return self._finish(call, step.results)
+        _refuse_tangents(call.tensors)
+        if is_hooked() and not is_forgotten():
+            way = self._alone if meter is None else way  # hooks are of the caller's thread
+        step = Step(True, meter, call.tensors, way.bound.sizes)
+        for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
+            step.flags[value] = tensor.requires_grad
+        trained = [p for p in way.bound.parameters if p.requires_grad]
+        hooked = self._hooked(trained)
+        step.apart = bool(hooked)
+        inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
+        plan = Plan(way, step, call, trained, hooked)
+        seed = torch.empty(0, requires_grad=True)
+        tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
+        if self._rewritten:
+            plan.rewrite(self._rewritten)
+        return self._finish(call, plan.merge(tokens))
+
+    def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
+        """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
+        hooked = frozenset(parameter for parameter in trained if parameter._backward_hooks)
+        for parameter in hooked & self._whole if hooked else ():
+            name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
+            raise ExecutionError(
+                f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
+                "twice: it is in a submodule that tracing leaves whole. Use "
+                "register_post_accumulate_grad_hook."
+            )
+        return hooked
+
+    def _finish(self, call: Call, results: Sequence[Any]) -> Any:
+        """The caller's structure; what was an input or a parameter is that very object.
+
+        Objects among the arguments are left as forward leaves them.
+        """
+        values: list[Any] = []
+        for node in self._returned:
+            if not isinstance(node, fx.Node):
+                values.append(node)
+            elif node in self._given:
+                values.append(call.tensors[self._given[node]])
+            elif node.op == "get_attr":
+                values.append(self._attribute(node))
+            else:
+                values.append(results[self._numbers[node]])
+        result, changes = self._module.returned.fill(values, call.objects)
+        change(call.objects, changes)
+        return result
+
+
+def _rewritten(module: TracedModule) -> list[int]:
+    """Which of the caller's tensors forward writes into with a gradient."""
+    facts = module.facts.nodes
+    storages = {
+        value.storage
+        for node, fact in facts.items()
+        if not (str(node.target).endswith("set_grad_enabled") and node.args[0] is False)
+        for value in fact.values
+        if value.requires_grad and value.storage in fact.writes
+    }
+    given = module.graph_module.graph.find_nodes(op="placeholder")
+    return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
+
+
+def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
+    """Forward-mode derivatives end at the step's one node, and would be lost.
+
+    Raises:
+        ExecutionError: A tensor has one.
+    """
+    if torch._C._is_fwd_grad_enabled() and forward_ad._current_level >= 0:
+        for tensor in tensors:
+            dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+            if dual.tangent is not None:
+                raise ExecutionError(
+                    "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a "
+                    "step with gradients passes none on. Call the model under torch.no_grad(), or "
+                    "the unsplit one."
+                )
+
+
+def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:
+    """The graph of a step with made-up times: none for what the caller or the model gives."""
+    module: TracedModule = traced.module
+    given = ("placeholder", "get_attr")
+    costs = [int(any(node.op not in given for node in nodes)) for nodes in module.nodes]
+    rows = tuple(OpCost(forward_ns=cost, backward_ns=cost) for cost in costs)
+    profile = Profile(traced.digest, "", rows)
+    return operator_graph(traced, [profile], training=training, optimizer=None, units=units)
+
+
+def move(tensor: torch.Tensor, place: torch.device) -> None:
+    """Move a parameter or buffer and its gradient; it stays the same object for optimizers."""
+    if tensor.device != place:
+        tensor.data = tensor.data.to(place)
+        if tensor.grad is not None:
+            tensor.grad.data = tensor.grad.data.to(place)

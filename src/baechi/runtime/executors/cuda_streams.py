@@ -1,0 +1,395 @@
+"""The CUDA executor: one thread launches everything, and events between streams order it.
+
+    device 0           run[a b c]──(1)──────────────────run[f g]
+    copies to 1                     └─►copy─(2)
+    device 1           run[x y]              └─(3)─►run[d e]
+
+(1) the lane that copies waits for the producer's; (2) the copy runs beside both that compute; (3)
+the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
+lane is a stream, and every wait an event, made once.
+
+Whose memory a tensor is, and when it goes back, without `record_stream`:
+
+- What a lane makes is memory of its stream. The program frees it on that lane, after waits for all
+  that read it; so do replays of CUDA graphs, whose memory nobody else takes.
+- What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
+  read by another. It is held to the end of the phase, where all streams wait for all (`holding`).
+  So are the gradients that the caller gives. Backward holds again what autograd has saved of it.
+- What the caller gets is copied to memory of his stream if it may be another's; but not the
+  gradients of parameters: whoever uses these writes the parameters next, after all of this step.
+- A phase begins after the caller's streams. So what he lets go of between two calls is done. Where
+  calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
+  caller may have called that one on other streams.
+"""
+
+import contextlib
+import threading
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Wait
+from baechi.runtime.autograd.binding import Bound
+from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.cuda_graphs.recorded_tape import Statics
+from baechi.runtime.cuda_graphs.replay import Graphs
+from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
+from baechi.runtime.executors.landing_buffers import Landings, move
+from baechi.runtime.executors.stream_barriers import Fence
+from baechi.runtime.executors.stream_holding import Held
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.storages import laid_out, once, spanned
+
+Event = tuple[int, int, int]  # phase, lane, position
+Streams = Sequence[torch.cuda.Stream | None]
+
+
+@final
+@dataclass
+class _Way:
+    """How one step runs.
+
+    Attributes:
+        callers: The caller's stream of every GPU when the forward began.
+        replayed: Whether tapes are CUDA graphs.
+        held: What crossed streams.
+    """
+
+    callers: dict[torch.device, torch.cuda.Stream]
+    replayed: bool
+    held: Held = field(default_factory=Held)
+
+
+@final
+class CudaExecutor:
+    """Streams and events; the caller's thread launches every instruction.
+
+    The first logical device of a GPU computes on the caller's current stream, the others on streams
+    of their own. Every device copies what arrives there on another stream, so that copies block no
+    computing. CPUs among the devices run inline; metered steps on CPUs alone run so, too, because
+    their peaks must not depend on how threads meet. Calls from several threads take turns.
+
+    Args:
+        program: What to run.
+        bound: To what.
+        places: The torch device of every logical device; CPUs may be among them.
+        graphs: The tapes as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        bound: Bound,
+        places: Sequence[torch.device],
+        graphs: Graphs | None = None,
+    ) -> None:
+        self._program = program
+        self._bound = bound
+        self._places = tuple(places)
+        self._graphs = graphs
+        # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
+        # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
+        self._busy = threading.RLock()
+        self._fence = Fence()
+        self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
+        seen: set[torch.device] = set()
+        self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
+        used = [any(phase.lanes[i] for phase in program.phases) for i in range(len(program.lanes))]
+        for lane, is_used in zip(program.lanes, used, strict=True):
+            place = places[lane.device]
+            own = is_used and place.type == "cuda" and (lane.copies or place in seen)
+            self._own.append(_stream(place) if own else None)
+            if not lane.copies and is_used:
+                seen.add(place)
+        # GPUs on which several lanes compute.
+        self._shared = frozenset(
+            places[lane.device]
+            for lane, own in zip(program.lanes, self._own, strict=True)
+            if own is not None and not lane.copies
+        )
+        gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
+        self._gpus = tuple(gpus)
+        self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
+        if self._out or self._shared:
+            # The step is one node, on one GPU, and gives gradients of parameters on several; and on
+            # one with several lanes, submodules that stay whole give them where they run. That
+            # their streams differ is no mistake, and the end of a phase has ordered them.
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
+        self._events: dict[Event, torch.cuda.Event] = {}
+        self._landings = Landings()
+        # Of every segment its tapes, with the slots that each is the last to read.
+        self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
+        # What a launch has read is read on CPUs; a stream may still have to.
+        last = {} if gpus else last_reads(program, bound)
+        for number, phase in enumerate(program.phases):
+            self._runs.append({})
+            for rows in phase.lanes:
+                for position, row in enumerate(rows):
+                    if isinstance(row, Run):
+                        indices = phase.segments[row.segment].tapes
+                        tapes = [bound.tapes[tape] for tape in indices]
+                        freed = freed_after(rows, position, bound) if number == 0 else frozenset()
+                        freed |= last.get(row.segment, frozenset())
+                        self._runs[-1][row.segment] = [
+                            (tape, () if number else last_of(tapes, i, freed))
+                            for i, tape in enumerate(indices)
+                        ]
+            for row in (row for rows in phase.lanes for row in rows):
+                if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
+                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                    self._events[number, row.lane, row.position] = event
+
+    @property
+    def graphs(self) -> Graphs | None:
+        """What runs as CUDA graphs."""
+        return self._graphs
+
+    def close(self) -> None:
+        """Nothing runs between calls."""
+
+    def meet(self, step: Step) -> None:
+        """Let the streams of who calls, and of who called the forward, wait for each other."""
+        if self._gpus:
+            with self._busy:
+                self._fence.join(streams := self._callers(step.own), streams)
+
+    def _place(self, lane: int) -> torch.device:
+        return self._places[self._program.lanes[lane].device]
+
+    def _streams(self, way: _Way) -> Streams:
+        """The stream of every lane; None on a CPU."""
+        return [
+            own if own is not None else way.callers.get(self._place(lane))
+            for lane, own in enumerate(self._own)
+        ]
+
+    def run(self, step: Step, phase: int) -> None:
+        """Launch every instruction.
+
+        Raises:
+            ExecutionError: An operator failed.
+        """
+        with self._busy:
+            way: _Way = self._begun(step) if phase == 0 else step.own
+            if phase:
+                way.held.wake()
+                self._hold_seeds(step, way)
+            rows = self._program.phases[phase]
+            position = [0] * len(rows.lanes)
+            streams = self._streams(way)
+            with self._fenced(way):
+                for lane in rows.launch:
+                    self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
+                    event = self._events.get((phase, lane, position[lane]))
+                    if event is not None:
+                        event.record(streams[lane])
+                    position[lane] += 1
+            if phase == 0:
+                self._give_results(step, way)
+            else:
+                self._give_gradients(step, way)
+                if self._graphs is not None and not step.keep:
+                    self._graphs.end(step)
+            self._ended(way)
+            way.held.rest()
+
+    def _begun(self, step: Step) -> _Way:
+        # In a graph that the caller captures, nothing else can be captured or replayed.
+        captured = self._is_captured()
+        replayed = self._graphs is not None and not captured and self._graphs.begin(step)
+        step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
+        step.apart = step.apart or bool(self._gpus)
+        way: _Way = step.own
+        return way
+
+    def _is_captured(self) -> bool:
+        """Whether the caller captures a graph, which knows no event from outside."""
+        return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
+
+    def _ended(self, way: _Way) -> None:
+        """Note the end of a phase that shares streams or memory with the next."""
+        shares = way.replayed or self._out or any(own is not None for own in self._own)
+        if shares and not self._is_captured():
+            for gpu in self._gpus:
+                if gpu not in self._ends:
+                    self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._ends[gpu].record(torch.cuda.current_stream(gpu))
+
+    def _launch(
+        self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
+    ) -> None:
+        stream = streams[lane]
+        if isinstance(row, Wait):
+            event = self._events.get((phase, row.lane, row.position))
+            if event is not None and stream is None:
+                event.synchronize()
+            elif event is not None and stream is not None:
+                stream.wait_event(event)
+        elif isinstance(row, Free):
+            let_go(step, self._bound.frees[phase][Place(row.tensor, row.device)])
+        else:
+            with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
+                if isinstance(row, Run):
+                    self._run_tapes(step, phase, row.segment)
+                else:
+                    moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
+                    made = step.meter is not None or self._places[row.src] != self._places[row.dst]
+                    send = partial(self._send, step, row, streams, phase)
+                    move(step, moves, send, together=made)
+
+    def _run_tapes(self, step: Step, phase: int, segment: int) -> None:
+        for index, last in self._runs[phase][segment]:
+            tape = self._tape(step, index)
+            if self._program.phases[phase].segments[segment].again:
+                tape.recompute(step)
+            elif phase:
+                tape.backward(step)
+            else:
+                tape.forward(step, last)
+
+    def _tape(self, step: Step, index: int) -> Any:
+        if self._graphs is not None and step.own.replayed:
+            return self._graphs.tape(step, index)
+        return self._bound.tapes[index]
+
+    def _send(
+        self,
+        step: Step,
+        row: Copy,
+        streams: Streams,
+        phase: int,
+        number: int,
+        tensors: Sequence[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of one crossing on the device that reads them."""
+        key = (step.differentiate, phase, number, row.tensor, row.dst)
+        replayed = self._graphs is not None and step.own.replayed
+        statics = self._graphs.statics(step) if replayed and self._graphs is not None else None
+        moved = self._bring(step, spanned(tensors), row, streams, key, statics)
+        return self._landings.views(moved, tensors, key, statics)
+
+    def _bring(
+        self,
+        step: Step,
+        tensor: torch.Tensor,
+        row: Copy,
+        streams: Streams,
+        key: Hashable,
+        statics: Statics | None,
+    ) -> torch.Tensor:
+        """The tensor on the device that reads it; the current stream is the lane that copies."""
+        way: _Way = step.own
+        place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
+        if step.meter is not None and tensor.device != place:
+            step.meter.sent(tensor)
+        elif step.meter is not None:
+            tensor = step.meter.copy(row.dst, tensor)
+        if tensor.device == place:
+            moved = tensor
+        elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
+            if maker is not None:
+                maker.synchronize()
+            part = once(tensor)  # at once: of pinned memory, too, which the caller may write
+            moved = laid_out(part.to(place), part, tensor)
+        else:
+            # A copy between GPUs runs on the current stream of its source and begins after what is
+            # queued on that of its destination, which then waits for it (torch,
+            # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
+            # nobody who computes.
+            out = self._out[tensor.device]
+            with torch.cuda.stream(out):
+                out.wait_stream(torch.cuda.current_stream(place))
+                if tensor.layout is torch.strided:
+                    part = once(tensor)
+                    room, moved = self._landings.room(part, tensor, place, key, statics)
+                    # Dense first: a strided copy across devices is a slow kernel.
+                    dense = part if part.stride() == room.stride() else part.clone()
+                    room.data.copy_(dense, non_blocking=True)
+                else:
+                    moved = tensor.to(place)
+        if reader is not None:
+            way.held.add(moved)
+        return moved
+
+    def _hold_seeds(self, step: Step, way: _Way) -> None:
+        """Hold the caller's gradients: his memory, which lanes read that are not his."""
+        if self._shared:
+            for gradient in step.grads:
+                if gradient is not None and gradient.device in self._shared:
+                    way.held.add(gradient)
+
+    def _give_results(self, step: Step, way: _Way) -> None:
+        """Results in memory that is the caller's."""
+        if way.replayed or self._gpus:
+            with torch.no_grad():
+                step.results = pytree.tree_map_only(
+                    torch.Tensor, lambda t: t.clone() if self._is_ours(t, way) else t, step.results
+                )
+
+    def _give_gradients(self, step: Step, way: _Way) -> None:
+        """Gradients in memory that stays as it is; those of inputs in the caller's own."""
+        if way.replayed:
+            slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
+        else:
+            rows = (slot for slots in self._bound.input_grads for slot in slots)
+            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, way)]
+        by_place: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for slot in slots:
+            gradient = step.grads[slot]
+            assert gradient is not None  # as chosen above
+            by_place.setdefault(gradient.device, {})[slot] = gradient
+        for place, gradients in by_place.items():
+            with _on(way.callers.get(place)):
+                fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
+                torch._foreach_copy_(fresh, list(gradients.values()))
+            for slot, copied in zip(gradients, fresh, strict=True):
+                step.grads[slot] = copied
+        if by_place:
+            self.meet(step)
+
+    def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
+        """Whether its memory may be another stream's than the caller's, or a graph's."""
+        return way.replayed or tensor.device in self._shared or tensor in way.held
+
+    def _callers(self, way: _Way) -> list[torch.cuda.Stream]:
+        """The streams of whoever calls now, and of whoever called the forward."""
+        now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
+        return list(dict.fromkeys((*now, *way.callers.values())))
+
+    @contextlib.contextmanager
+    def _fenced(self, way: _Way) -> Iterator[None]:
+        """Every lane begins after the caller's streams, and at the end all wait for all.
+
+        Autograd calls from a thread of its own, with current streams of its own; and it waits for
+        what a node gives on the node's stream alone, though that may be on several GPUs.
+        """
+        if not self._gpus:
+            yield
+            return
+        for gpu, event in () if self._is_captured() else self._ends.items():
+            torch.cuda.current_stream(gpu).wait_event(event)
+        callers = self._callers(way)
+        lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
+        self._fence.join(callers, [*callers, *lanes])
+        try:
+            yield
+        finally:
+            self._fence.join([*callers, *lanes], [*callers, *lanes])
+
+
+def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
+    """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
+    return contextlib.nullcontext() if meter is None else meter.counting(device)
+
+
+def _stream(place: torch.device) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(place)  # type: ignore[no-untyped-call]
+    return stream

@@ -1,0 +1,110 @@
+"""What crosses between devices, and where it is put there.
+
+    move         slots -> crossings: a tensor each, or the memory under several views of one
+    Landings     rooms for what arrives, and the views that are cut out of them
+
+A step that is replayed finds both where they were in the last: its CUDA graphs have addresses in
+them, and know a static tensor by its identity.
+"""
+
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from baechi.runtime.autograd.binding import Moves
+from baechi.runtime.autograd.graph_edges import tensor_slots
+from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.cuda_graphs.recorded_tape import Statics
+from baechi.torch_support.storages import crossings, cut_up, laid_out
+
+Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@final
+class Landings:
+    """The rooms and views of every copy, by its key, where steps are replayed."""
+
+    def __init__(self) -> None:
+        self._rooms: dict[Hashable, tuple[Any, torch.Tensor, torch.Tensor]] = {}
+        self._views: dict[Hashable, tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+
+    def room(
+        self,
+        part: torch.Tensor,
+        tensor: torch.Tensor,
+        place: torch.device,
+        key: Hashable,
+        statics: Statics | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where `part`, which is `once(tensor)`, is copied; the tensor there.
+
+        Args:
+            part: What is copied.
+            tensor: What is wanted.
+            place: On which torch device.
+            key: Which copy of which kind of step.
+            statics: Of the step, if it is replayed.
+        """
+        layout = (tensor.shape, tensor.dtype, tensor.stride())
+        known = self._rooms.get(key) if statics is not None else None
+        if known is None or known[0] != layout:
+            room = torch.empty_like(part, device=place)  # as it lies: its readers count on that
+            known = (layout, room, laid_out(room, part, tensor))
+        if statics is not None:
+            self._rooms[key] = known
+            statics.add(known[2])
+        return known[1:]
+
+    def views(
+        self,
+        moved: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        key: Hashable,
+        statics: Statics | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """The tensors of one copy, `moved`, of what they span.
+
+        Args:
+            moved: The copy.
+            tensors: What is wanted.
+            key: As in `room`.
+            statics: As in `room`.
+        """
+        room = self._rooms.get(key)
+        if statics is None or room is None or room[2] is not moved or len(tensors) == 1:
+            return cut_up(moved, tensors)
+        layout = [(t.shape, t.stride(), t.storage_offset()) for t in tensors]
+        known = self._views.get(key)
+        if known is None or known[0] != layout or known[1] is not moved:
+            known = (layout, moved, cut_up(moved, tensors))
+            self._views[key] = known
+        for view in known[2]:
+            statics.add(view)
+        return known[2]
+
+
+def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
+    """Fill the slots on the other side; every crossing of a copy has a number.
+
+    Args:
+        step: Whose slots.
+        moves: Between which of them.
+        send: Brings the tensors of a crossing, given its number, to the other side.
+        together: Whether views of one tensor may be one crossing: not where nothing is copied.
+    """
+    number = itertools.count()
+    values, spec = pytree.tree_flatten([step.slots[src] for src, _ in moves.slots])
+    tensors = {place: values[place] for place in tensor_slots(values)}
+    apart = [(place,) for place in tensors]
+    for members in crossings(tensors) if together else apart:
+        sent = send(next(number), [tensors[place] for place in members])
+        for place, tensor in zip(members, sent, strict=True):
+            values[place] = tensor
+    for (_, dst), value in zip(moves.slots, pytree.tree_unflatten(values, spec), strict=True):
+        step.slots[dst] = value
+    for src, dst in moves.grads:
+        gradient = step.grads[src]
+        step.grads[dst] = None if gradient is None else send(next(number), [gradient])[0]

@@ -1,0 +1,94 @@
+"""Where parameters and buffers live, and that a plan for another shape of call leaves them there.
+
+An optimizer keeps its state beside a parameter, and nobody moves that along. So the first plan
+decides where a parameter lives, and later ones place around it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.traced.traced_model import Traced
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.partition import attribute
+from baechi.tracing.subgraph import opaque_leaves
+
+Homes = Mapping[torch.Tensor, int]
+
+
+def homes_of(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
+    """Every parameter, buffer and constant with the logical device of the operators that own it.
+
+    Args:
+        module: What was traced.
+        devices: The logical device of every operator, or of more.
+    """
+    homes: dict[torch.Tensor, int] = {}
+    for nodes, device in zip(module.nodes, devices, strict=False):
+        for tensor in _state_of(module, nodes):
+            homes.setdefault(tensor, device)
+    return homes
+
+
+def _state_of(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.Tensor]:
+    inside = set(nodes)
+    tensors = []
+    for node in nodes:
+        for argument in [node, *node.all_input_nodes]:
+            # A buffer that travels lives where its own operator is.
+            if argument.op == "get_attr" and (
+                argument in inside or argument not in module.travelling
+            ):
+                value: Any = attribute(module.graph_module, str(argument.target))
+                tensors += [value] if isinstance(value, torch.Tensor) else []
+    for leaf in opaque_leaves(module.graph_module, nodes).values():
+        tensors += [*leaf.parameters(), *leaf.buffers()]
+    return tensors
+
+
+def first_homes(plans: Iterable[Homes]) -> dict[torch.Tensor, int]:
+    """Where the first of the plans that has it puts each tensor."""
+    first: dict[torch.Tensor, int] = {}
+    for homes in plans:
+        first = {**homes, **first}
+    return first
+
+
+def staying(
+    traced: Traced, cluster: Cluster, homes: Homes, constraints: Constraints | None
+) -> Constraints | None:
+    """The constraints, and that what reads a tensor at home runs in the memory where that is.
+
+    Args:
+        traced: What is to be placed.
+        cluster: The devices of the homes.
+        homes: What must stay where it is.
+        constraints: What else a placement must respect.
+    """
+    forbidden: dict[str, set[str]] = {}
+    for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
+        for tensor in _state_of(traced.module, nodes):
+            if tensor in homes:
+                forbidden.setdefault(op.name, set()).update(_elsewhere(cluster, homes[tensor]))
+    if not forbidden:
+        return constraints
+    rest = constraints or Constraints()
+    for name, devices in rest.forbidden.items():
+        forbidden.setdefault(name, set()).update(devices)
+    rows = {name: tuple(devices) for name, devices in forbidden.items()}
+    return replace(rest, forbidden=rows)
+
+
+def _elsewhere(cluster: Cluster, home: int) -> list[str]:
+    """The devices of another memory."""
+    own = cluster.devices[home]
+    return [
+        row.name
+        for device, row in enumerate(cluster.devices)
+        if device != home and not (own.pool and row.pool == own.pool)
+    ]

@@ -1,0 +1,395 @@
+"""The placed module: the user's model, with another way of running it."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Final, NoReturn, cast, final
+
+import torch
+from torch import nn
+
+from baechi.errors import ExecutionError, InputError
+from baechi.problem.simulation import simulate
+from baechi.program.memory_fitting import scheduled
+from baechi.records.cluster import Cluster
+from baechi.records.graph import OpGraph
+from baechi.records.instructions import Program
+from baechi.records.measurement import Measurement
+from baechi.records.placement import Placement, Schedule
+from baechi.runtime.call_lock import Turns
+from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
+from baechi.runtime.executable import Executable, move
+from baechi.runtime.placed_methods import Methods
+from baechi.runtime.placement_match import check_placement, check_places, refuse_meta
+from baechi.runtime.specialization import Specialization, Specializations, call_key
+from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
+from baechi.runtime.torch_compile import compile_options
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.torch_devices import gpus_of, torch_device
+from baechi.traced.step_graph import recomputed
+from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.validation import check_is, check_row, check_threads
+
+# The model, the call, and what other calls got so far, the first one first.
+Specialize = Callable[[nn.Module, Call, Sequence[Specialization]], Specialization]
+
+
+def apply(
+    traced: Traced,
+    placement: Placement,
+    devices: Sequence[str | torch.device] | None = None,
+    *,
+    graph: OpGraph | None = None,
+    cluster: Cluster | None = None,
+    threads_per_device: int | None = None,
+    compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
+    cuda_graphs: CudaGraphs = False,
+) -> "PlacedModule":
+    """The traced model as an executable that runs the placement.
+
+    Args:
+        traced: From `trace`, in this process.
+        placement: Of `traced.graph(...)`, for training or for inference.
+        devices: The torch device of every logical device; several may be the same. By default
+            the names of the cluster's devices.
+        graph: The graph that was placed: the placement is checked against it, and `schedule` and
+            `report` need it. It says what runs forward again, where it has `checkpoint`.
+        cluster: What it was placed on.
+        threads_per_device: torch threads of every logical CPU device; by default an equal share.
+        compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
+        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
+            `"auto"` where that can be, and `placed.remarks` says what cannot; `True` everywhere.
+
+    Raises:
+        InputError: The placement is of another model, parts a group, is in no topological order,
+            or names more devices than there are; a torch device is not there; or torch.compile
+            does not know an option.
+    """
+    check_is(traced, Traced, "traced")
+    check_is(placement, Placement, "placement")
+    if graph is not None:
+        check_is(graph, OpGraph, "graph")
+    if cluster is not None:
+        check_is(cluster, Cluster, "cluster")
+    if traced.module is None:
+        raise InputError(
+            f"this trace of {traced.name} was loaded from a file and has no model to run; "
+            "trace the model again in this process."
+        )
+    refuse_meta(traced.module.model)
+    units = () if graph is None else tuple(recomputed(graph).values())
+    training = check_placement(traced, placement, graph, len(units))
+    if devices is None:
+        if cluster is None:
+            raise InputError("no torch devices: give devices=[...] or the cluster.")
+        devices = [device.name for device in cluster.devices]
+    if threads_per_device is not None:
+        check_threads(threads_per_device, "threads_per_device")
+    places = [torch_device(name) for name in check_row(devices, "devices")]
+    check_places(max(placement.devices, default=0) + 1, places)
+    call: Call = traced.module.call
+    options = compile_options(compile, places)
+    placed = PlacedModule(traced.module.model, None, 1)
+    executable = Executable(
+        traced,
+        placement,
+        places,
+        training,
+        threads_per_device,
+        sorted(units, key=lambda unit: unit.ops),
+        options,
+        cuda_graphs,
+    )
+    if graph is not None and cluster is not None:
+        executable.schedule = partial(simulate, graph, cluster, placement)
+    placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
+    return placed
+
+
+# What Python looks up in a class and not in an object: no attribute can stand for it.
+_CONTAINER: Final = ("__len__", "__iter__", "__getitem__", "__contains__")
+
+
+@final
+class PlacedModule(nn.Module):
+    """A model split over devices; called, trained and saved like the model itself.
+
+    It shares the model's parameters, buffers and submodules, so `parameters()`, `state_dict()` and
+    every optimizer see the model's own names. Each shape of call has a specialization, made on its
+    first call where `place` made this module.
+
+    Attributes of the model that it does not have itself, such as `config`, are the model's; so are
+    its length, its items and an iteration over it, where the model has these, as `nn.Sequential`
+    does. Methods of the model that call it, such as `generate`, call the placed one.
+    """
+
+    def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
+        super().__init__()
+        # The model itself is no submodule: names must stay the model's own.
+        self.__dict__.update(_model=model, _methods=Methods(model))
+        self._parameters = model._parameters
+        self._buffers = model._buffers
+        self._modules = model._modules
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self.training = model.training
+        self._specializations = Specializations()
+        self._specialize = specialize
+        self._limit = limit
+        self._latest: Specialization | None = None
+        self._turns = Turns()
+        self._meter: Meter | None = None
+        self._measured: dict[Specialization, Measurement] = {}
+        self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
+        self._closed = False
+        shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
+        if shared:
+            self.__class__ = type("PlacedModule", (PlacedModule,), shared)
+
+    def __dir__(self) -> list[str]:
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self.__dict__["_model"])})
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("__") or "_model" not in self.__dict__:
+                raise
+            return self.__dict__["_methods"].routed(getattr(self.__dict__["_model"], name), self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_model")
+        own = model is None or name in self.__dict__ or hasattr(type(self), name)
+        if own or not (name in vars(model) or hasattr(type(model), name)):
+            super().__setattr__(name, value)
+        else:  # what forward reads is the model's
+            setattr(model, name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns, computed on its devices.
+
+        Raises:
+            InputError: The arguments do not fit the model, or have another shape than the one
+                traced, where no new trace can be made.
+            ExecutionError: An operator failed, or the module was unplaced.
+        """
+        self._check_open()
+        with self._turns.side_by_side():
+            call = canonical_call(model := self.__dict__["_model"], args, kwargs)
+            special = self._specializations.find(call_key(model, call), call)
+            if special is not None and (special is self._latest or special.executable.is_settled):
+                self._latest = special
+                return special.executable(call, self._meter)
+        executable = self._special(model, call).executable
+        with self._turns.side_by_side():
+            return executable(call, self._meter)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
+
+    def _special(self, model: nn.Module, call: Call) -> Specialization:
+        with self._turns.alone():  # of calls from several threads one plans, and the others wait
+            key = call_key(model, call)
+            special = self._specializations.find(key, call)
+            if special is None:
+                special = self._make(model, call, key)
+                self._specializations.add(key, special)
+            self._latest = special
+            special.executable.settle()
+            return special
+
+    def _adopt(self, call: Call, special: Specialization) -> None:
+        """Make a specialization that `apply` made the one for its shape of call."""
+        self._specializations.add(call_key(self.__dict__["_model"], call), special)
+        self._latest = special
+
+    def _make(self, model: nn.Module, call: Call, key: Any) -> Specialization:
+        if self._specialize is None:
+            raise self._specializations.unknown(model, call, key)
+        if len(self._specializations) >= self._limit:
+            raise self._specializations.too_many(model, call)
+        if len({tensor.device for tensor, _ in self._homes}) > 1:
+            for tensor, device in self._homes:  # a model is traced where it came from, in one place
+                move(tensor, device)
+        try:
+            return self._specialize(model, call, tuple(self._specializations))
+        except BaseException:
+            if self._latest is not None:
+                self._latest.executable.settle()
+            raise
+
+    @property
+    def _current(self) -> Specialization:
+        if self._latest is None:
+            raise ExecutionError(
+                "this module is not specialized yet: call it once, or give `place` example_args."
+            )
+        return self._latest
+
+    @property
+    def traced(self) -> Traced:
+        """What was traced, for the latest shape of call."""
+        return self._current.traced
+
+    @property
+    def placement(self) -> Placement:
+        """Where every operator is, for the latest shape of call."""
+        return self._current.placement
+
+    @property
+    def program(self) -> Program:
+        """What runs, proved free of races, for the latest shape of call."""
+        return self._current.executable.program
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What does not run as asked for, and why, and which answers of the example must hold."""
+        return self._current.executable.remarks
+
+    @property
+    def graph(self) -> OpGraph:
+        """What was placed."""
+        return cast(OpGraph, self._known(self._current.graph, "graph"))
+
+    @property
+    def cluster(self) -> Cluster:
+        """What it was placed on."""
+        return cast(Cluster, self._known(self._current.cluster, "cluster"))
+
+    @property
+    def schedule(self) -> Schedule:
+        """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
+        executable = self._current.executable
+        gpus = gpus_of(executable.places[: len(self.cluster.devices)])
+        replayed = executable.graphs is not None
+        return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
+
+    def _known(self, value: Any, what: str) -> Any:
+        if value is not None:
+            return value
+        raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+
+    def report(self, path: Any = None, *, trace: Any = None) -> str:
+        """The placement for people.
+
+        Args:
+            path: Where to write a page that a browser opens without a network.
+            trace: Where to write a trace that Perfetto opens.
+
+        Returns:
+            The report as text.
+        """
+        from baechi.reporting import text_report, write_html, write_trace
+
+        parts = (self.graph, self.cluster, self.placement, self.schedule)
+        measured = self._measured.get(self._current)
+        if path is not None:
+            write_html(path, *parts, traced=self.traced, measured=measured)
+        if trace is not None:
+            write_trace(trace, *parts)
+        text = str(text_report(*parts, traced=self.traced, measured=measured))
+        return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
+
+    def measure(
+        self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
+    ) -> Measurement:
+        """What a step really takes, for the latest shape of call; `report` sets it beside the plan.
+
+        The example inputs run forward, and backward where this was placed for training: from the
+        model's own loss where it returns a scalar that has a gradient, else from the sum of all
+        outputs that have one. The optimizer makes no step, and gradients, buffers and the random
+        state are put back.
+
+        Args:
+            steps: How many steps are timed, after some to warm up; the peaks are of others.
+            optimizer: Whose state counts as memory. Without one, or before its first step, there
+                is no state to be measured, and `absent_bytes` says what the plan keeps for it.
+
+        Raises:
+            InputError: `steps` is no positive integer.
+            ExecutionError: Nothing was placed yet, an operator failed, or this was unplaced.
+        """
+        self._check_open()
+        special = self._current
+        loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
+        measured = measure_steps(
+            special.executable,
+            self.__dict__["_model"],
+            special.traced.module.call,
+            special.placement.devices[loss] if special.executable.training else 0,
+            lambda: self.metered(optimizer),
+            steps,
+        )
+        if special.graph is not None and not (optimizer is not None and optimizer.state):
+            n = len(measured.peak_bytes)
+            absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
+            measured = replace(measured, absent_bytes=absent if any(absent) else ())
+        self._measured[special] = measured
+        return measured
+
+    @contextmanager
+    def metered(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Meter]:
+        """Count memory and moved bytes per logical device inside the block; slows it down.
+
+        Args:
+            optimizer: Whose state to count on its parameters' devices.
+        """
+        if optimizer is not None:
+            check_is(optimizer, torch.optim.Optimizer, "optimizer")
+        meter = Meter([0] * self._current.n_devices)
+        self._current.hold_state(self, meter, optimizer)
+        self._meter = meter
+        try:
+            yield meter
+        finally:
+            self._meter = None
+
+    def unplace(self) -> nn.Module:
+        """The model itself, back on the devices it came from; this module runs no more."""
+        for special in self._specializations:
+            special.executable.close()
+        self._closed = True
+        for tensor, device in self._homes:
+            move(tensor, device)
+        return cast(nn.Module, self.__dict__["_model"])
+
+    def train(self, mode: bool = True) -> "PlacedModule":
+        """Set the model's mode; the next call in a new mode is traced anew."""
+        self.training = check_is(mode, bool, "mode")
+        self.__dict__["_model"].train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own state, under its own names."""
+        return self.__dict__["_model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's own state, in place."""
+        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
+        raise ExecutionError(
+            "a placed module stays on the devices that its placement names, so it cannot be moved "
+            "or cast: .to(), .cuda(), .cpu(), .half() and their like would undo the placement. "
+            "Call model = placed.unplace(), change the model, and place it again."
+        )
+
+    def __repr__(self) -> str:
+        kind, n = type(self.__dict__["_model"]).__name__, len(self._specializations)
+        return f"PlacedModule({kind}, {n} specialization{'s' if n != 1 else ''})"
+
+    def __reduce__(self) -> NoReturn:
+        raise ExecutionError(
+            "a placed module has workers and streams and cannot be pickled or copied, nor by "
+            "DataParallel. Save placed.state_dict(), and place the model again where you load it."
+        )
+
+    _replicate_for_data_parallel = __reduce__
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    """A method that is the model's own."""
+    return lambda self, *args: getattr(self.__dict__["_model"], name)(*args)

@@ -1,0 +1,278 @@
+"""Measured steps of a placed model: their times, then, apart from these, their peaks.
+
+    warm-up          not counted: pages, caches, kernels that are chosen at the first call, captures
+    timed steps      without a meter, since counting storages slows a CPU down
+    metered steps    the peak of each device, the highest of a few steps
+
+A step is what a training loop does between two updates: gradients are absent, forward, backward
+from the loss. Nothing of it stays: gradients, buffers and the random state are put back, whatever
+ends the steps, Ctrl-C too.
+
+Where the model returns a scalar that has a gradient, that is its loss. Else the loss is the sum of
+all outputs that have one, whose gradient is given as ones: no op, but a dense tensor per output,
+as any loss gives one.
+"""
+
+import contextlib
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from baechi.errors import InputError
+from baechi.records.graph import OpGraph
+from baechi.records.measurement import Measurement
+from baechi.records.op_costs import OpCost, Profile
+from baechi.records.placement import Placement
+from baechi.runtime.executable import Executable
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.torch_devices import torch_threads
+from baechi.traced.traced_model import Traced
+from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.pytrees import tensors_in
+
+_WARM_UP: Final = 2
+# Workers meet in another order in each step, and so do their peaks.
+_METERED: Final = 2
+
+
+Reading = Callable[[Callable[[], object]], int]
+Metered = Callable[[], AbstractContextManager[Meter]]
+
+
+def measure_steps(
+    executable: Executable,
+    model: nn.Module,
+    call: Call,
+    loss_device: int,
+    metered: Metered,
+    steps: int,
+) -> Measurement:
+    """The measured steps of `executable` on copies of the call's tensors.
+
+    Args:
+        executable: What runs; its step is forward and backward if it was placed for training.
+        model: Whose gradients and buffers are put back.
+        call: What is run.
+        loss_device: The logical device that is charged with the gradients of the outputs.
+        metered: Makes the meter of a step, which knows what every device holds all the time.
+        steps: How many are timed.
+
+    Raises:
+        InputError: `steps` is no positive integer.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise InputError(f"steps is {steps!r}; measure at least one step.")
+    places = executable.places
+    clock = _Clock(places)
+    with _kept(model, places), call.autocast.applied():
+        run = _Steps(executable, model, call, loss_device)
+        for _ in range(_WARM_UP + executable.warm_up):
+            run.step(clock.reading, None)
+        samples = [run.step(clock.reading, None) for _ in range(steps)]
+        peaks, moved = _peaks(run, metered, places)
+    return Measurement(int(statistics.median(samples)), peaks, tuple(samples), moved)
+
+
+def planned_state_bytes(
+    traced: Traced, graph: OpGraph, placement: Placement, n_devices: int
+) -> tuple[int, ...]:
+    """The optimizer state that the plan keeps on every device: what it holds above no optimizer's.
+
+    O(ops).
+    """
+    free = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
+    bare = traced.graph(free, training=len(graph.ops) > len(traced.ops), optimizer=None)
+    state = [0] * n_devices
+    rows = list(zip(graph.ops, bare.ops, placement.devices, strict=False))[: len(traced.ops)]
+    for op, without, device in rows:  # backward ops own nothing
+        state[device] += max(op.persistent_bytes - without.persistent_bytes, 0)
+    return tuple(state)
+
+
+def _peaks(
+    run: "_Steps", metered: Metered, places: Sequence[torch.device]
+) -> tuple[tuple[int, ...], int]:
+    """The highest peak of every device over a few steps, and the bytes moved in one.
+
+    The allocator tells the peak of a GPU with one logical device on it, workspaces and rounding
+    included. Of several on one GPU, as of CPUs, the live storages are counted. The inputs that the
+    caller has are in no peak, but what a device copies or writes of them is.
+    """
+    alone = {
+        device: place
+        for device, place in enumerate(places)
+        if place.type == "cuda" and places.count(place) == 1
+    }
+    rows = []
+    moved = 0
+    for _ in range(_METERED):
+        run.clear()
+        gc.collect()  # what a cycle still holds is of another step
+        with metered() as meter:
+            resident = meter.live_bytes
+            before: dict[int, int] = {}
+
+            def begun(part: Callable[[], object], before: dict[int, int] = before) -> int:
+                if not before:  # the inputs are there
+                    before.update((device, _allocated(place)) for device, place in alone.items())
+                part()
+                return 0
+
+            run.step(begun, meter)
+            written = [t for t in run.inputs if meter.knows(t.untyped_storage())]
+            peaks = list(meter.peak_bytes)
+            for device, place in alone.items():
+                if device < len(peaks):  # more torch devices may be given than there are accounts
+                    torch.cuda.synchronize(place)
+                    above = torch.cuda.max_memory_allocated(place) - before[device]
+                    mine = sum(tensor.nbytes for tensor in written if tensor.device == place)
+                    peaks[device] = resident[device] + above + mine
+            rows.append(peaks)
+            moved = meter.moved_bytes
+        run.clear()
+    return tuple(map(max, zip(*rows, strict=True))), moved
+
+
+def _allocated(place: torch.device) -> int:
+    """What is allocated on a GPU, from where its peak now starts anew."""
+    torch.cuda.synchronize(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    return torch.cuda.memory_allocated(place)
+
+
+@final
+class _Steps:
+    """Runs a step at a time, with the same inputs."""
+
+    def __init__(
+        self, executable: Executable, model: nn.Module, call: Call, loss_device: int
+    ) -> None:
+        self._executable = executable
+        self._model = model
+        self._call = call
+        self._loss_device = loss_device
+        self._gradients: list[torch.Tensor] | None = None
+        self.inputs: tuple[torch.Tensor, ...] = ()
+
+    def clear(self) -> None:
+        """Leave no gradient, and no input."""
+        self.inputs = ()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def step(self, reading: Reading, meter: Meter | None) -> int:
+        """One step; its time, where `reading` runs a part of it and returns the time of that.
+
+        A meter counts the gradients of the outputs too, which a loss would make. The outputs are
+        held to the end, as by a training loop that has them in a variable.
+        """
+        self.clear()
+        # Threads of torch's pool that have just worked look for more for some milliseconds, on the
+        # cores that the devices' workers are to have.
+        with torch_threads(1):
+            self.inputs = inputs = tuple(
+                tensor.detach().clone().requires_grad_(tensor.requires_grad)
+                for tensor in self._call.tensors
+            )
+        args, kwargs = self._call.structure.fill(inputs)
+        outputs: list[torch.Tensor] = []
+
+        def forward() -> None:
+            call = replace(canonical_call(self._model, args, kwargs), tensors=inputs)
+            outputs.extend(tensors_in(self._executable(call, meter)))
+
+        forward_ns = reading(forward)
+        if not self._executable.training:
+            return forward_ns
+        # What is returned twice has one gradient.
+        roots = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
+        roots = next(([root] for root in roots if root.dim() == 0), roots)
+        if not roots:
+            return forward_ns
+        if meter is not None:
+            loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
+            return forward_ns + reading(lambda: torch.autograd.backward(loss))
+        if self._gradients is None:
+            with torch_threads(1):
+                self._gradients = [torch.ones_like(root) for root in roots]
+        gradients = self._gradients
+        return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose backward makes the outputs' gradients, and holds on to none of them."""
+
+    @staticmethod
+    def forward(ctx: Any, meter: Meter, account: int, *outputs: torch.Tensor) -> torch.Tensor:
+        ctx.meter, ctx.account = meter, account
+        ctx.outputs = [(t.shape, t.dtype, t.device) for t in outputs]
+        return torch.zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        with ctx.meter.counting(ctx.account):
+            rows = (torch.ones(s, dtype=dtype, device=on) for s, dtype, on in ctx.outputs)
+            return (None, None, *rows)
+
+
+@final
+class _Clock:
+    """Times a part of a step: on one GPU between two events of its stream, else on the wall.
+
+    Events of two GPUs cannot be compared, so there the wall's clock runs from when all are idle to
+    when all are again.
+    """
+
+    def __init__(self, places: Sequence[torch.device]) -> None:
+        self._gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
+        self._by_events = len(self._gpus) == 1 and all(p.type == "cuda" for p in places)
+
+    def reading(self, part: Callable[[], object]) -> int:
+        """The time of `part` in ns."""
+        self._synchronize()
+        if self._by_events:
+            stream = torch.cuda.current_stream(self._gpus[0])
+            start, end = _event(), _event()
+            start.record(stream)
+            part()
+            end.record(stream)
+            end.synchronize()
+            return int(start.elapsed_time(end) * 1e6)
+        began = time.perf_counter_ns()
+        part()
+        self._synchronize()
+        return time.perf_counter_ns() - began
+
+    def _synchronize(self) -> None:
+        for gpu in self._gpus:
+            torch.cuda.synchronize(gpu)
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+@contextlib.contextmanager
+def _kept(model: nn.Module, places: Sequence[torch.device]) -> Iterator[None]:
+    """Puts gradients, buffers and the random state back."""
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    gpus = sorted({place.index for place in places if place.type == "cuda"})
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)

@@ -1,0 +1,243 @@
+"""Tapes handed to `torch.compile`, each as a graph of its own.
+
+    first call of a mode    the caller's thread goes over all tapes, and each compiles as it runs
+    every other call        workers run what is there
+
+A compiled function is special for shapes, strides, what needs a gradient, autocast, and the number
+of torch threads: a *mode*. torch compiles where a new mode first runs, one thread at a time, and
+puts random states back when it has. So a mode's first step is made by one thread, which has as many
+torch threads as a worker; no worker ever compiles, and no draw of another gets lost.
+
+What torch cannot compile whole runs as generated, and says why.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final, final
+
+import torch
+from torch import fx
+
+from baechi.errors import InputError
+from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.op_names import op_name, source_line
+
+Tape = Callable[[list[Any]], tuple[Any, ...]]
+
+# torch.compile refuses their modules; taken apart, they can fail when they run (torch 2.13).
+_RECURRENT: Final = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
+
+# What torch warns of while it compiles, and nobody can mend: it looks at `.grad` of what enters,
+# and its own parts are deprecated.
+_NOISE: Final = ("The .grad attribute of a Tensor", "`torch.jit.script_method` is deprecated")
+
+_LOCK: Final = threading.RLock()  # settings of the compiler are the process's
+
+
+@final
+@dataclass(frozen=True)
+class CompileOptions:
+    """Who compiles a graph.
+
+    Attributes:
+        backend: A name that torch knows, or a function of a graph and its example inputs.
+        keywords: What it takes besides.
+    """
+
+    backend: Any
+    keywords: dict[str, Any]
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
+        """The compiled graph: torch calls this with what it traced."""
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        compiler = lookup_backend(self.backend)  # of a function it is that function
+        # Buffers that a backward writes over would rule a second one (retain_graph=True) out.
+        with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+            return compiler(graph, inputs, **self.keywords)
+
+
+def compile_options(
+    compile: bool | Mapping[str, Any],  # noqa: A002 (torch's own word)
+    places: Sequence[torch.device],
+) -> CompileOptions | None:
+    """What to give `torch.compile`, or None not to compile.
+
+    For inductor a mode becomes the options that it stands for, and random numbers are drawn by
+    torch's own kernels, unless the options say otherwise: so masks equal the unsplit model's.
+
+    Raises:
+        InputError: An option is unknown, or one that the runtime sets; or the backend, the mode or
+            one of its options is unknown to torch.
+    """
+    if compile is False:
+        return None
+    if compile is not True and not isinstance(compile, Mapping):
+        raise InputError(
+            f"compile is {compile!r}; give True, or a dict of torch.compile's backend, mode and "
+            "options."
+        )
+    options: dict[str, Any] = {} if compile is True else dict(compile)
+    unknown = sorted(map(str, options.keys() - {"backend", "mode", "options"}))
+    if unknown:
+        raise InputError(
+            f"compile has {', '.join(unknown)}; it takes backend, mode and options. A segment is "
+            "always compiled whole (fullgraph) and for its own shapes (dynamic=False)."
+        )
+    try:
+        with _quiet():
+            torch.compile(_nothing, **options)
+    except Exception as error:
+        raise InputError(f"torch.compile refuses {options}: {_first_line(error)}") from error
+    backend, mode = options.get("backend", "inductor"), options.get("mode")
+    own = dict(options.get("options") or {})
+    if backend == "inductor" and mode is not None:
+        own = dict(torch._inductor.list_mode_options(mode))
+    records = backend == "cudagraphs" or (backend == "inductor" and _records(own))
+    if records and any(place.type == "cuda" for place in places):
+        raise InputError(
+            f"compile={options} records CUDA graphs of its own, which reuse memory that other "
+            "segments still read. Take what records none, such as "
+            "mode='max-autotune-no-cudagraphs', and cuda_graphs='auto' for Baechi's own."
+        )
+    if backend == "inductor":
+        return CompileOptions(backend, {"config_patches": {"fallback_random": True, **own}})
+    given = {"mode": mode, "options": own}
+    return CompileOptions(backend, {key: value for key, value in given.items() if value})
+
+
+def _records(options: dict[str, Any]) -> bool:
+    """Whether inductor records CUDA graphs with these options, or by its own configuration."""
+    from torch._inductor import config
+
+    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
+
+
+def _nothing(x: torch.Tensor) -> torch.Tensor:
+    """What options are tried on; it is never called."""
+    return x
+
+
+@final
+class CompiledTape:
+    """A tape's function, compiled when it is first called in a mode.
+
+    Attributes:
+        reason: Why it runs as generated instead; None if it does not.
+        generated: The function as generated.
+
+    Args:
+        generated: The function as generated, of a list that it empties.
+        plain: The same of single arguments, to be compiled.
+        options: Who compiles it.
+        nodes: What the function runs.
+        label: What a warning calls it.
+    """
+
+    def __init__(
+        self,
+        generated: Tape,
+        plain: Callable[..., tuple[Any, ...]],
+        options: CompileOptions,
+        nodes: Sequence[fx.Node],
+        label: str,
+    ) -> None:
+        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+        self.reason: str | None = None
+        self.label = label
+        self.generated = generated
+        self._nodes = {node.name: node for node in nodes}
+        self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
+        self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
+        recurrent = [node.name for node in nodes if str(node.target).startswith(_RECURRENT)]
+        if recurrent:
+            self._refuse(f"torch does not compile RNN, GRU or LSTM, and {recurrent[0]} is one")
+
+    def __call__(self, arguments: list[Any]) -> tuple[Any, ...]:
+        """The tape's results."""
+        if self.reason is None:
+            try:
+                results: tuple[Any, ...] = self._compiled(*arguments)
+            except self._refusals as error:  # before anything ran
+                self._refuse(_first_line(error) + self._place(error))
+            else:
+                return results
+        return self.generated(arguments)
+
+    def _place(self, error: Exception) -> str:
+        """At which operator torch gave up, where its message has the generated line."""
+        lines = [line.strip() for line in str(error).splitlines()]
+        for before, line in pairwise(lines):
+            node = self._nodes.get(line.partition("=")[0].strip())
+            if node is not None and "eval_with_key" in before:
+                source = source_line(node)
+                return f", at {op_name(node)}" + (f" ({source})" if source else "")
+        return ""
+
+    def _refuse(self, reason: str) -> None:
+        self.reason = reason
+        warnings.warn(self.remark, stacklevel=3)
+
+    @property
+    def remark(self) -> str:
+        """Which tape is not compiled, and why."""
+        return f"{self.label} runs uncompiled: {self.reason}"
+
+
+def _first_line(error: BaseException) -> str:
+    """The error's kind and the first line that says something."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return f"{type(error).__name__}: {next((line for line in lines if line), 'it says no more')}"
+
+
+def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate: bool) -> Any:
+    """Equal modes run the same compiled functions, for calls of one shape."""
+    return (
+        differentiate,
+        torch.is_inference_mode_enabled(),
+        tuple(
+            (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in ("cpu", "cuda")
+        ),
+        tuple((t.stride(), t.requires_grad, t.is_inference()) for t in call.tensors),
+        tuple(parameter.requires_grad for parameter in parameters),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        tuple(fp32_precisions().items()),
+        torch.get_default_dtype(),
+    )
+
+
+@contextmanager
+def keeping() -> Iterator[None]:
+    """Where a backward runs that leaves its graph for another."""
+    from torch._functorch import config
+
+    with config.patch(donated_buffer=False):  # torch asks again when it runs
+        yield
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        for message in _NOISE:
+            warnings.filterwarnings("ignore", message)
+        yield
+
+
+@contextmanager
+def compiling(threads: int | None) -> Iterator[None]:
+    """Where a mode's first step runs.
+
+    Args:
+        threads: torch threads of a worker, for which to compile; None for the present number.
+    """
+    with _LOCK, _quiet(), torch_threads(threads or torch.get_num_threads()):
+        yield

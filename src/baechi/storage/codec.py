@@ -1,0 +1,254 @@
+"""Type hints to codecs: the functions that turn a value into plain JSON and back, and refuse.
+
+`codec` reads a hint and builds the pair that writes and reads it: scalars, optionals and unions,
+tuples, mappings from strings, and dataclasses of these.
+"""
+
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
+from typing import Any, Final, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from baechi.errors import InputError
+from baechi.validation import INT64_MAX, FrozenDict
+
+
+class Refusal(Exception):  # noqa: N818 (what a FormatError will say)
+    """A wrong value, and where it is; the path is filled from the inside out."""
+
+    def __init__(self, reason: str, *, sentence: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.sentence = sentence  # the reason stands alone, as those of the constructors do
+        self.path: list[str] = []
+
+    def text(self) -> str:
+        """The path of the field and what is wrong with it."""
+        where = "".join(reversed(self.path)).removeprefix(".")
+        if not where:
+            return self.reason if self.sentence else f"value {self.reason}"
+        return f"{where}: {self.reason}" if self.sentence else f"{where} {self.reason}"
+
+
+class Codec(NamedTuple):
+    """How one type hint is written and read; both refuse what the hint does not allow."""
+
+    name: str
+    write: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+
+@cache
+def codec(hint: Any) -> Codec:
+    """The codec of a type hint, built once.
+
+    Raises:
+        TypeError: No codec is known for the hint: an error of the dataclass, not of a file.
+    """
+    if hint in _SCALARS:
+        return _scalar(hint)
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Sequence or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
+        return _sequence(codec(arguments[0]), origin)
+    if origin in (types.UnionType, Union):
+        return _union(arguments)
+    if origin is Mapping and arguments[0] is str:
+        return _mapping(codec(arguments[1]))
+    if isinstance(hint, type) and is_dataclass(hint):
+        return _record(hint)
+    raise TypeError(f"no JSON form is known for {hint!r}")
+
+
+_SCALARS: Final = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+
+
+def _scalar(kind: Any) -> Codec:
+    name = _SCALARS[kind]
+
+    def check(value: Any) -> Any:
+        if type(value) is not kind:
+            if kind is float and type(value) is int:
+                return _as_float(value)
+            raise Refusal(f"is {show(value)}; it must be {name}.")
+        if kind is int and not -INT64_MAX <= value <= INT64_MAX:
+            raise Refusal(f"is {show(value)}; it does not fit 64 bits.")
+        if kind is float and not math.isfinite(value):
+            raise Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
+        if kind is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
+            raise Refusal(f"is {show(value)}, which is no Unicode text: it holds a lone surrogate.")
+        return value
+
+    return Codec(name, check, check)
+
+
+def _as_float(value: int) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise Refusal(f"is {show(value)}, which is too large.") from None
+
+
+def _union(members: tuple[Any, ...]) -> Codec:
+    """One of several scalars, one of several dataclasses, or `None` and one other type."""
+    if all(is_dataclass(member) for member in members):
+        return _variant(members)
+    others = [codec(member) for member in members if member is not type(None)]
+    optional = len(others) < len(members)
+    name = " or ".join([*(codec.name for codec in others), *(["null"] if optional else [])])
+    if len(others) == 1:
+        (inner,) = others
+        write, read = inner.write, inner.read
+    else:
+        by_kind = {member: codec(member) for member in members if member in _SCALARS}
+        if len(by_kind) != len(others):
+            raise TypeError(f"no JSON form is known for a union of {name}")
+
+        def read(value: Any) -> Any:
+            if type(value) not in by_kind:
+                raise Refusal(f"is {show(value)}; it must be {name}.")
+            return by_kind[type(value)].read(value)
+
+        write = read
+
+    def none_or(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return (lambda value: None if value is None else step(value)) if optional else step
+
+    return Codec(name, none_or(write), none_or(read))
+
+
+def _variant(members: tuple[Any, ...]) -> Codec:
+    """One of several dataclasses, as an object whose one key is the name of the type."""
+    kinds = {member.__name__: member for member in members}
+    codecs = {name: codec(kind) for name, kind in kinds.items()}
+    name = " or ".join(kinds)
+
+    def write(value: Any) -> dict[str, Any]:
+        kind = type(value).__name__
+        if kinds.get(kind) is not type(value):
+            raise Refusal(f"is {show(value)}; it must be of type {name}.")
+        return {kind: codecs[kind].write(value)}
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, dict) or len(raw) != 1 or not raw.keys() <= kinds.keys():
+            raise Refusal(f"is {show(raw)}; it must be an object with one key, {name}.")
+        ((kind, entry),) = raw.items()
+        try:
+            return codecs[kind].read(entry)
+        except Refusal as refusal:
+            refusal.path.append(f".{kind}")
+            raise
+
+    return Codec(name, write, read)
+
+
+def _sequence(inner: Codec, kind: type) -> Codec:
+    def each(step: Callable[[Any], Any], values: Any) -> list[Any]:
+        done: list[Any] = []
+        try:
+            for value in values:
+                done.append(step(value))  # noqa: PERF401 (len(done) says where it failed)
+        except Refusal as refusal:
+            refusal.path.append(f"[{len(done)}]")
+            raise
+        return done
+
+    def write(values: Any) -> list[Any]:
+        if not isinstance(values, kind) or isinstance(values, list | str):
+            raise Refusal(f"is {show(values)}; it must be a tuple.")
+        return each(inner.write, values)
+
+    def read(raw: Any) -> tuple[Any, ...]:
+        if not isinstance(raw, list):
+            raise Refusal(f"is {show(raw)}; it must be a list.")
+        return tuple(each(inner.read, raw))
+
+    return Codec("a list", write, read)
+
+
+def _mapping(inner: Codec) -> Codec:
+    def each(step: Callable[[Any], Any], items: Mapping[str, Any]) -> dict[str, Any]:
+        done = {}
+        for key, value in items.items():
+            try:
+                done[key] = step(value)
+            except Refusal as refusal:
+                refusal.path.append(f"[{key!r}]")
+                raise
+        return done
+
+    def write(items: Any) -> dict[str, Any]:
+        if not isinstance(items, Mapping) or not all(isinstance(key, str) for key in items):
+            raise Refusal(f"is {show(items)}; it must be a mapping of strings.")
+        return each(inner.write, {key: items[key] for key in sorted(items)})
+
+    def read(raw: Any) -> Mapping[str, Any]:
+        if not isinstance(raw, dict):
+            raise Refusal(f"is {show(raw)}; it must be an object.")
+        return FrozenDict(each(inner.read, raw))
+
+    return Codec("an object", write, read)
+
+
+def _record(kind: type) -> Codec:
+    """The codec of a dataclass: its fields in order, those that equal their default left out."""
+    hints = get_type_hints(kind)
+    saved = [field for field in fields(kind) if field.metadata.get("json", True)]
+    codecs = {field.name: codec(hints[field.name]) for field in saved}
+    defaults = {field.name: _default(field) for field in saved}
+
+    def write(value: Any) -> dict[str, Any]:
+        if type(value) is not kind:
+            raise Refusal(f"is {show(value)}; it must be of type {kind.__name__}.")
+        raw = {}
+        for name, codec in codecs.items():
+            entry = getattr(value, name)
+            if defaults[name] is MISSING or entry != defaults[name]:
+                try:
+                    raw[name] = codec.write(entry)
+                except Refusal as refusal:
+                    refusal.path.append(f".{name}")
+                    raise
+        return raw
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, dict):
+            raise Refusal(f"is {show(raw)}; it must be an object of type {kind.__name__}.")
+        found = {}
+        for name, entry in raw.items():
+            codec = codecs.get(name)
+            try:
+                if codec is None:
+                    known = ", ".join(codecs)
+                    raise Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
+                found[name] = codec.read(entry)
+            except Refusal as refusal:
+                # A name that is none may hold what cannot be written.
+                refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
+                raise
+        for name, default in defaults.items():
+            if default is MISSING and name not in found:
+                missing = Refusal(f"is missing; every {kind.__name__} has it.")
+                missing.path.append(f".{name}")
+                raise missing
+        try:
+            return kind(**found)
+        except InputError as error:
+            raise Refusal(str(error), sentence=True) from error
+
+    return Codec(kind.__name__, write, read)
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def show(value: Any) -> str:
+    """A wrong value for an error text, short, with its kind."""
+    kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
+    name = kinds.get(type(value), f"a {type(value).__name__}")
+    if value is None or isinstance(value, bool | dict | list):
+        return {True: "true", False: "false"}[value] if isinstance(value, bool) else name
+    text = repr(value)
+    return f"{text if len(text) <= 40 else text[:37] + '...'}, {name}"

@@ -1,0 +1,245 @@
+"""Every value as a JSON file that another process, machine or language reads.
+
+A file is one object::
+
+    {"format": "baechi", "type": "Cluster", "version": 1, "digest": "9f86...", "value": {...}}
+
+`value` has the fields of the dataclass of that name, in its order. A field that equals its default
+may be absent, and `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks, ASCII)
+may be too, so that a graph can be written by hand or by a scheduler in another language; where a
+digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
+all.
+
+One codec serves all types (`codec.py`): a new dataclass needs a name in `_KINDS` and nothing else.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+from typing import overload as typing_overload
+
+from baechi.errors import FormatError, InputError
+from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.constraints import Constraints
+from baechi.records.efficiency import Calibration
+from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.instructions import Program
+from baechi.records.measurement import Measurement
+from baechi.records.op_costs import OpCost, Profile
+from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.records.topology import Topology
+from baechi.storage.codec import Refusal, codec
+from baechi.traced.traced_model import Traced
+from baechi.validation import FrozenDict, check_path
+
+VERSION: Final = 1
+_KINDS = (
+    *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
+    *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
+    Program,
+)
+TYPES: Final[Mapping[str, type]] = FrozenDict({kind.__name__: kind for kind in _KINDS})
+_ENVELOPE: Final = ("format", "type", "version", "digest", "value")
+_WIDTH: Final = 100  # a line of a file, as a line of code
+_T = TypeVar("_T")
+
+
+def dump(value: object, path: str | os.PathLike[str]) -> None:
+    """Writes `value` to a JSON file, whole or not at all.
+
+    Raises:
+        InputError: The value is of no type in `TYPES`, holds what JSON cannot (an infinite float),
+            or the path cannot be written.
+    """
+    write_whole(path, dumps(value))
+
+
+def dumps(value: object) -> str:
+    """The text that `dump` writes; equal values give equal texts."""
+    kind: type = type(value)
+    if TYPES.get(kind.__name__) is not kind:
+        raise InputError(f"type {kind.__name__} cannot be saved; give one of {', '.join(TYPES)}.")
+    try:
+        raw = codec(kind).write(value)
+    except Refusal as refusal:
+        raise InputError(f"cannot save this {kind.__name__}: {refusal.text()}") from refusal
+    envelope = {"format": "baechi", "type": kind.__name__, "version": VERSION}
+    return _layout({**envelope, "digest": _digest(raw), "value": raw}) + "\n"
+
+
+@typing_overload
+def load(path: str | os.PathLike[str]) -> Any: ...
+@typing_overload
+def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
+def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
+    """The value in a file that `dump` or a person wrote.
+
+    Args:
+        path: The file.
+        expect: The type that it must hold; any of `TYPES` if absent.
+
+    Raises:
+        FormatError: It is no such file, is damaged, has another version, or a field is wrong; the
+            text names the path and the field.
+        InputError: The file cannot be read.
+    """
+    check_path(path)
+    if expect is not None and expect not in TYPES.values():
+        raise InputError(f"expect is {expect!r}; give one of {', '.join(TYPES)}, or nothing.")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError as error:
+        raise InputError(f"cannot read {os.fspath(path)}: there is no such file.") from error
+    except UnicodeDecodeError as error:
+        raise FormatError(
+            f"{os.fspath(path)}: byte {error.start} is not UTF-8, so this is no JSON file."
+        ) from error
+    except OSError as error:
+        raise InputError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
+    return _parse(text, expect, os.fspath(path))
+
+
+@typing_overload
+def loads(text: str, *, source: str = ...) -> Any: ...
+@typing_overload
+def loads(text: str, expect: type[_T], *, source: str = ...) -> _T: ...
+def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any:
+    """The value in `text`; `source` names it in errors. Raises `FormatError` as `load` does."""
+    return _parse(text, expect, source)
+
+
+def write_whole(path: str | os.PathLike[str], text: str) -> None:
+    """Writes `text` to `path`, so that no reader ever sees half of it.
+
+    Raises:
+        InputError: The path cannot be written; what was there is still there.
+    """
+    given = Path(check_path(path))
+    try:
+        if given.exists() and not given.is_file():  # a pipe or /dev/stdout must not be replaced
+            given.write_text(text, encoding="utf-8")
+            return
+        target = given.resolve()
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with temporary.open("x", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write {os.fspath(path)}: {error.strerror}.") from error
+    except UnicodeEncodeError as error:
+        half = text[max(error.start - 20, 0) : error.end]
+        raise InputError(
+            f"cannot write {os.fspath(path)}: a name in it is no Unicode text, since {half!r} ends "
+            "in a lone surrogate; rename it."
+        ) from error
+
+
+def _parse(text: str, expect: type | None, source: str) -> Any:
+    try:
+        raw = _load_json(text)
+        kind, value = _open_envelope(raw, expect)
+        try:
+            return codec(kind).read(value)
+        except Refusal as refusal:
+            raise FormatError(refusal.text()) from refusal
+    except RecursionError as error:
+        raise FormatError(f"{source}: nested too deeply for a Baechi file.") from error
+    except FormatError as error:
+        raise FormatError(f"{source}: {error}") from error.__cause__
+
+
+def _load_json(text: str) -> Any:
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) != len(items):
+            names = [name for name, _ in items]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise FormatError(f"the key {twice!r} occurs twice in one object.")
+        return found
+
+    def constant(name: str) -> None:
+        raise FormatError(f"it holds {name}, which is no JSON number.")
+
+    try:
+        return json.loads(text, object_pairs_hook=pairs, parse_constant=constant)
+    except json.JSONDecodeError as error:
+        where = f"line {error.lineno}, column {error.colno}"
+        if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
+            raise FormatError(f"the JSON ends too early ({where}); the file is cut off.") from error
+        raise FormatError(f"this is not JSON: {error.msg} at {where}.") from error
+    except FormatError:
+        raise
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise FormatError("it holds an integer of thousands of digits; 64 bits is all.") from error
+
+
+def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
+    """The type and the raw value of a parsed file, after all checks but those of the value."""
+    if not isinstance(raw, dict) or "format" not in raw:
+        raise FormatError('this is no Baechi file: it is no JSON object with "format": "baechi".')
+    if raw["format"] != "baechi":
+        raise FormatError(f"this is no Baechi file: its format is {raw['format']!r}, not 'baechi'.")
+    version = raw.get("version")
+    if type(version) is not int:
+        raise FormatError(f"version is {version!r}; it must be an integer.")
+    if version != VERSION:
+        raise FormatError(
+            f"written by version {version}, this Baechi reads {VERSION}. "
+            "Write the file again with this Baechi, or install the one that wrote it."
+        )
+    for name in raw:
+        if name not in _ENVELOPE:
+            raise FormatError(f"unknown field {name!r}; a file has {', '.join(_ENVELOPE)}.")
+    kind = TYPES.get(raw["type"]) if isinstance(raw.get("type"), str) else None
+    if kind is None:
+        known = ", ".join(TYPES)
+        raise FormatError(f"type is {raw.get('type')!r}; it must be one of {known}.")
+    if expect is not None and kind is not expect:
+        raise FormatError(f"this file holds type {kind.__name__}, but {expect.__name__} is wanted.")
+    if "value" not in raw:
+        raise FormatError("the field 'value' is missing.")
+    if "digest" in raw and raw["digest"] != _digest(raw["value"]):
+        raise FormatError(
+            "the digest does not match the value: the file was damaged, or edited by hand. "
+            "If the edit is meant, delete the digest field."
+        )
+    return kind, raw["value"]
+
+
+def _digest(raw: Any) -> str:
+    text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
+    """`raw` as JSON: what fits on a line stands on one, and lists of scalars fill their lines."""
+    line = json.dumps(raw)
+    if not isinstance(raw, dict | list) or not raw or indent + prefix + len(line) < _WIDTH:
+        return line
+    inner = " " * (indent + 1)
+    if isinstance(raw, dict):
+        rows = []
+        for name, value in raw.items():
+            key = json.dumps(name) + ": "
+            rows.append(inner + key + _layout(value, indent + 1, len(key) + 1))
+        return "{\n" + ",\n".join(rows) + "\n" + " " * indent + "}"
+    if any(isinstance(value, dict | list) for value in raw):
+        rows = [inner + _layout(value, indent + 1, 1) for value in raw]
+        return "[\n" + ",\n".join(rows) + "\n" + " " * indent + "]"
+    rows, row = [], inner
+    for cell in map(json.dumps, raw):
+        if len(row) > len(inner) and len(row) + len(cell) + 2 > _WIDTH:
+            rows.append(row.rstrip())
+            row = inner
+        row += cell + ", "
+    rows.append(row.removesuffix(", "))
+    return "[\n" + "\n".join(rows) + "\n" + " " * indent + "]"

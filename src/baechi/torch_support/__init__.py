@@ -1,0 +1,1 @@
+"""Helpers around torch that costs and the runtime share."""

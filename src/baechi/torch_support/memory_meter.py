@@ -1,0 +1,170 @@
+"""Live and peak bytes, counted where tensors are made and freed; for CPUs, which have no counter.
+
+A `Meter` has an account per logical device. Each thread that computes for a device enters
+`Meter.counting(device)`: a dispatch mode that sees every storage that an operator makes. A storage
+leaves its account when its last owner lets go of it, autograd included.
+"""
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baechi.torch_support.storages import laid_out, once, storages
+
+
+@final
+class Meter:
+    """Counts bytes per account, from `base_bytes` on.
+
+    Attributes:
+        moved_bytes: Bytes handed over or copied between devices.
+    """
+
+    def __init__(self, base_bytes: Sequence[int]) -> None:
+        self._live = list(base_bytes)
+        self._peak = list(base_bytes)
+        self._known: dict[int, tuple[int, int]] = {}  # storage -> account and bytes charged
+        self._thread = threading.local()  # which account this thread counts for
+        self._latest = 0
+        self._lock = threading.RLock()  # a finalizer may run inside a locked section
+        self.moved_bytes = 0
+
+    @property
+    def peak_bytes(self) -> tuple[int, ...]:
+        """The peak of every account so far."""
+        return tuple(self._peak)
+
+    @property
+    def live_bytes(self) -> tuple[int, ...]:
+        """What every account holds now."""
+        return tuple(self._live)
+
+    def forget_peaks(self) -> None:
+        """Make what is live now the peak so far."""
+        with self._lock:
+            self._peak = list(self._live)
+
+    @property
+    def account(self) -> int:
+        """For which account this thread counts.
+
+        In a thread that did not enter `counting` itself, the latest that another did: autograd
+        runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
+        """
+        account: int = getattr(self._thread, "account", self._latest)
+        return account
+
+    @contextmanager
+    def counting(self, account: int) -> Iterator[None]:
+        """Count what this thread makes, inside the block, for `account`."""
+        self._thread.account = self._latest = account
+        try:
+            with _Counting(self):
+                yield
+        finally:
+            del self._thread.account
+
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        """Whether the storage is counted."""
+        return storage._cdata in self._known
+
+    def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
+        """Count a storage once, until it is freed; what it grew by since, too."""
+        if isinstance(what, torch.Tensor):
+            for part in storages(what):
+                self.hold(account, part)
+            return
+        storage = what
+        key = storage._cdata
+        nbytes = storage.nbytes()
+        with self._lock:
+            owner, counted = self._known.get(key, (account, 0))
+            new = key not in self._known
+            if not new and nbytes == counted:
+                return
+            self._known[key] = (owner, nbytes)
+            self._charge(owner, nbytes - counted)
+        if new:
+            weakref.finalize(storage, self._release, key)
+
+    def sent(self, tensor: torch.Tensor) -> None:
+        """Count what crosses between devices of a tensor: each byte that it shows once."""
+        dense = tensor.layout is torch.strided
+        nbytes = once(tensor).nbytes if dense else sum(part.nbytes() for part in storages(tensor))
+        with self._lock:
+            self.moved_bytes += nbytes
+
+    def copy(self, account: int, tensor: torch.Tensor, moved: bool = True) -> torch.Tensor:
+        """A copy of another device's tensor, counted for `account` until it is freed.
+
+        Logical devices on one CPU hand tensors over without copying; separate devices would hold
+        a copy of each byte that it shows, without the rest of what it is a view of, and so does a
+        metered step.
+
+        Args:
+            account: Who gets it.
+            tensor: What is copied.
+            moved: Whether it comes from another logical device, and not from the caller.
+        """
+        if moved:
+            self.sent(tensor)
+        part = once(tensor)
+        with torch.no_grad(), self.charged_to(account):
+            return laid_out(part.clone(), part, tensor)
+
+    @contextmanager
+    def charged_to(self, account: int) -> Iterator[None]:
+        """Count what this thread makes, inside the block, for `account` instead of its own."""
+        before = getattr(self._thread, "account", None)
+        if before is None:
+            with self.counting(account):
+                yield
+            return
+        self._thread.account = account
+        try:
+            yield
+        finally:
+            self._thread.account = before
+
+    def _charge(self, account: int, nbytes: int) -> None:
+        self._live[account] += nbytes
+        self._peak[account] = max(self._peak[account], self._live[account])
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            account, nbytes = self._known.pop(key)
+            self._live[account] -= nbytes
+
+
+@final
+class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Holds, for its thread's account, every storage that an operator makes.
+
+    What it returns of its arguments' storages is made by others, but may have grown.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meter = meter
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(result):
+            if storage._cdata not in given or self._meter.knows(storage):
+                self._meter.hold(self._meter.account, storage)
+        return result
+
+
+def _storages(values: Any) -> list[torch.UntypedStorage]:
+    leaves = pytree.tree_leaves(values)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return [storage for tensor in tensors for storage in storages(tensor)]

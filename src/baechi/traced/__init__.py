@@ -1,0 +1,1 @@
+"""A traced model as data, and the operator graph of one of its steps."""

@@ -1,0 +1,306 @@
+"""Activation checkpointing: units of a model whose forward runs again before their backwards.
+
+    forward     a ── b ── c                   what a, b and c would keep is dropped
+                │
+                └── the unit's inputs stay ──┐
+                                             ▼
+    backward    gradient of c ──► recompute(a b c) ──► c' ──► b' ──► a'
+
+A unit is the operators of one submodule. It is on one device, so that what it makes again goes
+nowhere. It begins to run again when all gradients that enter it are there, so it is never early:
+its recomputation is an operator like any other, to every placer, to the clock and to the bounds.
+
+Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174), for units
+that are given; `checkpointing` chooses them.
+
+Complexity: O(units * (ops + tensors) of each unit's stretch of the program).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from heapq import heappop, heappush
+from typing import final
+
+from baechi.errors import InputError
+from baechi.records.op_costs import OpCost
+from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Operators that run forward twice.
+
+    Attributes:
+        name: The path of their submodule; with a number where the submodule is several units.
+        ops: Forward operators, ascending.
+    """
+
+    name: str
+    ops: tuple[int, ...]
+
+
+def module_path(name: str) -> str:
+    """The submodule that an operator of this name belongs to; empty for the model itself."""
+    path, slash, _ = name.partition("/")
+    return path if slash else ""
+
+
+def enclosing(path: str) -> list[str]:
+    """The submodule and those around it, the outermost first."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
+def module_paths(traced: TracedOperators) -> tuple[str, ...]:
+    """The submodules that have operators, and those around them, in the order of the program."""
+    paths: dict[str, None] = {}
+    for op in traced.ops:
+        paths.update(dict.fromkeys(enclosing(module_path(op.name))))
+    paths.pop("", None)
+    return tuple(paths)
+
+
+def named_units(
+    traced: TracedOperators, patterns: str | Iterable[str], reached: Sequence[int]
+) -> tuple[Unit, ...]:
+    """The units of the submodules that some patterns name.
+
+    A `*` stands for anything, dots too; of matches inside each other the outermost counts. What a
+    submodule runs before and after something outside that depends on it is two units: so is a
+    module that is called twice.
+
+    Args:
+        traced: The model.
+        patterns: Paths of submodules, such as `"h.0"` and `"h.*"`.
+        reached: The operators that have a backward.
+
+    Raises:
+        InputError: A pattern names no submodule with operators, or none that has a backward.
+    """
+    if not isinstance(patterns, Iterable):
+        raise InputError(
+            f"checkpoint is {patterns!r}; what fits a limit of memory depends on the devices. Give "
+            "names of submodules here, or find them with baechi.choose_checkpoint; baechi.place "
+            "takes a limit."
+        )
+    wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
+    paths = module_paths(traced)
+    found: dict[str, None] = {}
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise InputError(
+                f"checkpoint names {pattern!r}, a {type(pattern).__name__}; give paths of "
+                'submodules such as "h.0", or patterns such as "h.*".'
+            )
+        matches = [path for path in paths if fnmatchcase(path, pattern)]
+        if not matches:
+            close = get_close_matches(pattern, paths, n=3, cutoff=0.3) or list(paths[:3])
+            hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
+            raise InputError(
+                f"checkpoint {pattern!r} names no submodule of {traced.name} that runs an "
+                f"operator.{hint}"
+            )
+        if not _units(traced, _outermost(matches), reached):
+            raise InputError(
+                f"checkpoint {pattern!r} names only operators of {traced.name} that no gradient "
+                "reaches: there is nothing to keep for their backward. Leave it out."
+            )
+        found.update(dict.fromkeys(matches))
+    return _units(traced, _outermost(list(found)), reached)
+
+
+def _outermost(paths: Sequence[str]) -> list[str]:
+    taken = set(paths)
+    return [path for path in paths if taken.isdisjoint(enclosing(path)[:-1])]
+
+
+def _units(
+    traced: TracedOperators, modules: Sequence[str], reached: Sequence[int]
+) -> tuple[Unit, ...]:
+    """The units of disjoint submodules, in the order of their first operators."""
+    known = set(modules)
+    members: dict[str, list[int]] = {}
+    for op, row in enumerate(traced.ops):
+        for path in enclosing(module_path(row.name)):
+            if path in known:
+                members.setdefault(path, []).append(op)
+    made: list[list[TracedTensor]] = [[] for _ in traced.ops]
+    for tensor in traced.tensors:
+        made[tensor.producer].append(tensor)
+    graded = set(reached)
+    units = []
+    for path, ops in members.items():
+        parts_of = _convex(_that_run_again(ops, graded, made), made)
+        for number, part in enumerate(parts_of):
+            again = _that_run_again(part, graded, made)
+            if again:
+                name = path if len(parts_of) == 1 else f"{path}#{number + 1}"
+                units.append(Unit(name, tuple(again)))
+    return tuple(sorted(units, key=lambda unit: unit.ops[0]))
+
+
+def _that_run_again(
+    ops: Sequence[int], graded: Set[int], made: Sequence[Sequence[TracedTensor]]
+) -> list[int]:
+    """Those that have a backward, and those that they need; but not what stays anyway."""
+    again: set[int] = set()
+    for op in reversed(ops):
+        read = any(consumer in again for tensor in made[op] for consumer in tensor.consumers)
+        if op in graded or (read and not all(tensor.kept for tensor in made[op])):
+            again.add(op)
+    return sorted(again)
+
+
+def _convex(ops: Sequence[int], made: Sequence[Sequence[TracedTensor]]) -> list[list[int]]:
+    """The operators, parted where something outside depends on some and others on that."""
+    inside = set(ops)
+    level: dict[int, int] = {}
+    parts: dict[int, list[int]] = {}
+    for op in range(ops[0], ops[-1] + 1) if ops else ():
+        if op in inside:
+            parts.setdefault(level.setdefault(op, 0), []).append(op)
+        if op not in level:
+            continue
+        for consumer in (c for tensor in made[op] for c in tensor.consumers):
+            left = op in inside and consumer not in inside
+            level[consumer] = max(level.get(consumer, 0), level[op] + left)
+    return [parts[number] for number in sorted(parts)]
+
+
+def backward_sequence(
+    tensors: Sequence[TracedTensor], reached: Sequence[int], units: Sequence[Unit]
+) -> list[int]:
+    """The order of the backward half: a forward operator for its backward, `~k` for unit k again.
+
+    A unit runs again after all gradients that enter it and before its backwards; else the last
+    forward operator comes first.
+
+    Args:
+        tensors: Between forward operators.
+        reached: The operators that have a backward, the last first.
+        units: Disjoint.
+
+    Raises:
+        InputError: Units depend on each other both ways, so that none can run again first.
+    """
+    if not units:
+        return list(reached)
+    unit_of = unit_of_ops(units)
+    after = _what_follows(tensors, reached, unit_of)
+    waits = dict.fromkeys(after, 0)
+    for later in after.values():
+        for row in later:
+            waits[row] += 1
+
+    def turn(row: int) -> tuple[int, int, int]:
+        return (-row, 1, row) if row >= 0 else (-units[~row].ops[-1], 0, row)
+
+    ready = sorted(turn(row) for row, count in waits.items() if count == 0)
+    sequence: list[int] = []
+    while ready:
+        *_, row = heappop(ready)
+        sequence.append(row)
+        for later_row in after[row]:
+            waits[later_row] -= 1
+            if waits[later_row] == 0:
+                heappush(ready, turn(later_row))
+    if len(sequence) < len(after):
+        left = {unit_of[op] for op in after.keys() - set(sequence) if op in unit_of}
+        names = ", ".join(repr(units[k].name) for k in sorted(left))
+        raise InputError(
+            f"checkpoint: {names} need each other's gradients before their own, so none can run "
+            "again first. Name a submodule around them, or only one of them."
+        )
+    return sequence
+
+
+def _what_follows(
+    tensors: Sequence[TracedTensor], reached: Sequence[int], unit_of: Mapping[int, int]
+) -> dict[int, set[int]]:
+    """For each row of the backward half those that cannot be before it."""
+    after: dict[int, set[int]] = {op: set() for op in reached}
+    for op in reached:
+        if op in unit_of:
+            after.setdefault(~unit_of[op], set()).add(op)
+    for tensor in tensors:
+        maker = tensor.producer
+        if not tensor.differentiable or maker not in after:
+            continue
+        for reader in (c for c in tensor.consumers if c in after):
+            after[reader].add(maker)
+            if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
+                after[reader].add(~unit_of[maker])
+    return after
+
+
+def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:
+    """The unit of every operator that is in one."""
+    return {op: k for k, unit in enumerate(units) for op in unit.ops}
+
+
+def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
+    """The group of every operator whose group a unit changes: a unit is on one device.
+
+    Units that share a group with each other, as the users of one parameter do, become one group.
+    """
+    parent: dict[str, str] = {}
+
+    def find(label: str) -> str:
+        while parent.setdefault(label, label) != label:
+            label = parent[label]
+        return label
+
+    labels = [f"checkpoint:{unit.name}" for unit in units]
+    rank = {label: k for k, label in enumerate(labels)}
+    for label, unit in zip(labels, units, strict=True):
+        for op in unit.ops:
+            group = ops[op].group
+            if group is not None:
+                # The label of the first unit is the name of all.
+                one, other = find(group), find(label)
+                first = min(one, other, key=lambda name: rank.get(name, len(rank)))
+                parent[one] = parent[other] = first
+    found = {op: find(labels[k]) for op, k in unit_of_ops(units).items()}
+    for op, row in enumerate(ops):
+        if row.group in parent:
+            found[op] = find(row.group)
+    return found
+
+
+def workspace_bytes(
+    unit: Unit,
+    ops: Sequence[TracedOp],
+    tensors: Sequence[TracedTensor],
+    costs: Sequence[OpCost],
+    reached: Set[int],
+) -> int:
+    """Scratch of a unit that runs again, above all that it makes for its backwards.
+
+    What it makes and nobody keeps is there from its maker to its last reader inside. What is kept
+    counts from the beginning, so what is still to be made is room for the rest.
+    """
+    inside = set(unit.ops)
+    graded = inside & reached
+    kept = {t for op in graded for t in ops[op].saves}
+    ends: dict[int, int] = {}
+    made: dict[int, int] = dict.fromkeys(unit.ops, 0)
+    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit.ops}
+    for index, tensor in enumerate(tensors):
+        if tensor.producer not in inside:
+            continue
+        if index in kept:
+            later[tensor.producer] += tensor.nbytes
+            continue
+        made[tensor.producer] += tensor.nbytes
+        last = max((c for c in tensor.consumers if c in inside), default=tensor.producer)
+        ends[last] = ends.get(last, 0) + tensor.nbytes
+    left, live, most = sum(later.values()), 0, 0
+    for op in unit.ops:
+        left -= later[op]
+        live += made[op]
+        most = max(most, live + costs[op].workspace_bytes - left)
+        live -= ends.get(op, 0)
+    return most

@@ -1,0 +1,367 @@
+"""One run of a flat fx graph on fake tensors, which tells what a real run would do to memory.
+
+For every node: the shapes, the storages behind them (so views and in-place results are seen as
+what they are), what it writes, what autograd keeps for its backward, whether it draws random
+numbers. Nothing is allocated: a model on the `meta` device, or one that fits nowhere, works too.
+Only when fake tensors cannot run it (an opaque leaf that looks at values) the example itself runs.
+
+Complexity: one fake run, 10 to 100 us a node.
+"""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baechi.tracing.fake_tensor_leaks import taken_out
+from baechi.tracing.pytrees import Structure, flatten, tensors_in
+from baechi.tracing.value_guards import CHECK
+
+
+@final
+@dataclass(frozen=True)
+class Value:
+    """A tensor that a node yields.
+
+    Attributes:
+        storage: Index into `Facts.storages`.
+        shape: Its sizes.
+        stride: Its strides.
+        dtype: Its element type.
+        requires_grad: Whether a gradient flows back through it.
+    """
+
+    storage: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@final
+@dataclass
+class NodeFacts:
+    """What one node does.
+
+    `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
+    for some values, as a model's assertion does.
+    """
+
+    values: tuple[Value, ...] = ()
+    structure: Structure | None = None
+    writes: frozenset[int] = frozenset()
+    saved: tuple[int, ...] = ()
+    random: bool = False
+    checks: bool = False
+
+
+@final
+@dataclass
+class Storage:
+    """A storage: its bytes and the node, or the named attribute, that it comes from."""
+
+    nbytes: int
+    node: fx.Node | None = None
+    attribute: str | None = None
+
+
+@final
+@dataclass
+class Facts:
+    """What every node of a graph does, and the storages between them.
+
+    `real` says that shapes alone did not tell it, and the example ran.
+    """
+
+    nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
+    storages: list[Storage] = field(default_factory=list)
+    real: bool = False
+
+    def is_state(self, node: fx.Node) -> bool:
+        """Whether a node's value lies in a parameter or buffer: is one, or a view of one."""
+        values = self.nodes[node].values
+        return any(self.storages[value.storage].attribute is not None for value in values)
+
+
+# A recurrent or attention kernel draws only where its dropout is positive and it is in training.
+_PROBABILITIES = ("p", "dropout", "dropout_p")
+_SWITCHES = ("train", "training")
+# The schemas of these do not say that they write their running statistics.
+_NORMALIZATIONS = ("batch_norm", "instance_norm")
+
+
+def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
+    """What every node of `module` does on inputs of these shapes."""
+    whole = module.graph.find_nodes(op="call_module")  # what such a submodule remembers, it reads
+    try:
+        with (
+            taken_out(module) if whole else nullcontext(),
+            FakeTensorMode(allow_non_fake_inputs=True) as mode,
+        ):
+            return _Recorder(module, _FakeWorld(mode)).record(inputs)
+    except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
+        if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
+            raise
+        with torch.random.fork_rng(devices=[]):
+            facts = _Recorder(module, _RealWorld()).record(inputs)
+        facts.real = True
+        return facts
+
+
+@final
+class _FakeWorld:
+    """Stand-ins that have shapes and storages but no memory."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._mode.from_tensor(tensor, static_shapes=True)
+
+
+@final
+class _RealWorld:
+    """Stand-ins that are copies, so that the model's own buffers stay as they are."""
+
+    def __init__(self) -> None:
+        self._copies: dict[torch.Tensor, torch.Tensor] = {}
+
+    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor not in self._copies:
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            self._copies[tensor] = copy
+        return self._copies[tensor]
+
+
+@final
+class _Recorder(fx.Interpreter):
+    """Runs a graph and writes down what each node does."""
+
+    def __init__(self, module: fx.GraphModule, world: _FakeWorld | _RealWorld) -> None:
+        # Values must live to the end: a storage's address is its name while it lives.
+        super().__init__(module, garbage_collect_values=False)
+        self._world = world
+        self._facts = Facts()
+        self._storage_of: dict[int, int] = {}
+        self._alive: list[torch.Tensor] = []
+        self._saved: list[int] = []
+        self._current: fx.Node | None = None
+
+    def record(self, inputs: Sequence[torch.Tensor]) -> Facts:
+        stand_ins = [self._world.stand_in(tensor) for tensor in inputs]
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved)
+        try:
+            with torch.enable_grad(), hooks:
+                self.run(*stand_ins, enable_io_processing=False)
+        finally:  # autograd holds the hook and so this; what this held no collector would find
+            self.env.clear()
+            self._alive.clear()
+        return self._facts
+
+    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Note what autograd keeps; an operator saves its result before it yields it.
+
+        Autograd gets it without its graph, which would hold itself for ever.
+        """
+        self._saved.append(self._storage(tensor, self._current))
+        return tensor.detach()
+
+    def _storage(
+        self, tensor: torch.Tensor, node: fx.Node | None = None, attribute: str | None = None
+    ) -> int:
+        storage = tensor.untyped_storage()
+        index = self._storage_of.get(storage._cdata)
+        if index is None:
+            index = self._storage_of[storage._cdata] = len(self._facts.storages)
+            self._facts.storages.append(Storage(storage.nbytes(), node, attribute))
+            self._alive.append(tensor)
+        return index
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._saved, self._current = [], n
+        before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
+        drawing = _Drawing() if _is_python(n) else None
+        with drawing or nullcontext():
+            result = super().run_node(n)
+        if n.op == "output":
+            return result
+        written = {self._storage(t) for t, version in before if t._version != version}
+        written |= {self._storage(t) for t in self._silently_written(n)}
+        tensors, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
+        values = tuple(self._value(tensor, n) for tensor in tensors)
+        saved = tuple(dict.fromkeys(self._saved))
+        inner = list(self._inner(n))
+        random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
+        checks = any(str(node.target).startswith(CHECK) for node in inner)
+        facts = NodeFacts(values, structure, frozenset(written), saved, random, checks)
+        self._facts.nodes[n] = facts
+        return result
+
+    def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
+        """The node, and those of the graphs that it runs, such as a block under autocast."""
+        yield node
+        for argument in node.all_input_nodes:
+            yield from _nodes_of(self.env[argument])
+
+    def _value(self, tensor: torch.Tensor, node: fx.Node) -> Value:
+        attribute = str(node.target) if node.op == "get_attr" else None
+        storage = self._storage(tensor, None if attribute else node, attribute)
+        strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
+        shape = tuple(map(int, tensor.shape))
+        return Value(storage, shape, strides, tensor.dtype, tensor.requires_grad)
+
+    def fetch_attr(self, target: str) -> Any:
+        value = super().fetch_attr(target)
+        return self._world.stand_in(value) if isinstance(value, torch.Tensor) else value
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an opaque leaf on stand-ins for its parameters."""
+        leaf = self.fetch_attr(target)
+        state = named_state(leaf)
+        stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
+        for name, tensor in stand_ins.items():
+            self._storage(tensor, attribute=f"{target}.{name}")
+        return torch.func.functional_call(leaf, stand_ins, args, kwargs)
+
+    def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
+        """What a node writes without any version counter saying so."""
+        if n.op == "call_module":
+            leaf = self.fetch_attr(str(n.target))
+            if leaf.training:
+                for _, buffer in leaf.named_buffers():
+                    yield self._world.stand_in(buffer)
+        elif any(name in str(n.target) for name in _NORMALIZATIONS):
+            arguments = _named_arguments(n)
+            if _is_on(arguments, ("training", "use_input_stats")):
+                for name in ("running_mean", "running_var"):
+                    if isinstance(arguments.get(name), fx.Node):
+                        yield self.env[arguments[name]]
+
+    def _draws(self, n: fx.Node) -> bool:
+        if n.op == "call_module":
+            leaf = self.fetch_attr(str(n.target))
+            return any(module.training and _drops(module) for module in leaf.modules())
+        if n.op != "call_function":
+            return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
+        return _operator_draws(n.target, _named_arguments(n))
+
+
+def _is_python(node: fx.Node) -> bool:
+    """Whether any operator may run in it: a submodule, a function, a block under autocast."""
+    target = node.target
+    own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
+    return own or node.op == "call_module" or str(target).startswith("wrap_with_")
+
+
+def _nodes_of(value: Any) -> Iterator[fx.Node]:
+    """The nodes of a graph that an operator runs, and of those inside it."""
+    if isinstance(value, fx.GraphModule):
+        yield from value.graph.nodes
+        for inner in value.children():
+            yield from _nodes_of(inner)
+
+
+@final
+class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes whether what runs inside draws random numbers."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drew = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, torch._ops.OpOverload):
+            self.drew |= _operator_draws(func, _by_name(func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+_RANDOM_METHODS = ("bernoulli", "bernoulli_", "normal_", "uniform_", "random_", "multinomial")
+_RANDOM_FUNCTIONS = (
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
+    *("bernoulli", "normal", "multinomial", "rrelu", "gumbel_softmax"),
+)
+
+
+def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
+    switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
+    never = any(_is_zero(arguments.get(name, 1)) for name in _PROBABILITIES)
+    if isinstance(target, torch._ops.OpOverload):
+        seeded = torch.Tag.nondeterministic_seeded in target.tags
+        named = "dropout" in target.__name__ or "dropout" in arguments
+        return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
+    name = getattr(target, "__name__", "")
+    named = "dropout" in name or name in _RANDOM_FUNCTIONS
+    return named and not switched_off and not never
+
+
+def _is_zero(value: Any) -> bool:
+    return not isinstance(value, torch.Tensor) and bool(value == 0)
+
+
+def _drops(module: torch.nn.Module) -> bool:
+    return any(
+        isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
+        for name in _PROBABILITIES
+    )
+
+
+def _named_arguments(node: fx.Node) -> dict[str, Any]:
+    """The node's arguments by name where its operator's schema tells them, defaults included."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        owner = node.graph.owning_module
+        assert owner is not None  # a traced graph belongs to its module
+        try:
+            normalized = node.normalized_arguments(owner, None, None, True)
+        except RuntimeError:  # several schemas fit, of `torch.tanh` for one
+            normalized = None
+        return dict(normalized.kwargs if normalized else node.kwargs)
+    return _by_name(target, node.args, node.kwargs)
+
+
+def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    names = [argument.name for argument in target._schema.arguments]
+    return {**arguments, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
+    return any(bool(arguments.get(name)) for name in names)
+
+
+def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by their names."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the warnings and logs of torch's tracers, which are about torch and not the model."""
+    # torch gives many of its loggers a handler of their own.
+    names = [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "torch"]
+    handlers = {handler for name in names for handler in logging.getLogger(name).handlers}
+    # And torch.export prints the graph that it could not finish to stderr (2.13, _trace.py).
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        for handler in handlers:
+            handler.addFilter(_nothing)
+        try:
+            yield
+        finally:
+            for handler in handlers:
+                handler.removeFilter(_nothing)
+
+
+def _nothing(record: logging.LogRecord) -> bool:  # noqa: ARG001
+    return False

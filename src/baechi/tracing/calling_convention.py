@@ -1,0 +1,201 @@
+"""How a model is called and what it returns, as flat lists of tensors and a structure beside them.
+
+The rest of Baechi sees only flat tensors. Keyword arguments, nested containers, dataclasses and
+`transformers.ModelOutput` are taken apart here, on the way in, and put together here, on the way
+out, so that every rung of the tracing ladder traces the same flat function.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any, Final, final
+
+import torch
+from torch import nn
+
+from baechi.errors import InputError
+from baechi.tracing.autocast import Autocast
+from baechi.tracing.containers import Watched
+from baechi.tracing.pytrees import Parts, Structure, flatten, is_plain, paths
+from baechi.tracing.signatures import canonical_arguments, signature_of
+
+_TAKEN_APART = (
+    "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
+    "with torch.utils._pytree; pass and return those."
+)
+_FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
+
+
+@final
+@dataclass(frozen=True)
+class Call:
+    """One call of a model, canonical: `f(1, b=2)` and `f(a=1, b=2)` are the same call.
+
+    Hooks see how a model is called, so one that has any is called as the caller did.
+
+    Attributes:
+        tensors: The tensors among the arguments, in order.
+        structure: The arguments `(args, kwargs)` without them.
+        autocast: What was on.
+        objects: The caller's lists, dicts and objects that hold them, in order.
+    """
+
+    tensors: tuple[torch.Tensor, ...]
+    structure: Structure
+    autocast: Autocast
+    objects: tuple[Any, ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
+        shapes = tuple((tensor.shape, tensor.dtype, _layout(tensor)) for tensor in self.tensors)
+        constants = tuple((type(c).__name__, _shown(c)) for c in self.structure.constants)
+        return (self.structure.form, constants, shapes, self.autocast)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """A readable name per tensor."""
+        positional, named = self.structure.fill(self.tensors)
+        labels = (*(f"args.{i}" for i in range(len(positional))), *named)
+        seen: set[int] = set()
+        return tuple(
+            ".".join((label, *path))
+            for label, value in zip(labels, (*positional, *named.values()), strict=True)
+            for path in paths(value, seen)
+        )
+
+    @property
+    def shapes(self) -> str:
+        """`input [2, 8], mask [8]`, for people."""
+        rows = zip(self.names, self.tensors, strict=True)
+        return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
+
+
+def _has_own_operators(kind: Any) -> bool:
+    """Whether a class of tensors says itself what torch's functions do."""
+    own = kind.__torch_function__
+    usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
+
+
+def _shown(constant: Any) -> str | int:
+    """Equal for equal constants; an object that can be called, as a module, equals itself alone."""
+    if callable(constant) and not isinstance(constant, _FUNCTIONS):
+        return id(constant)  # the trace keeps it
+    return repr(constant)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
+    """Its strides where they matter: whether `contiguous` copies follows from them, for one.
+
+    None stands for a contiguous tensor.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.layout
+    if tensor.is_contiguous():
+        return None
+    return tuple(s for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1)
+
+
+def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Call:
+    """The call `model(*args, **kwargs)` in canonical form.
+
+    Raises:
+        InputError: The arguments do not fit the signature of `model.forward`.
+    """
+    if not isinstance(args, tuple | list):
+        raise InputError(
+            f"the example arguments are a {type(args).__name__}; give a tuple of positional "
+            "arguments, such as `(x,)`, and a dict of keyword arguments."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise InputError(
+            f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
+            'to values, such as `{"mask": mask}`.'
+        )
+    signature = signature_of(model.forward)
+    try:
+        bound = signature.bind(*args, **(kwargs or {}))
+    except TypeError as error:
+        raise InputError(
+            f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
+            "Give what one real call of the model gets."
+        ) from None
+    if model._forward_hooks or model._forward_pre_hooks:  # which see how it is called
+        positional, named = tuple(args), dict(kwargs or {})
+    else:
+        positional, named = canonical_arguments(signature, bound)
+    parts = Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
+    structure = parts.arguments(positional, named)
+    for tensor in parts.tensors:
+        if type(tensor) is not torch.Tensor and _has_own_operators(type(tensor)):
+            raise InputError(
+                f"an argument of {type(model).__name__}.forward is a {type(tensor).__name__}, "
+                "whose own __torch_function__ a placed model would not run. Give its values, "
+                "x.as_subclass(torch.Tensor)."
+            )
+    for constant in structure.constants:
+        if not is_plain(constant):
+            raise InputError(
+                f"an argument of {type(model).__name__}.forward holds a "
+                f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
+                f"frozen into the trace. {_TAKEN_APART}"
+            )
+    return Call(tuple(parts.tensors), structure, Autocast.current(), tuple(parts.objects))
+
+
+def flat_model(
+    model: nn.Module,
+    call: Call,
+    around: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+) -> tuple[nn.Module, list[Structure]]:
+    """The model as a module from flat tensors to flat tensors, for every rung to trace.
+
+    Args:
+        model: The model.
+        call: The call whose structure it takes.
+        around: What a run of the model's forward happens in.
+
+    Returns:
+        The module, whose `forward` has one argument per tensor of the call and whose only
+        submodule is `model`; and a list that gets the structure around its outputs, at each run:
+        of what forward returns, and of how it changes the objects of the call.
+    """
+    returned: list[Structure] = []
+    structure = call.structure
+
+    def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
+        args, kwargs = structure.fill(tensors)
+        parts = Parts(_is_traceable, look_into=True)
+        parts.arguments(args, kwargs)
+        watched = Watched(parts.objects)
+        if around is None:
+            result = model(*args, **kwargs)
+        else:
+            with around(model):
+                result = model(*args, **kwargs)
+        left = (result, watched.changes())
+        outputs, shell = flatten(left, _is_traceable, objects=True, given=watched.objects)
+        for constant in shell.constants:
+            if not is_plain(constant):
+                raise TypeError(
+                    f"forward returns a {type(constant).__name__}, which cannot be looked into. "
+                    f"{_TAKEN_APART}"
+                )
+        returned.append(shell)
+        return tuple(outputs)
+
+    # fx reads the arguments from the code object of the class's forward: varargs would be one.
+    names = [f"x{i}" for i in range(len(call.tensors))]
+    scope: dict[str, Any] = {"run": run}
+    arguments, values = ", ".join(["self", *names]), "".join(f"{name}, " for name in names)
+    exec(f"def forward({arguments}): return run(self.model, ({values}))", scope)
+    module = type("FlatModel", (nn.Module,), {"forward": scope["forward"]})()
+    module.training = model.training
+    module.model = model
+    return module, returned
+
+
+def _is_traceable(value: Any) -> bool:
+    return isinstance(value, torch.Tensor | torch.fx.Proxy)

@@ -1,0 +1,321 @@
+"""What only Python or autograd sees: kept by a trace, or refused by name.
+
+A trace keeps the operators that a call runs, and autograd differentiates those. Lost would be
+backward hooks, gradients made by hand, and hooks that look and return nothing. What is inside a
+submodule that stays whole is not lost: it runs as it is. So where a submodule can still stay whole,
+`watched` raises an error that is no `TraceError` and sends a tracer to its next rung.
+
+Seen with torch 2.13; `tests/tracing/test_faithfulness.py` has a case of each.
+"""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, NoReturn, final
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.grad_mode import inference_mode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.jit._script import RecursiveScriptModule
+
+from baechi.errors import TraceError
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.gradient_mode import GradientMode
+from baechi.tracing.workarounds.autograd_functions import CustomFunctions
+from baechi.tracing.workarounds.torchscript import run_scripted
+
+_BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
+_FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+HOOKS: Final = (*_BACKWARD, *_FORWARD)
+# Hooks that work for the forward they run in: torch's own, and those by which transformers notes
+# hidden states for the model's output, which stay once they were asked for.
+_INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
+# What changes the state of a generator, which happens when a tracer runs, and in no call.
+_SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
+_LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
+_INSTEAD: Final = "Remove it, or place the model without it"
+
+
+def refuse_unfaithful(model: nn.Module) -> None:
+    """Refuse what no trace keeps.
+
+    Raises:
+        TraceError: The model or a part of it is scripted, a parameter is lazy, or there is a
+            backward hook or a hook on all modules.
+    """
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError(
+            f"the model is a {type(model).__name__} and has no Python to trace; give the module "
+            "that was scripted."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, RecursiveScriptModule):
+            raise TraceError(
+                f"module {name!r} comes from torch.jit.script or torch.jit.load and has no Python "
+                "to trace; put the module that was scripted in its place."
+            )
+    for kind in HOOKS:
+        if getattr(nn.modules.module, f"_global{kind}"):
+            raise TraceError(
+                f"torch has hooks on all modules ({_words(kind)}), which a placed model would not "
+                "run. Remove them before tracing."
+            )
+    for name, module in model.named_modules():
+        for kind in _BACKWARD:
+            for hook in getattr(module, kind).values():
+                raise TraceError(
+                    f"{_title(model, name)} has a {_words(kind)[:-1]}, {_name(hook)}, which a "
+                    f"placed model would not run. {_INSTEAD}; hooks on the placed module itself, "
+                    "and hooks on parameters, work."
+                )
+    for name, parameter in model.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise TraceError(
+                f"parameter {name!r} has no shape yet; run the model once, then trace it."
+            )
+
+
+@contextmanager
+def watched(
+    model: nn.Module, mode: GradientMode, *, keep: bool = True
+) -> Iterator[CustomFunctions]:
+    """While a tracer runs the model's Python: keep what it would lose, or raise.
+
+    Args:
+        model: The model.
+        mode: The caller's mode of gradients, which the model's code hears.
+        keep: Whether the tracer can take custom autograd functions as nodes.
+
+    Yields:
+        The custom functions that became nodes.
+
+    Raises:
+        RuntimeError: Something would be lost, unless a submodule stays whole.
+        TraceError: A hook returned nothing, at the end.
+    """
+    lost: list[str] = []
+    functions = CustomFunctions(keep)
+    with _LOCK, ExitStack() as stack:
+        for name, module in model.named_modules():
+            for kind in _FORWARD:
+                hooks = getattr(module, kind)
+                for key, hook in list(hooks.items()):
+                    if not getattr(hook, "__module__", "").startswith(_INSIDE):
+                        title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
+                        hooks[key] = _noting(hook, title, lost)
+                        stack.callback(hooks.__setitem__, key, hook)
+
+        def replace(owner: Any, name: str, checked: Callable[[Callable[..., Any]], Any]) -> None:
+            own = getattr(owner, name)
+            stack.enter_context(patch.object(owner, name, _here(checked(own), own)))
+
+        apply = classmethod(functions.apply)  # which leaves alone what is not being traced
+        stack.enter_context(patch.object(CustomFunctions.BASE, "apply", apply, create=True))
+        for name in ("register_hook", "retain_grad"):
+            replace(torch.Tensor, name, _refused(f"Tensor.{name}"))
+        for owner in (torch, torch.random):
+            for name in _SEEDING & vars(owner).keys():
+                replace(owner, name, _refused_to_models(name))
+        replace(saved_tensors_hooks, "__enter__", _checked_enter)
+        replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
+        # The one function that every way of asking for gradients calls.
+        replace(torch.autograd, "_engine_run_backward", _engine)
+        stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
+        for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
+            stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
+        replace(nn.TransformerEncoder, "forward", _unnested(mode))
+        replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
+        replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
+        stack.enter_context(mode.heard())
+        yield functions
+    if lost:
+        raise TraceError(
+            f"{lost[0]} returned nothing when the model was traced: a placed model would not run "
+            f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
+            "in tensors: it is then traced with the model."
+        )
+
+
+def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = hook(*args, **kwargs)
+        if result is None and title not in lost:
+            lost.append(title)
+        return result
+
+    return noting
+
+
+def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+    """In this thread the one, in all others, which may be training, the other."""
+    tracer = threading.get_ident()
+
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (checked if threading.get_ident() == tracer else own)(*args, **kwargs)
+
+    return either
+
+
+def _refuse(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"what {name} asks for inside forward would be lost; put it in a submodule, which then "
+        "stays whole"
+    )
+
+
+def _refused(name: str) -> Callable[[Any], Callable[..., NoReturn]]:
+    return lambda _: lambda *args, **kwargs: _refuse(name)  # noqa: ARG005 (of any call)
+
+
+def _refused_to_models(name: str) -> Callable[[Any], Callable[..., Any]]:
+    """Refused to all but torch itself, whose checkpointing does it, and Baechi."""
+
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            asker = sys._getframe(2).f_globals.get("__name__", "")
+            if str(asker).partition(".")[0] not in ("torch", "baechi"):
+                _refuse(f"torch.{name}")
+            return own(*args, **kwargs)
+
+        return run
+
+    return checked
+
+
+def _unnested(mode: GradientMode) -> Callable[[Any], Callable[..., Any]]:
+    """Without gradients such an encoder may drop what is padding: it gives zeros there, then."""
+
+    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
+        def forward(
+            encoder: Any,
+            src: Any,
+            mask: Any = None,
+            src_key_padding_mask: Any = None,
+            is_causal: Any = None,
+        ) -> Any:
+            layers = not encoder.layers[0].training and torch.backends.mha.get_fastpath_enabled()
+            given = src_key_padding_mask is not None and mask is None
+            if given and layers and getattr(encoder, "use_nested_tensor", False):
+                frozen = not any(parameter.requires_grad for parameter in encoder.parameters())
+                if not mode.ask() or frozen:
+                    raise RuntimeError(
+                        "a TransformerEncoder in evaluation mode drops padding where nothing needs "
+                        "a gradient, which no trace does: it has to stay whole. Make it with "
+                        "enable_nested_tensor=False"
+                    )
+            return own(encoder, src, mask, src_key_padding_mask, is_causal)
+
+        return forward
+
+    return checked
+
+
+def _checked_enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def enter(hooks: Any) -> Any:
+        # torch's own, such as checkpointing's and `save_on_cpu`, change no value.
+        if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
+            _refuse("saved_tensors_hooks")
+        return own(hooks)
+
+    return enter
+
+
+def _engine(own: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+        if accumulate_grad:
+            _refuse("backward()")
+        gradients = own(*args, accumulate_grad=accumulate_grad, **kwargs)
+        _, _, _, create_graph, *_ = args
+        if create_graph:
+            return gradients
+        # The tracer has recorded how they came about; nothing shall flow through that.
+        return tuple(None if grad is None else grad.detach() for grad in gradients)
+
+    return run
+
+
+@final
+class _Data:
+    """`Tensor.data` while a tracer runs, which would see its values as a constant."""
+
+    def __init__(self) -> None:
+        self._own: Any = torch._C.TensorBase.data
+        self._tracer = threading.get_ident()
+
+    def __get__(self, tensor: Any, owner: Any = None) -> Any:
+        """What has no gradient; in the graph, where it is traced."""
+        if tensor is None:
+            return self
+        traced = isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer
+        return tensor.detach() if traced else self._own.__get__(tensor, owner)
+
+    def __set__(self, tensor: Any, value: Any) -> None:
+        if isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer:
+            _refuse("Tensor.data = ...")
+        self._own.__set__(tensor, value)
+
+
+def _assigned(name: str) -> property:
+    """An attribute of proxies that can be read, and not assigned."""
+
+    def read(proxy: fx.Proxy) -> fx.Proxy:
+        return fx.proxy.Attribute(proxy, name)
+
+    return property(read, lambda *_: _refuse(f"Tensor.{name} = ..."))
+
+
+def refuse_new_leaves(
+    call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> None:
+    """Refuse what begins to need a gradient in forward, and whose gradient the caller would see.
+
+    Args:
+        call: The call that is traced.
+        inputs: The tracer's tensors for its tensors, after forward.
+        outputs: What forward returned.
+
+    Raises:
+        TraceError: It is an argument, or a result that is a leaf.
+    """
+    for name, given, tensor in zip(call.names, call.tensors, inputs, strict=True):
+        if tensor.requires_grad and tensor.is_leaf and not given.requires_grad:
+            raise TraceError(
+                f"forward sets requires_grad of its argument {name!r}, which the placed model "
+                "would not do to the caller's. Let the caller set it, or let forward detach the "
+                "argument first."
+            )
+    for tensor in outputs:
+        new = isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.is_leaf
+        if new and not isinstance(tensor, nn.Parameter) and all(tensor is not t for t in inputs):
+            raise TraceError(
+                f"forward returns a tensor of shape {list(tensor.shape)} whose requires_grad it "
+                "sets itself: the placed model would give it no gradient. Let it return what it "
+                "computed, or let the caller set requires_grad."
+            )
+
+
+def _enter_no_grad(self: Any) -> None:
+    """Inference mode lets gradients through in a trace; `torch.no_grad` does not."""
+    self.before = torch.is_grad_enabled()
+    if self.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_no_grad(self: Any, *error: Any) -> None:  # noqa: ARG001 (of any exit)
+    torch.set_grad_enabled(self.before)
+
+
+def _words(kind: str) -> str:
+    return kind.strip("_").replace("_", " ")
+
+
+def _title(model: nn.Module, name: str) -> str:
+    return f"module {name!r}" if name else f"the {type(model).__name__}"
+
+
+def _name(hook: Any) -> str:
+    return getattr(hook, "__qualname__", type(hook).__name__)

@@ -1,0 +1,188 @@
+"""From a model to a `Traced`: up the ladder of tracers (`rungs`), until one can.
+
+The rung taken, and why those above failed, with the model's own line, are kept in
+`Traced.attempts`.
+"""
+
+import linecache
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from baechi.errors import InputError, TraceError
+from baechi.traced.operators import Attempt
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Facts, propagate, quiet
+from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.faithfulness import refuse_unfaithful
+from baechi.tracing.gradient_mode import GradientMode
+from baechi.tracing.lowering import lower
+from baechi.tracing.repeated_reads import read_once
+from baechi.tracing.side_effects import refuse_old_buffers, unchanged
+from baechi.tracing.tracers import Capture, ladder, own_modules
+from baechi.tracing.workarounds.ctc_loss import ctc_losses_known
+from baechi.tracing.workarounds.dtype_conversions import effectless_conversions_skipped
+
+
+def trace(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+) -> Traced:
+    """The operators of `model` on example arguments, in its current mode (train or eval).
+
+    A model on the `meta` device traces too, without its weights. The model is not changed. What is
+    traced holds for the autocast that is on here, or for none; and for every mode of gradients.
+
+    Args:
+        model: Any module.
+        args: Positional example arguments of one call.
+        kwargs: Keyword example arguments.
+
+    Raises:
+        InputError: The arguments do not fit the model's signature.
+        TraceError: No rung could trace it; says why each failed and at which line of the model.
+    """
+    return traced_for(model, args, kwargs, gradients=torch.is_grad_enabled())
+
+
+def traced_for(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    gradients: bool,
+) -> Traced:
+    """What `trace` gives, for a caller who has gradients on or off."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
+    refuse_unfaithful(model)
+    call = canonical_call(model, args, kwargs)
+    if call.objects:  # the caller's own shall not change whenever the example runs
+        args, kwargs = call.structure.fill(call.tensors)
+        call = canonical_call(model, args, kwargs)
+    with torch.inference_mode(False), torch.enable_grad():
+        call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
+        return _climb(model, call, GradientMode(gradients))
+
+
+def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
+    """What the first rung yields that can."""
+    attempts: list[Attempt] = []
+    before = Attributes(model)
+    for rung, capture in ladder(mode):
+        try:
+            with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
+                captured = capture(model, call)
+                traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
+                return replace(traced, module=replace(traced.module, gradients=mode.told))
+        except (InputError, TraceError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a tracer raises is a reason to try the next
+            attempts.append(Attempt(rung, _reason(error, model)))
+    raise TraceError(
+        f"{type(model).__name__} cannot be traced:\n{_told_once(attempts)}\n"
+        "Check that the example arguments run through the model. Control flow that looks at "
+        "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
+        "forward may ask for truth values alone."
+    )
+
+
+def _told_once(attempts: Sequence[Attempt]) -> str:
+    """The reason of every rung; one that several have once, with the model's line if one knows."""
+    rungs: dict[str, list[Attempt]] = {}
+    for attempt in attempts:
+        rungs.setdefault(attempt.reason.partition(" (at ")[0], []).append(attempt)
+    return "\n".join(
+        f"  {'; '.join(a.rung for a in row)}: {max((a.reason for a in row), key=len)}"
+        for row in rungs.values()
+    )
+
+
+def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+    """The arguments: of a model without weights, without values; those of others have some."""
+    state = [*model.parameters(), *model.buffers()]
+    if state and all(tensor.is_meta for tensor in state):
+        rows = (t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
+        return tuple(
+            given if given.is_meta else row for given, row in zip(call.tensors, rows, strict=True)
+        )
+    real = bool(state) and not any(tensor.is_meta for tensor in state)
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta and real:
+            raise InputError(
+                f"argument {name} is on the meta device and has no values, but this "
+                f"{type(model).__name__} has its weights; give a real tensor, or move the model "
+                "there, too (`model.to('meta')`), to plan without weights."
+            )
+    return call.tensors
+
+
+def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Arguments that a tracer tells from the model's own tensors, also where these are given."""
+    own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    own |= {id(value) for module in model.modules() for value in vars(module).values()}
+    given = {id(tensor): _versioned(tensor) for tensor in tensors}
+    for key in own & given.keys():
+        given[key] = given[key].detach().requires_grad_(given[key].requires_grad)
+    return tuple(given[id(tensor)] for tensor in tensors)
+
+
+def _versioned(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor, or a copy that autograd can follow of one that was made in inference mode."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
+def _finish(
+    model: nn.Module,
+    call: Call,
+    captured: Capture,
+    attempts: tuple[Attempt, ...],
+    before: Attributes,
+) -> Traced:
+    facts = propagate(read_once(captured.module), call.tensors)
+    refuse_old_buffers(captured.module, facts, captured.replaced)
+    call = _kept(call, captured.module, facts)
+    ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
+    module = replace(module, attributes=before.settled())  # but for what forward sets itself
+    name = type(model).__name__
+    return Traced(name, ops, tensors, attempts, model.training, module)
+
+
+def _kept(call: Call, module: fx.GraphModule, facts: Facts) -> Call:
+    """The example as it is before it runs: with copies of what forward writes into."""
+    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    given = zip(module.graph.find_nodes(op="placeholder"), call.tensors, strict=True)
+    copies: dict[int, torch.Tensor] = {}  # of one tensor one
+    rows = []
+    for node, tensor in given:
+        if any(value.storage in written for value in facts.nodes[node].values):
+            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            rows.append(copies.setdefault(id(tensor), copy))
+        else:
+            rows.append(tensor)
+    return replace(call, tensors=tuple(rows))
+
+
+def _reason(error: Exception, model: nn.Module) -> str:
+    """The error in a line or two, with the innermost line that is the model's own."""
+    first = next((line for line in str(error).splitlines() if line.strip()), "")
+    reason = f"{type(error).__name__}: {first.strip()[:300]}"
+    own = _own_frame(error, model)
+    return f"{reason} (at {own})" if own else reason
+
+
+def _own_frame(error: Exception, model: nn.Module) -> str:
+    """The innermost frame of the error that is in a file of one of the model's classes."""
+    modules = own_modules(model)
+    own = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "") in modules:
+            file = frame.f_code.co_filename
+            text = linecache.getline(file, line).strip()
+            own = f"{Path(file).name}:{line} in {frame.f_code.co_name}: {text}"
+    return own

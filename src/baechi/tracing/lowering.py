@@ -1,0 +1,399 @@
+"""From a partition of fx nodes into operators: what each is, and what travels between them.
+
+Users of one parameter (or of a buffer that is written) share a group: they run on one
+device but may be launched apart. Buffers and constants that are only read travel as tensors.
+A tensor of the result is a storage, whichever views of it are read.
+
+Complexity: O(nodes + edges), with a sort.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, field, replace
+from typing import final
+
+import torch
+from torch import fx, nn
+
+from baechi.records.optimizer_state import TrainedParameter
+from baechi.traced.operators import TracedOp, TracedTensor
+from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.op_names import op_key, op_name, source_line, unique
+from baechi.tracing.partition import Partition, UnionFind, attribute
+from baechi.tracing.pytrees import Structure
+
+
+@final
+@dataclass(frozen=True)
+class TracedModule:
+    """The torch side of a `Traced`: what runs.
+
+    Attributes:
+        model: The user's model.
+        graph_module: The flat graph over it.
+        facts: What each node does.
+        call: The example call, with its tensors.
+        returned: The structure around the outputs.
+        nodes: The fx nodes of every op, in program order.
+        travelling: get_attr nodes whose values are sent to their readers; the state behind all
+            others is where its readers are.
+        attributes: Of the model's modules, for whose values this holds.
+        gradients: Whether forward was told that gradients are on; None if it did not ask.
+    """
+
+    model: nn.Module
+    graph_module: fx.GraphModule
+    facts: Facts
+    call: Call
+    returned: Structure
+    nodes: tuple[tuple[fx.Node, ...], ...]
+    travelling: frozenset[fx.Node]
+    attributes: Attributes
+    gradients: bool | None = None
+
+
+def lower(
+    model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
+) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
+    """The operators and tensors of a flat graph, and what runs of them."""
+    lowering = _Lowering(model, module, facts)
+    rows = lowering.tensors()
+    nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
+    travelling = lowering.partition.travelling
+    traced = TracedModule(
+        model, module, facts, call, returned, nodes, travelling, Attributes(model)
+    )
+    ops = lowering.ops(rows)
+    if str(call.autocast):  # the same operator costs something else
+        ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
+    return ops, tuple(tensor for tensor, _ in rows), traced
+
+
+@final
+@dataclass
+class _Owned:
+    """What an operator owns: bytes and names; and by storage what it shares with later ones."""
+
+    trained: int = 0
+    frozen: int = 0
+    names: list[str] = field(default_factory=list)
+    shared: dict[int | str, int] = field(default_factory=dict)
+    parameters: list[TrainedParameter] = field(default_factory=list)
+    lent: list[tuple[int, ...]] = field(default_factory=list)
+
+
+@final
+class _Lowering:
+    """The operators and tensors of one partition."""
+
+    def __init__(self, model: nn.Module, module: fx.GraphModule, facts: Facts) -> None:
+        self._module = module
+        self._facts = facts
+        self.partition = self._parts = Partition(module, facts)
+        named = [*model.named_buffers(), *model.named_parameters()]
+        self._owner = {id(tensor): name for name, tensor in named}
+        values = (value for fact in facts.nodes.values() for value in fact.values)
+        self._graded = {value.storage for value in values if value.requires_grad}
+
+    def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
+        """Which operators read each storage of another; and which come after which without one.
+
+        The second are tokens: a write of a parameter or buffer before a later read, or a view made
+        by another operator than its base.
+        """
+        consumers: dict[int, set[int]] = defaultdict(set)
+        tokens: dict[int, set[int]] = defaultdict(set)
+        for node, op in self._parts.op_of.items():
+            for argument in self._parts.reads(node):
+                source = self._parts.op_of.get(argument)
+                if source is None:
+                    continue
+                homes = {
+                    v.storage: self._parts.home(v.storage)
+                    for v in self._facts.nodes[argument].values
+                }
+                for storage, home in homes.items():
+                    if home is not None and home != op:
+                        consumers[storage].add(op)
+                if source != op and source not in homes.values():
+                    tokens[source].add(op)
+        for storage, last in self._parts.last_write.items():
+            writer = self._parts.op_of[self._parts.program[last]]
+            if self._parts.home(storage) != writer:
+                later = [p for p in self._parts.touches[storage] if p > last]
+                readers = {self._parts.op_of.get(self._parts.program[p]) for p in later}
+                tokens[writer] |= {r for r in readers if r is not None and r != writer}
+        return consumers, {op: readers for op, readers in tokens.items() if readers}
+
+    def tensors(self) -> list[tuple[TracedTensor, int | None]]:
+        """What travels, with its storage; tokens have no bytes and no storage."""
+        consumers, tokens = self._reads_between_ops()
+        shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
+        for node in self._parts.output.all_input_nodes:
+            for value in self._facts.nodes[node].values:
+                shapes[value.storage].add(value.shape)
+        kept = shapes.keys()
+        rows: list[tuple[TracedTensor, int | None]] = []
+        for storage in sorted(set(consumers) | kept):
+            home = self._parts.home(storage)
+            if home is None:
+                continue
+            source = self._parts.is_source(storage)
+            # A buffer that travels stays where it lives: kept, so that its bytes count once.
+            readers = sorted(consumers[storage])
+            differentiable = self._differentiable(storage)
+            tensor = TracedTensor(
+                home,
+                tuple(readers),
+                self._facts.storages[storage].nbytes,
+                kept=storage in kept or (source and self._parts.travels_as_tensor(storage)),
+                differentiable=differentiable,
+                gradient_bytes=self._gradient_bytes(home, readers, {storage}, differentiable),
+                scalar=shapes.get(storage) == {()},
+            )
+            rows.append((tensor, storage))
+        returned = self._returned_elsewhere()
+        for op in sorted(tokens.keys() | returned):
+            readers = sorted(tokens.get(op, ()))
+            flows = op in returned or self._passes_gradient(op, set(readers))
+            made = self._gradient_bytes(op, readers, None, flows)
+            rows.append((TracedTensor(op, tuple(readers), 0, op in returned, flows, made), None))
+        rows.sort(key=lambda row: (row[0].producer, row[1] is None, row[1] or 0))
+        return rows
+
+    def _gradient_bytes(
+        self, op: int, readers: Sequence[int], storages: set[int] | None, differentiable: bool
+    ) -> tuple[int, ...]:
+        """What each reader sends back to an operator: for each value that it reads one gradient.
+
+        Args:
+            op: Who made the values.
+            readers: Who read them.
+            storages: Those of the values; any if None.
+            differentiable: Whether anything is sent.
+        """
+        if not differentiable:
+            return ()
+        sent = dict.fromkeys(readers, 0)
+        for node in self._parts.nodes_of_op[op]:
+            values = [
+                value
+                for value in self._facts.nodes[node].values
+                if value.storage in self._graded and (storages is None or value.storage in storages)
+            ]
+            nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
+            for reader in {self._parts.op_of.get(user) for user in self._parts.users(node)}:
+                if reader in sent and reader != op:
+                    sent[reader] += nbytes
+        return tuple(sent.values())
+
+    def _returned_elsewhere(self) -> set[int]:
+        """Operators that return a view with a gradient of what another one made."""
+        found = set()
+        for node in self._parts.output.all_input_nodes:
+            op = self._parts.op_of.get(node)
+            homes = {self._parts.home(v.storage) for v in self._facts.nodes[node].values}
+            if op is not None and op not in homes and node.op != "get_attr":
+                found |= {op} if self._needs_gradient(node) else set()
+        return found
+
+    def _passes_gradient(self, op: int, readers: set[int]) -> bool:
+        """Whether a reader of what the operator yields sends a gradient back to it."""
+        return any(
+            self._parts.op_of.get(user) in readers
+            for node in self._parts.nodes_of_op[op]
+            if node.op != "get_attr" and self._needs_gradient(node)
+            for user in self._parts.users(node)
+        )
+
+    def _needs_gradient(self, node: fx.Node) -> bool:
+        """Whether a gradient flows back through what it yields, be it that a write begins it."""
+        return any(value.storage in self._graded for value in self._facts.nodes[node].values)
+
+    def _differentiable(self, storage: int) -> bool:
+        """Whether a gradient flows back; to a view of what is given, not to that itself."""
+        op = self._parts.home(storage)
+        if op is None:
+            return False
+        return any(
+            value.requires_grad
+            for node in self._parts.nodes_of_op[op]
+            if node.op not in ("placeholder", "get_attr")
+            for value in self._facts.nodes[node].values
+            if value.storage == storage
+        )
+
+    def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
+        tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
+        read = [row for row, _ in tensors if row.consumers or row.kept]
+        linked = {op for row in read for op in (row.producer, *row.consumers)}
+        owned, groups = self._ownership(linked)
+        names: set[str] = set()
+        ops = []
+        for op, nodes in enumerate(self._parts.nodes_of_op):
+            facts = [self._facts.nodes[node] for node in nodes]
+            saved = dict.fromkeys(s for fact in facts for s in fact.saved)
+            inside = [s for s in saved if s not in tensor_of and not self._parts.is_source(s)]
+            inside = [s for s in inside if self._parts.home(s) in (op, None)]
+            own = owned[op]
+            anchor = self._anchor(nodes)
+            name = unique(op_name(anchor), names)
+            ops.append(
+                TracedOp(
+                    name=name,
+                    nodes=tuple(node.name for node in nodes),
+                    key=op_key(self._module, self._facts, nodes),
+                    parameters=tuple(own.names),
+                    trained_bytes=own.trained,
+                    frozen_bytes=own.frozen,
+                    shared_bytes=sum(own.shared.values()),
+                    saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
+                    saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
+                    differentiable=self._has_backward(nodes),
+                    random=any(fact.random for fact in facts),
+                    group=groups.get(op),
+                    source=source_line(anchor),
+                    trained=tuple(own.parameters),
+                    lent=tuple(own.lent),
+                )
+            )
+        return tuple(ops)
+
+    def _has_backward(self, nodes: Sequence[fx.Node]) -> bool:
+        """Whether something that an operator's nodes yield needs a gradient."""
+        return any(
+            value.requires_grad
+            for node in nodes
+            for value in self._facts.nodes[node].values
+            if node.op not in ("get_attr", "placeholder")
+        )
+
+    def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
+        """What every op owns, and the groups of ops that share a parameter or a submodule's count.
+
+        State is counted once, by storage, at the first operator that uses it; a parameter at the
+        first that may send it a gradient, which one under `no_grad` does not.
+        `linked` are the ops that read what another makes, or make what somebody reads.
+        """
+        n = len(self._parts.nodes_of_op)
+        backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
+        owned = [_Owned() for _ in range(n)]
+        users: dict[int | str, set[int]] = defaultdict(set)
+        labels: dict[int | str, str] = {}
+        lent: dict[int | str, tuple[int, int]] = {}  # owner and bytes of what has a gradient
+        seen: set[str] = set()
+        union = UnionFind(n)
+        for node in self._parts.program:
+            for label, tensor, storage in self._state_of(node):
+                readers = self._readers(node, storage)
+                if not readers:
+                    continue
+                key = storage if storage >= 0 else label
+                new = key not in users
+                users[key].update(readers)
+                runs = node.op == "get_attr" and node in self._parts.op_of
+                travels = runs and self._parts.travels(node)
+                nbytes = tensor.untyped_storage().nbytes()
+                grading = users[key] & backward if tensor.requires_grad and not runs else set()
+                first = min(grading or users[key])
+                if not travels and len(users[key]) > 1:
+                    union.union(users[key])
+                    labels.setdefault(key, label)
+                for op in sorted(grading)[:-1]:
+                    owned[op].shared.setdefault(key, nbytes)
+                if tensor.requires_grad and label not in seen:
+                    # An optimizer keeps state for every parameter, if two share a storage too.
+                    seen.add(label)
+                    trained = TrainedParameter(tuple(tensor.shape), tensor.element_size())
+                    owned[first].parameters.append(trained)
+                if new:
+                    owner = owned[first]
+                    owner.names.append(label)
+                    owner.trained += nbytes if tensor.requires_grad else 0
+                    if grading:
+                        lent[key] = first, nbytes
+                    owner.frozen += 0 if tensor.requires_grad or travels else nbytes
+        for key, (owner_op, nbytes) in lent.items():
+            later = sorted(op for op in users[key] & backward if op > owner_op)
+            owned[owner_op].lent += [(nbytes, *later)] if later else []
+        self._join_split_views(union)
+        _join_counters(union, owned, linked)
+        members: dict[int, list[int]] = defaultdict(list)
+        for op in range(n):
+            members[union.find(op)].append(op)
+        titles = {union.find(min(users[key])): label for key, label in labels.items()}
+        groups = {
+            op: f"shared:{titles.get(root, self._parts.nodes_of_op[root][0].name)}"
+            for root, ops in members.items()
+            if len(ops) > 1
+            for op in ops
+        }
+        return owned, groups
+
+    def _join_split_views(self, union: UnionFind) -> None:
+        """A view that could not join its base's operator at least shares its device."""
+        for node, op in self._parts.op_of.items():
+            for value in self._facts.nodes[node].values:
+                home = self._parts.home(value.storage)
+                if home is not None and home != op:
+                    union.union([home, op])
+
+    def _state_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, int]]:
+        """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
+        if node.op == "get_attr" and self._facts.nodes[node].values:
+            tensor = attribute(self._module, str(node.target))
+            name = self._owner.get(id(tensor), str(node.target))
+            return [(name, tensor, self._facts.nodes[node].values[0].storage)]
+        if node.op != "call_module":
+            return []
+        leaf = self._module.get_submodule(str(node.target))
+        rows = []
+        for tensor in [*leaf.parameters(), *leaf.buffers()]:
+            storage = next(
+                (
+                    self._facts.nodes[other].values[0].storage
+                    for other in self._parts.program
+                    if other.op == "get_attr"
+                    and self._facts.nodes[other].values
+                    and attribute(self._module, str(other.target)) is tensor
+                ),
+                -1,
+            )
+            rows.append((self._owner.get(id(tensor), str(node.target)), tensor, storage))
+        return rows
+
+    def _readers(self, node: fx.Node, storage: int) -> list[int]:
+        if node.op == "call_module":
+            return [self._parts.op_of[node]]
+        readers = {self._parts.op_of[u] for u in self._parts.users(node) if u in self._parts.op_of}
+        for position in self._parts.touches[storage]:
+            touching = self._parts.program[position]
+            if touching in self._parts.op_of and (touching.op != "get_attr" or touching is node):
+                readers.add(self._parts.op_of[touching])
+        return sorted(readers)
+
+    def _anchor(self, nodes: Sequence[fx.Node]) -> fx.Node:
+        """The node that names the operator: the first that makes a storage, else the first."""
+        for node in nodes:
+            makes = any(
+                self._facts.storages[v.storage].node is node for v in self._facts.nodes[node].values
+            )
+            if makes and node.op != "get_attr":
+                return node
+        return nodes[0]
+
+
+def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) -> None:
+    """What only writes a submodule's state, as a batch norm counts its calls, runs where that does.
+
+    Nothing else draws it to a device, so it would go to one that is idle, and wake it up.
+    """
+    ops = [*sorted(linked), *sorted(set(range(len(owned))) - linked)]
+    rows = [(name.rpartition(".")[0], op) for op in ops for name in owned[op].names]
+    home = {owner: op for owner, op in reversed(rows) if op in linked}
+    for owner, op in rows:
+        if op not in linked and owner in home:
+            union.union([home[owner], op])

@@ -1,0 +1,259 @@
+"""Which fx nodes are one operator.
+
+An operator is a set of nodes that no placement may part:
+
+1. **Mutation.** Everything that touches a storage up to its last in-place write, so that no copy
+   is taken between two writes and autograd sees the write beside what it overwrites.
+2. **Views** stay with the node that made their storage; a getitem with its tuple.
+3. **Convexity.** What lies on a path between two parts of an operator belongs to it: the strongly
+   connected components of the quotient graph.
+
+A get_attr node is an operator only where its value travels or is viewed; else it merely names the
+state that its readers own.
+
+Complexity: O(nodes + edges), with a sort.
+"""
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, final
+
+import networkx
+from torch import fx, nn
+
+from baechi.tracing.alias_analysis import Facts
+
+
+@final
+class UnionFind:
+    """Disjoint sets; the smallest member is the representative."""
+
+    def __init__(self, n: int) -> None:
+        self._parent = list(range(n))
+
+    def find(self, item: int) -> int:
+        """The representative of the item's set."""
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]
+            item = self._parent[item]
+        return item
+
+    def union(self, items: Iterable[int]) -> None:
+        """Make one set of the sets of all items."""
+        roots = {self.find(item) for item in items}
+        for root in roots:
+            self._parent[root] = min(roots)
+
+
+@final
+class Partition:
+    """The operators of a flat graph.
+
+    Attributes:
+        program: The nodes that matter, in program order, without the output.
+        output: The output node.
+        position: Place of every node in the program.
+        touches: For every storage the positions that read or write it, ascending.
+        last_write: For every storage that is written the position of the last write.
+        op_of: Operator of every node that runs.
+        nodes_of_op: The nodes of every operator, in program order; operators in topological order.
+    """
+
+    def __init__(self, module: fx.GraphModule, facts: Facts) -> None:
+        self._module = module
+        self._facts = facts
+        self.program = [n for n in module.graph.nodes if n.op != "output"]
+        self.output = next(n for n in module.graph.nodes if n.op == "output")
+        self._drop_dead()
+        self.position = {node: i for i, node in enumerate(self.program)}
+        self._union = UnionFind(len(self.program))
+        self._find_readers()
+        self._join_writes()
+        self._join_views()
+        self._join_cycles()
+        self._number_ops()
+
+    def _drop_dead(self) -> None:
+        """Forget nodes that nobody uses and that neither write, draw nor check a tensor's value."""
+        alive: set[fx.Node] = set(self.output.all_input_nodes)
+        for node in reversed(self.program):
+            facts = self._facts.nodes[node]
+            acts = facts.writes or facts.random or facts.checks
+            if node in alive or acts or node.op == "placeholder":
+                alive.add(node)
+                alive.update(node.all_input_nodes)
+        self.program = [node for node in self.program if node in alive]
+
+    def _find_readers(self) -> None:
+        """For every storage the positions of the nodes that touch it, in program order."""
+        self.touches: dict[int, list[int]] = defaultdict(list)
+        self.last_write: dict[int, int] = {}
+        for position, node in enumerate(self.program):
+            facts = self._facts.nodes[node]
+            touched = set(facts.writes) | {v.storage for v in facts.values}
+            for argument in node.all_input_nodes:
+                touched |= {v.storage for v in self._facts.nodes[argument].values}
+            if node.op == "call_module":
+                touched |= set(self._leaf_storages(node))
+            for storage in sorted(touched):
+                self.touches[storage].append(position)
+            for storage in facts.writes:
+                self.last_write[storage] = position
+
+    def _leaf_storages(self, node: fx.Node) -> list[int]:
+        """The storages of an opaque leaf's parameters and buffers that other nodes name too."""
+        leaf = self._module.get_submodule(str(node.target))
+        own = {id(t) for t in [*leaf.parameters(), *leaf.buffers()]}
+        named = []
+        for other in self.program:
+            if other.op == "get_attr" and id(attribute(self._module, str(other.target))) in own:
+                named += [v.storage for v in self._facts.nodes[other].values]
+        return named
+
+    def is_source(self, storage: int) -> bool:
+        """Whether it belongs to a parameter, a buffer or a constant."""
+        return self._facts.storages[storage].node is None
+
+    def _join_writes(self) -> None:
+        """Rule 1. A get_attr node only names a parameter or buffer, so it joins nothing."""
+        for storage, last in sorted(self.last_write.items()):
+            touching = [p for p in self.touches[storage] if p <= last]
+            self._union.union(p for p in touching if self.program[p].op != "get_attr")
+
+    def _join_views(self) -> None:
+        """Rule 2. Views of a parameter join its get_attr node, which then is an operator."""
+        for position, node in enumerate(self.program):
+            if node.op in ("get_attr", "placeholder"):
+                continue
+            inputs = [self.position[argument] for argument in node.all_input_nodes]
+            roots = {self._union.find(p) for p in inputs}
+            values = self._facts.nodes[node].values
+            made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
+            is_view = bool(inputs) and not made and not self._facts.nodes[node].writes
+            passes_on = not values and not self._facts.nodes[node].random
+            if (is_view or passes_on) and len(roots) == 1 and node.op != "call_module":
+                self._union.union([position, *roots])
+
+    def _join_cycles(self) -> None:
+        """Rule 3, and the order of operators: by first node, producers first."""
+        while True:
+            self._op_roots = self._roots_that_run()
+            graph = self._quotient()
+            components = [c for c in networkx.strongly_connected_components(graph) if len(c) > 1]
+            if not components:
+                break
+            for component in components:
+                self._union.union(component)
+        indegree = dict(graph.in_degree())
+        ready = [root for root, degree in indegree.items() if degree == 0]
+        heapq.heapify(ready)
+        self._roots: list[int] = []
+        while ready:
+            root = heapq.heappop(ready)
+            self._roots.append(root)
+            for after in graph.successors(root):
+                indegree[after] -= 1
+                if indegree[after] == 0:
+                    heapq.heappush(ready, after)
+
+    def _roots_that_run(self) -> set[int]:
+        """All but get_attr nodes that merely name the state of the operators that read it.
+
+        A parameter or a buffer is an operator of no time when views of it are taken, when it is
+        returned, or when it is a buffer or constant that several operators only read.
+        """
+        members: dict[int, list[int]] = defaultdict(list)
+        for position in range(len(self.program)):
+            members[self._union.find(position)].append(position)
+        returned = set(self.output.all_input_nodes)
+        roots = set()
+        for root, positions in members.items():
+            nodes = [self.program[p] for p in positions]
+            if any(node.op != "get_attr" for node in nodes):
+                roots.add(root)
+                continue
+            node = nodes[0]
+            readers = {self._union.find(self.position[u]) for u in self.users(node)}
+            if node in returned or (len(readers) > 1 and self.travels(node)):
+                roots.add(root)
+        return roots
+
+    def users(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the program that read the node's value."""
+        return [user for user in node.users if user in self.position]
+
+    def travels(self, node: fx.Node) -> bool:
+        """Whether a get_attr's value may be sent: not trained, never written, no submodule."""
+        values = self._facts.nodes[node].values
+        if not values or any(v.storage in self.last_write for v in values):
+            return False
+        value = attribute(self._module, str(node.target))
+        return not (isinstance(value, nn.Parameter) or value.requires_grad)
+
+    def _quotient(self) -> "networkx.DiGraph[int]":
+        """Operators, and who must come before whom."""
+        graph: networkx.DiGraph[int] = networkx.DiGraph()
+        graph.add_nodes_from(sorted(self._op_roots))
+        for position, node in enumerate(self.program):
+            target = self._union.find(position)
+            if target not in self._op_roots:
+                continue
+            for argument in self.reads(node):
+                source = self._union.find(self.position[argument])
+                if source in self._op_roots and source != target:
+                    graph.add_edge(source, target)
+        for storage, last in self.last_write.items():
+            writer = self._union.find(last)
+            for position in self.touches[storage]:
+                reader = self._union.find(position)
+                if position > last and reader in self._op_roots and reader != writer:
+                    graph.add_edge(writer, reader)
+        return graph
+
+    def reads(self, node: fx.Node) -> list[fx.Node]:
+        """The nodes of the program whose values the node reads."""
+        return [argument for argument in node.all_input_nodes if argument in self.position]
+
+    def _number_ops(self) -> None:
+        self._op_of_root = {root: op for op, root in enumerate(self._roots)}
+        self.nodes_of_op: list[list[fx.Node]] = [[] for _ in self._roots]
+        self.op_of: dict[fx.Node, int] = {}
+        for position, node in enumerate(self.program):
+            op = self._op_of_root.get(self._union.find(position))
+            if op is not None:
+                self.nodes_of_op[op].append(node)
+                self.op_of[node] = op
+
+    def home(self, storage: int) -> int | None:
+        """The operator that a storage comes from; None for state that readers own."""
+        origin = self._facts.storages[storage]
+        if origin.node is not None:
+            return self.op_of.get(origin.node)
+        for position in self.touches[storage]:
+            node = self.program[position]
+            if node.op == "get_attr" and node in self.op_of:
+                travels = self.travels(node) or node in self.output.all_input_nodes
+                return self.op_of[node] if travels else None
+        return None
+
+    @property
+    def travelling(self) -> frozenset[fx.Node]:
+        """The get_attr nodes that run and whose values are sent to their readers."""
+        return frozenset(n for n in self.op_of if n.op == "get_attr" and self.travels(n))
+
+    def travels_as_tensor(self, storage: int) -> bool:
+        """Whether it is of a buffer or constant that is sent to its readers."""
+        return any(
+            self.travels(self.program[p])
+            for p in self.touches[storage]
+            if self.program[p].op == "get_attr"
+        )
+
+
+def attribute(module: nn.Module, target: str) -> Any:
+    """The value behind a get_attr node's dotted target."""
+    value: Any = module
+    for part in target.split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,162 @@
+"""A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import fx
+
+from baechi.tracing.value_guards import CHECK, check
+
+
+@final
+@dataclass(frozen=True)
+class Extract:
+    """Some nodes of a graph as a function.
+
+    Attributes:
+        function: Takes the values of `inputs`, in order, and returns those of `outputs`, a tuple.
+            A boxed one takes them in one list, which it empties, so that the function alone
+            decides how long they live.
+        inputs: Nodes outside whose values it needs; get_attr nodes are among them. A node that is
+            read apart stands once for each of its readers.
+        readers: For each input the node that reads it, or `None` where all of them share it.
+        outputs: Nodes inside whose values it gives, and after them those of `exits`.
+        exits: (node, position) of the values that leave through an alias of their own.
+    """
+
+    function: Callable[..., tuple[Any, ...]]
+    inputs: tuple[fx.Node, ...]
+    readers: tuple[fx.Node | None, ...]
+    outputs: tuple[fx.Node, ...]
+    exits: tuple[tuple[fx.Node, int], ...] = ()
+
+
+def extract(
+    module: fx.GraphModule,
+    nodes: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    *,
+    apart: frozenset[fx.Node] = frozenset(),
+    exits: Sequence[tuple[fx.Node, int, fx.Node | None]] = (),
+    device: torch.device | None = None,
+    leaves: Mapping[str, torch.nn.Module] | None = None,
+    boxed: bool = False,
+) -> Extract:
+    """The function that runs `nodes`, in the given order, as straight-line generated code.
+
+    Args:
+        module: The graph module that owns the nodes.
+        nodes: Nodes in program order, without placeholders; get_attr nodes become inputs.
+        outputs: Which of them to return.
+        apart: Inputs that each reader gets as an argument of its own, so that their gradients
+            can be told apart and added up in the order of the unsplit model.
+        exits: (node, position, next): values that also leave through an alias, so that autograd
+            adds the gradient of a reader at that program position up in its turn; the alias is
+            made before `next` runs, or at the end. Sorted by position.
+        device: Where the function runs: factories such as `arange` allocate there, and on a GPU
+            the host checks truth values. `None` leaves all as traced.
+        leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
+        boxed: Whether the function takes its inputs in a list.
+    """
+    inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
+    inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
+    for node in nodes:
+        if node in inside:
+            outside = [a for a in node.all_input_nodes if a not in inside]
+            inputs.update(((a, node if a in apart else None), None) for a in outside)
+    graph = fx.Graph()
+    copy_of: dict[tuple[fx.Node, fx.Node | None], fx.Node] = {}
+    box = graph.placeholder("arguments") if boxed else None
+    for node, reader in inputs:
+        name = node.name if reader is None else f"{node.name}_for_{reader.name}"
+        copy_of[node, reader] = (
+            graph.placeholder(name)
+            if box is None
+            else graph.create_node("call_method", "pop", (box, 0), name=name)
+        )
+    left: list[fx.Node] = []
+
+    def leave(before: fx.Node | None) -> None:
+        while len(left) < len(exits) and exits[len(left)][2] is before:
+            value = copy_of[exits[len(left)][0], None]
+            left.append(graph.call_function(torch.ops.aten.alias.default, (value,)))
+
+    for node in nodes:
+        if node in inside:
+            leave(node)
+
+            def argument(old: fx.Node, node: fx.Node = node) -> fx.Node:
+                return copy_of[old, node if old in apart else None]
+
+            copy_of[node, None] = copy = graph.node_copy(node, argument)
+            if device is not None:
+                _run_on(copy, device)
+    leave(None)
+    graph.output((*(copy_of[node, None] for node in outputs), *left))
+    root = torch.nn.Module()
+    _attach(root, opaque_leaves(module, nodes) if leaves is None else leaves)
+    function = fx.GraphModule(root, graph).forward
+    names = tuple(node for node, _ in inputs)
+    readers = tuple(reader for _, reader in inputs)
+    ways_out = tuple((node, position) for node, position, _ in exits)
+    return Extract(function, names, readers, tuple(outputs), ways_out)
+
+
+def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:
+    """The submodules that the nodes call, by qualified name."""
+    targets = [str(node.target) for node in nodes if node.op == "call_module"]
+    return {target: module.get_submodule(target) for target in targets}
+
+
+def leaf_copies(
+    module: fx.GraphModule, nodes: Iterable[fx.Node], device: torch.device
+) -> dict[str, torch.nn.Module]:
+    """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
+    return {
+        target: copy.deepcopy(leaf).to_empty(device=device)
+        if any(tensor.is_meta for tensor in leaf.parameters())
+        else copy.deepcopy(leaf).to(device)
+        for target, leaf in opaque_leaves(module, nodes).items()
+    }
+
+
+def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:
+    """Make every leaf reachable from `root` by its qualified name."""
+    for target, leaf in leaves.items():
+        *path, last = target.split(".")
+        owner = root
+        for part in path:
+            if not hasattr(owner, part):
+                owner.add_module(part, torch.nn.Module())
+            owner = getattr(owner, part)
+        setattr(owner, last, leaf)
+
+
+def located(value: Any, device: torch.device) -> Any:
+    """A graph that an operator runs, such as a block under autocast, as it is on a device.
+
+    Other values are given back as they are.
+    """
+    if not isinstance(value, fx.GraphModule):
+        return value
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(value.graph, {}))
+    for node in graph.nodes:
+        _run_on(node, device)
+    moved = fx.GraphModule(value, graph)
+    for target, inner in list(moved.named_children()):
+        setattr(moved, target, located(inner, device))
+    return moved
+
+
+def _run_on(node: fx.Node, device: torch.device) -> None:
+    def move(argument: Any) -> Any:
+        return device if isinstance(argument, torch.device) else argument
+
+    node.args = fx.node.map_aggregate(node.args, move)
+    node.kwargs = fx.node.map_aggregate(node.kwargs, move)
+    if device.type == "cuda" and str(node.target).startswith(CHECK):
+        node.target = check

@@ -1,0 +1,375 @@
+"""The rungs of the ladder of tracers, each after the one before it has failed.
+
+    torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
+    the same, exporting said     where the branches of an eager run cannot be traced
+    torch.export, strict         through the byte code; sees some Python that non-strict does not
+    torch.fx.symbolic_trace      torch.nn modules as leaves
+    module granularity           submodules that cannot be traced are opaque leaves
+    torch.export, values told    truth values of the example's tensors, each with a check
+
+Each rung traces the same flat function (`calls.flat_model`).
+"""
+
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from baechi.errors import TraceError
+from baechi.tracing.alias_analysis import Facts, named_state, propagate
+from baechi.tracing.calling_convention import Call, flat_model
+from baechi.tracing.faithfulness import refuse_new_leaves, watched
+from baechi.tracing.fake_tensor_leaks import taken_out
+from baechi.tracing.gradient_mode import GradientMode
+from baechi.tracing.graph_cleanup import without_effectless
+from baechi.tracing.pytrees import Structure, tensors_in
+from baechi.tracing.side_effects import Outsiders, buffers_in_place, refuse_hidden_parameters
+from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.value_guards import AskedValues
+from baechi.tracing.workarounds.export_branches import EagerBranches
+
+
+@final
+@dataclass(frozen=True)
+class Capture:
+    """What a rung yields: a flat graph, and the structure around its outputs."""
+
+    module: fx.GraphModule
+    returned: Structure
+    replaced: tuple[str, ...] = ()  # buffers
+
+
+# Their fake kernels know nothing of autocast (2.13): `submodule.forward` is right, as a leaf.
+_RECURRENT = tuple(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    """Run the model's Python for a tracer that loses what it replaces and remembers."""
+    with taken_out(model), buffers_in_place(model, keep=False):
+        yield
+
+
+def _non_strict(
+    mode: GradientMode,
+    branches: EagerBranches,
+    model: nn.Module,
+    call: Call,
+    heard: list[tuple[torch.Size, bool]] | None = None,
+) -> Capture:
+    replaced: list[str] = []
+    outsiders = Outsiders()
+
+    @contextmanager
+    def around(model: nn.Module) -> Iterator[None]:
+        told = nullcontext() if heard is None else AskedValues(heard)
+        looked_at = nullcontext() if branches.nested else outsiders
+        with buffers_in_place(model, replaced=replaced), branches.taken(), told, looked_at:
+            yield
+
+    flat, returned = flat_model(model, call, around)
+    _check_leaves(flat, call)
+    with watched(model, mode) as functions, closing(outsiders):
+        program = torch.export.export(flat, call.tensors, strict=False)
+    module = program.module()
+    functions.restore(module)
+    return Capture(_exported(module, call), returned[-1], tuple(replaced))
+
+
+def _check_leaves(flat: nn.Module, call: Call) -> None:
+    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
+    run = flat.forward
+
+    @wraps(run)
+    def forward(*tensors: torch.Tensor) -> Any:
+        outputs = run(*tensors)
+        refuse_new_leaves(call, tensors, outputs)
+        return outputs
+
+    flat.forward = forward
+
+
+def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call) -> Capture:
+    """Trace with the truth values that a real run of the example hears.
+
+    Raises:
+        RuntimeError: It hears none.
+    """
+    flat, _ = flat_model(model, call)
+    state = named_state(flat)
+    copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
+    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
+    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
+    with torch.random.fork_rng(gpus), AskedValues() as asked:
+        torch.func.functional_call(flat, copies, inputs)
+    if not asked.heard:
+        raise RuntimeError("forward asks no tensor for a truth value")
+    return _non_strict(mode, branches, model, call, asked.heard)
+
+
+def _strict(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
+    # Dynamo reads the model's code; what it would lose is seen when that code runs.
+    @contextmanager
+    def around(model: nn.Module) -> Iterator[None]:
+        with _nothing_kept(model), Outsiders():
+            yield
+
+    flat, returned = flat_model(model, call, around)
+    with watched(model, mode, keep=False):
+        _run_fake(flat, call)
+    if mode.told is False:
+        raise RuntimeError("forward asks whether gradients are on, and dynamo knows the tracer's")
+    flat, _ = flat_model(model, call)
+    program = torch.export.export(flat, call.tensors, strict=True)
+    return Capture(_exported(program.module(), call), returned[-1])
+
+
+def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
+    """What `torch.export` made, without what has no effect.
+
+    Raises:
+        TypeError: An operator's fake tensors are not what it gives.
+    """
+    for node in module.graph.nodes:
+        if call.autocast.dtypes and str(node.target) in _RECURRENT:
+            raise TypeError(
+                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+            )
+    return without_effectless(module)
+
+
+def _run_fake(flat: nn.Module, call: Call) -> None:
+    """Run the flat model on fake tensors, for the structure that it returns."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes: dict[str, torch.Tensor] = {
+            name: mode.from_tensor(tensor) for name, tensor in named_state(flat).items()
+        }
+        inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
+        torch.func.functional_call(flat, fakes, inputs)
+
+
+@final
+class _ModuleTracer(fx.Tracer):
+    """fx's tracer, with buffers as nodes and with chosen submodules as opaque leaves."""
+
+    proxy_buffer_attributes = True
+
+    def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset()) -> None:
+        super().__init__()
+        self._own = own_modules(model)
+        self._opaque = opaque
+        self._modes = _modes()
+        self.path: list[str] = []
+        self.told: list[fx.Node] = []  # whose values the model was told to be tensors
+
+    def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that knows the model's own line, as those of `torch.export` do.
+
+        Raises:
+            RuntimeError: fx would lose what it does, or the mode that it runs in.
+        """
+        if _modes() != self._modes:
+            raise RuntimeError("forward switches gradients or autocast, which fx would lose")
+        if target in _AUTOGRAD:
+            raise RuntimeError("forward looks at autograd's graph, which a trace does not have")
+        node = super().create_node(kind, target, *args, **kwargs)
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_globals.get("__name__") not in self._own:
+            frame = frame.f_back
+        if frame is not None and node.op not in ("placeholder", "output"):
+            code = frame.f_code
+            row = traceback.FrameSummary(code.co_filename, frame.f_lineno, code.co_name)
+            node.stack_trace = "".join(traceback.format_list([row]))
+        return node
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return module_qualified_name in self._opaque or super().is_leaf_module(
+            m, module_qualified_name
+        )
+
+    def call_module(
+        self,
+        m: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        path = self.path_of_module(m)
+        if self.is_leaf_module(m, path):  # what fails here is the code around the leaf
+            return super().call_module(m, forward, args, kwargs)
+        self.path.append(path)
+        result = super().call_module(m, forward, args, kwargs)
+        self.path.pop()  # not in a `finally`: after an error the path says where it was
+        return result
+
+
+_AUTOGRAD = (
+    *(torch.autograd.grad, torch.autograd.backward),
+    *("backward", "register_hook", "requires_grad_", "retain_grad"),
+)
+
+
+def _modes() -> tuple[Any, ...]:
+    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
+    return torch.is_grad_enabled(), *autocast
+
+
+def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
+    flat, returned = flat_model(model, call, _nothing_kept)
+    module = _symbolic_module(model, flat, _ModuleTracer(model), mode, call)
+    return Capture(module, returned[-1])
+
+
+def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
+    """Trace with ever more submodules opaque, the innermost that fails each time."""
+    flat, returned = flat_model(model, call, _nothing_kept)
+    opaque: frozenset[str] = frozenset()
+    while True:
+        tracer = _ModuleTracer(model, opaque)
+        try:
+            module = _symbolic_module(model, flat, tracer, mode, call)
+            return Capture(module, returned[-1])
+        except TraceError:
+            raise
+        except Exception:  # whatever a submodule's code raises; the outermost one's is the reason
+            inner = tracer.path[-1] if tracer.path else "model"
+            if inner == "model":
+                raise
+            opaque |= {inner}
+
+
+def _symbolic_module(
+    model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
+) -> fx.GraphModule:
+    with watched(model, mode), _NothingLost(), _types_told(model, tracer.told):
+        graph = tracer.trace(flat)
+    module = fx.GraphModule(flat, graph)
+    facts = propagate(module, call.tensors)
+    _refuse_frozen(module, facts)
+    refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
+    for node in tracer.told:
+        structure = facts.nodes[node].structure
+        if structure is None or not structure.spec.is_leaf() or structure.n_tensors != 1:
+            raise RuntimeError(f"forward asks for the type of {node}, which fx takes for a tensor")
+    return _returning_copies(module)
+
+
+@contextmanager
+def _types_told(model: nn.Module, told: list[fx.Node]) -> Iterator[None]:
+    """Let the model's code take proxies for tensors, where it asks with `isinstance`.
+
+    Args:
+        model: The model.
+        told: Gets the nodes of those.
+    """
+
+    def ask(value: Any, kinds: Any) -> bool:
+        if isinstance(value, fx.Proxy):
+            told.append(value.node)
+            return issubclass(torch.Tensor, kinds)
+        return isinstance(value, kinds)
+
+    scopes = [vars(sys.modules[name]) for name in own_modules(model) if name in sys.modules]
+    scopes = [scope for scope in scopes if "isinstance" not in scope]
+    for scope in scopes:
+        scope["isinstance"] = ask
+    try:
+        with patch.object(torch, "is_tensor", lambda value: ask(value, torch.Tensor)):
+            yield
+    finally:
+        for scope in scopes:
+            del scope["isinstance"]
+
+
+def _returning_copies(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: what forward makes and returns is another one in each call."""
+    (output,) = module.graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if node.op == "get_attr" and str(node.target).startswith(_MADE):
+            with module.graph.inserting_before(output):
+                copy = module.graph.call_function(torch.clone, (node,))
+            output.replace_input_with(node, copy)
+    module.recompile()
+    return module
+
+
+_MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
+
+
+@final
+class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What fx does not see runs once, when it traces: what it draws or writes would be frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, torch.Tensor] = {}  # by storage, which lives as long
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise RuntimeError("forward draws random numbers, which fx would freeze")
+        if func._schema.is_mutable and _storages(_written(func, args, kwargs)).keys() - self._made:
+            raise RuntimeError("forward writes into a tensor of before, which fx would lose")
+        before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
+        result = func(*args, **kwargs)
+        self._made |= {key: t for key, t in _storages(result).items() if key not in before}
+        return result
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes into."""
+    schema = func._schema.arguments
+    rows = [*zip(schema, args, strict=False), *((a, kwargs.get(a.name)) for a in schema)]
+    return [value for a, value in rows if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _storages(value: Any) -> dict[int, torch.Tensor]:
+    """A tensor of each storage."""
+    dense = (t for t in tensors_in(value) if t.layout is torch.strided)
+    return {tensor.untyped_storage()._cdata: tensor for tensor in dense}
+
+
+def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
+    """Refuse writes into a tensor that forward makes: to fx it is one constant of all calls.
+
+    Raises:
+        RuntimeError: There is one.
+    """
+    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    for node in module.graph.find_nodes(op="get_attr"):
+        made = str(node.target).startswith(_MADE)
+        if made and any(value.storage in written for value in facts.nodes[node].values):
+            raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
+
+
+def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
+    """The rungs, each after the one before it has failed."""
+    branches = EagerBranches()
+    yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
+    while branches.concede():
+        yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
+    yield "torch.export (strict)", partial(_strict, mode)
+    yield "torch.fx.symbolic_trace", partial(_symbolic, mode)
+    yield "module granularity, opaque leaves", partial(_opaque, mode)
+    yield "torch.export (non-strict), values told", partial(_told, mode, EagerBranches())
+
+
+def own_modules(model: nn.Module) -> set[str]:
+    """The Python modules of the model's classes, without torch's."""
+    names = {type(part).__module__ for part in model.modules()}
+    return {name for name in names if not name.startswith("torch.")}

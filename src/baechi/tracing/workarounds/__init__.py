@@ -1,0 +1,1 @@
+"""One file for each defect of torch that a trace works around."""

@@ -1,0 +1,164 @@
+import importlib.util
+import io
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+import baechi
+from baechi import ExecutionError, InputError
+from baechi.cli import demo
+from baechi.cli.demo import STEPS, Job, Training, demo_jobs, run, show
+
+drawn = pytest.mark.skipif(
+    importlib.util.find_spec("plotly") is None, reason="plotly is not installed"
+)
+
+
+class Branches(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = (
+            torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        return self.left(x) + self.right(x)
+
+
+def build():
+    return Branches(), (torch.randn(4, 32),), {}
+
+
+JOB = Job(
+    name="toy",
+    title="Two branches",
+    build=build,
+    loss=lambda output: output.square().mean(),
+    optimizer="adamw",
+    learning_rate=1e-2,
+    devices=2,
+    share=0.7,
+)
+
+
+@pytest.fixture
+def told():
+    return Console(file=io.StringIO(), width=80)
+
+
+@drawn
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optimizer):
+    threads = torch.get_num_threads()
+    rows = show(replace(JOB, optimizer=optimizer), tmp_path, told)
+    assert [row.placer for row in rows] == ["m-topo", "m-etf", "m-sct", "auto"]
+    for row in rows:
+        assert row.is_close
+        assert row.difference < 1e-5
+        assert len(row.training.losses) == STEPS
+        assert row.training.losses[-1] < row.training.losses[0]
+        assert row.training.measured.step_ns > 0
+        assert len(row.training.measured.samples_ns) == STEPS
+        assert row.training.measured.absent_bytes == ()  # the optimizer has made steps
+        assert len(row.training.measured.peak_bytes) == 2
+        assert len(set(row.placement.devices)) == 2
+    assert rows[-1].schedule.makespan_ns <= min(row.schedule.makespan_ns for row in rows)
+    text = told.file.getvalue()
+    flat = " ".join(text.split())
+    assert f"Training it with {optimizer} needs" in flat
+    assert "One device: " in flat
+    assert "does not fit" in flat
+    assert "one device refused" in flat
+    errors = [line for line in text.splitlines() if line.split()[:1] == ["error"]]
+    placed = [row for row in rows if not row.twin]
+    assert len(errors) >= 1 + len(placed)  # the unsplit model's too
+    for line in errors[1:]:
+        assert line.count("%") == 4  # the step, two devices, bytes moved
+    for loss in rows[0].training.losses:
+        assert text.count(f"{loss:.4f}") >= 5  # the unsplit model's and every placer's
+    assert "…" not in text
+    assert torch.get_num_threads() == threads
+
+
+@drawn
+def test_a_job_leaves_a_page_a_trace_and_files(tmp_path, told):
+    rows = show(JOB, tmp_path, told)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "toy.cluster.json", "toy.graph.json", "toy.html", "toy.placement.json", "toy.trace.json"
+    ]  # fmt: skip
+    graph = baechi.load(tmp_path / "toy.graph.json")
+    cluster = baechi.load(tmp_path / "toy.cluster.json")
+    placement = baechi.load(tmp_path / "toy.placement.json")
+    assert placement == rows[-1].placement
+    assert baechi.simulate(graph, cluster, placement) == rows[-1].schedule
+    page = (tmp_path / "toy.html").read_text()
+    assert "Two branches on 2 devices" in page
+    assert "Predicted beside measured" in page
+    assert json.loads((tmp_path / "toy.trace.json").read_text())["traceEvents"]
+
+
+@drawn
+def test_a_wrong_result_is_an_error(tmp_path, told, monkeypatch):
+    real, calls = demo._train, []
+
+    def spoil(*args):
+        training = real(*args)
+        calls.append(training)
+        if len(calls) == 1:  # the unsplit model's
+            return training
+        gradients = {name: value + 1 for name, value in training.gradients.items()}
+        return replace(training, gradients=gradients)
+
+    monkeypatch.setattr(demo, "_train", spoil)
+    with pytest.raises(ExecutionError, match=r"placed by m-topo.* does not equal the unsplit"):
+        show(JOB, tmp_path, told)
+    assert "off by 1e+00" in told.file.getvalue()
+    assert (tmp_path / "toy.html").exists()
+
+
+def test_missing_gradients_are_no_equality():
+    one = Training((), (), {"w": torch.ones(1)}, 1)
+    assert demo._compare(replace(one, gradients={}), one) == (float("inf"), False)
+    assert demo._compare(one, one) == (0.0, True)
+
+
+@drawn
+def test_what_the_demo_needs_is_checked_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(InputError, match="the demo needs torch: pip install torch"):
+        run(tmp_path / "out")
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "is_file", lambda _: False)
+    with pytest.raises(InputError, match="run it in a checkout"):
+        run(tmp_path / "out")
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match="cannot make folder"):
+        run(tmp_path / "file" / "out")
+
+
+def test_the_models_are_those_that_the_demo_names():
+    pytest.importorskip("transformers")
+    gpt2, inception = demo_jobs()
+    with torch.device("meta"):
+        model, _, kwargs = gpt2.build()
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    assert kwargs["labels"].shape == (2, 64)
+    with torch.device("meta"):
+        model, (image,), _ = inception.build()
+    assert sum(p.numel() for p in model.parameters()) == 23_834_568
+    assert image.shape == (2, 3, 299, 299)
+
+
+@pytest.mark.slow
+def test_the_quick_demo_runs(tmp_path, capsys):
+    run(tmp_path / "out", quick=True)
+    text = capsys.readouterr().out
+    assert "Done in" in text
+    assert "…" not in text
+    assert {"gpt2.html", "inception.html"} <= {path.name for path in (tmp_path / "out").iterdir()}

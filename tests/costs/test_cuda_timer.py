@@ -1,0 +1,64 @@
+"""Timing on CUDA; run with `python3 -m pytest -m gpu` where there is a GPU."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+import baechi
+from baechi.costs.cpu_timer import Reading
+from baechi.costs.cuda_timer import CudaTimer
+
+pytestmark = pytest.mark.gpu
+DEVICE = torch.device("cuda", 0)
+
+
+def timed(run) -> Reading:
+    (reading,) = CudaTimer(DEVICE).time([lambda n: [run] * n])
+    return reading
+
+
+def test_a_launch_is_in_no_reading() -> None:
+    """A short kernel takes some microseconds; launching it from Python takes more."""
+    x = torch.ones(16, device=DEVICE)
+    assert 0 < timed(lambda: x + 1).ns < 6_000
+
+
+def test_more_work_takes_longer() -> None:
+    small, large = (torch.randn(n, n, device=DEVICE) for n in (1024, 8192))
+    assert (
+        timed(partial(torch.mm, large, large)).ns > 20 * timed(partial(torch.mm, small, small)).ns
+    )
+
+
+def test_an_op_that_makes_the_host_wait_is_clocked() -> None:
+    x = torch.ones(1000, device=DEVICE)
+    assert timed(x.nonzero).ns > 0
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_a_run_that_cannot_be_captured_is_repeated() -> None:
+    events = torch.cuda.Event(enable_timing=True)
+    x = torch.ones(16, device=DEVICE)
+
+    def run() -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("not in a graph")
+        events.record()
+        return x + 1
+
+    assert timed(run).ns > 0
+    assert float((x + 1).sum()) == 32
+
+
+def test_a_profile_has_times_and_the_allocators_workspace() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 64, 7), nn.ReLU(), nn.Flatten(), nn.LazyLinear(10))
+    model(torch.randn(2, 3, 64, 64))
+    x = torch.randn(2, 3, 64, 64, device=DEVICE)
+    traced = baechi.trace(model.to(DEVICE), (x,))
+    profile = baechi.profile(traced, DEVICE, cache=False, progress=False)
+    assert profile.kind == torch.cuda.get_device_name(DEVICE)
+    for op, cost in zip(traced.ops, profile.costs, strict=True):
+        assert op.name.startswith("input:") or "flatten" in op.name or cost.forward_ns > 0
+        assert not op.differentiable or cost.backward_workspace_bytes >= 0

@@ -1,0 +1,48 @@
+"""Where a placement is known, however odd the graph, the devices and the rules, `solve` has one."""
+
+import pytest
+from hidden import hidden_among_constraints
+
+from baechi import simulate, solve
+from baechi.placers.memory_packing import is_hopeless
+from baechi.placers.solving import find
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory, overflows, replay
+
+
+def test_what_is_hidden_among_constraints_is_found():
+    rules = missing = 0
+    for seed in range(150):
+        graph, cluster, constraints, row = hidden_among_constraints(seed)
+        problem = Problem(graph, cluster, constraints)
+        assert fits_memory(problem, replay(problem, row, range(len(row))))
+        assert not is_hopeless(problem)
+        placement = solve(graph, cluster, effort="fast", constraints=constraints)
+        schedule = simulate(graph, cluster, placement, constraints)
+        assert not overflows(schedule, cluster, constraints)
+        assert placement.stats["makespan_ns"] == schedule.makespan_ns >= schedule.lower_bound_ns
+        rules += constraints is not None
+        n = len(cluster.devices)
+        missing += sum(link is None for row in cluster.links for link in row) > n
+    assert min(rules, missing) > 75
+
+
+# What neither the rules of a fast solve find, nor a balanced search, nor a plain backtracking by
+# persistent bytes: few groups of many ops, many small ones, a limit of devices, far links.
+MISSED = [
+    (268, 14), (1977, 14), (3624, 14), (4403, 14), (2021, 24), (2927, 24), (5129, 24), (134, 70),
+    (537, 70), (684, 70), (2018, 70), (3643, 70), (4730, 70), (5174, 70), (6418, 70),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("seed", "most_ops"), MISSED)
+def test_what_no_rule_finds_is_backtracked(seed, most_ops):
+    graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
+    placement = solve(graph, cluster, effort="fast", constraints=constraints)
+    assert not overflows(simulate(graph, cluster, placement, constraints), cluster, constraints)
+
+
+@pytest.mark.parametrize(("seed", "most_ops"), [(1977, 14), (5174, 70)])
+def test_a_balanced_solve_finds_it_too(seed, most_ops):
+    graph, cluster, constraints, _ = hidden_among_constraints(seed, most_ops)
+    assert find(Problem(graph, cluster, constraints), "balanced") is not None

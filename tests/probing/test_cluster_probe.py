@@ -1,0 +1,231 @@
+"""What a machine has: names, capacities, links."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import baechi
+from baechi import Link
+from baechi.probing import cluster_probe
+from baechi.probing.cluster_probe import handover as measured
+from baechi.probing.copy_timer import SIZES, copy_times_ns, first_broken_size
+from baechi.probing.handover import Handover, handover
+from baechi.probing.link_fit import FREE_BYTES_PER_S, fit_link
+from baechi.torch_support.torch_devices import blas_bytes, torch_device
+
+CPU = torch.device("cpu")
+
+
+def test_logical_cpu_devices_share_the_free_memory_and_are_linked() -> None:
+    cluster = baechi.probe(["cpu:0", "cpu:1"])
+    assert [device.name for device in cluster.devices] == ["cpu:0", "cpu:1"]
+    assert cluster.devices[0].memory_bytes == cluster.devices[1].memory_bytes > 2**20
+    link = cluster.links[0][1]
+    assert link is not None
+    assert 0 <= link.latency_ns < 10_000_000
+    assert 0 < link.overhead_ns < 10_000_000
+    assert link.bytes_per_s == FREE_BYTES_PER_S  # nothing is copied
+
+
+def test_capacities_names_devices_and_clusters_are_taken() -> None:
+    by_capacity = baechi.probe({"cpu:0": "1GiB", "cpu:1": 5})
+    assert [device.memory_bytes for device in by_capacity.devices] == [2**30, 5]
+    by_value = baechi.probe([baechi.Device("cpu:0", "2GiB", speed=0.5), torch.device("cpu", 1)])
+    assert by_value.devices[0].speed == 0.5
+    assert by_value.devices[1].name == "cpu:1"
+    assert baechi.probe(by_value) is by_value
+    assert len(baechi.probe("cpu:0").devices) == 1
+
+
+def test_without_names_there_is_always_a_device() -> None:
+    assert baechi.probe().devices
+
+
+def test_suffixes_tell_logical_devices_of_one_device_apart() -> None:
+    assert torch_device("cpu:0/a") == torch_device("cpu:0/b") == torch.device("cpu")
+    assert len(baechi.probe({"cpu:0/a": 1, "cpu:0/b": 1}).devices) == 2
+
+
+@pytest.mark.parametrize(
+    ("devices", "text"),
+    [
+        ([], "no devices"),
+        ({}, "no devices"),
+        (["cpu:0", "cpu:0"], "'cpu:0' is named twice"),
+        (["gpu:0"], "'gpu:0'"),
+        (["mps"], "neither a CPU nor CUDA"),
+        ([3], "3 is a int"),
+        ({"cpu:0": "10 gigs"}, "'10 gigs'"),
+        ({"cpu:0": -1}, "-1"),
+        (["cuda:99"], "'cuda:99' is not there"),
+    ],
+)
+def test_bad_devices_are_refused(devices: object, text: str) -> None:
+    with pytest.raises(baechi.InputError, match=text):
+        baechi.probe(devices)
+
+
+def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(cluster_probe, "handover", lambda: calls.append(1) or Handover(33, 7))
+    survey = cluster_probe.survey([f"cpu:{index}" for index in range(4)])
+    assert len(calls) == 1
+    assert survey.cluster.uniform_link == Link(33, FREE_BYTES_PER_S, overhead_ns=7)
+    assert survey.fits == {}
+    assert survey.remarks == ()
+    assert cluster_probe.survey(survey.cluster).cluster is survey.cluster
+
+
+def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("nothing is handed over"))
+    assert baechi.probe("cpu:0").links == ((None,),)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing(mode: Any) -> None:
+    threads, random = torch.get_num_threads(), torch.get_rng_state()
+    with mode():  # the caller's mode is not the measurement's
+        assert handover().busy_ns > 0
+    assert torch.get_num_threads() == threads
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize(
+    ("few", "many", "found"),
+    [
+        # 45 more values and gradients are handed over.
+        ((1000, 900), (1000 + 45 * 50, 900 + 45 * 35), Handover(15, 35)),
+        # Workers that were busy side by side wait for nothing; a disturbed clock is no time won.
+        ((1000, 900), (1000 + 45 * 30, 900 + 45 * 35), Handover(0, 35)),
+        ((1000, 900), (900, 800), Handover(0, 0)),
+    ],
+)
+def test_a_hand_over_is_what_more_cuts_take_longer(
+    monkeypatch: pytest.MonkeyPatch, few: tuple[int, int], many: tuple[int, int], found: Handover
+) -> None:
+    monkeypatch.setattr(measured, "_steps", lambda _modules, _x: [few, many])
+    assert handover() == found
+
+
+def test_the_clock_tells_the_chain_that_the_hand_over_was_measured_on() -> None:
+    link = Link(15, FREE_BYTES_PER_S, overhead_ns=35)
+    cluster = baechi.Cluster.uniform(2, "1GiB", link)
+    traced = measured._traced_chain(torch.zeros(8, 16, requires_grad=True))
+    rows = [measured._placement(traced, pieces) for pieces in (2, len(traced.ops))]
+    few, many = (baechi.simulate(graph, cluster, placement) for graph, placement in rows)
+    more = len(many.transfers) - len(few.transfers)
+    assert more == measured._crossings(*rows[1]) - measured._crossings(*rows[0]) == 45
+    # A byte takes next to nothing, but each transfer is rounded up to whole nanoseconds.
+    assert many.makespan_ns - few.makespan_ns == more * (15 + 35 + 1)
+
+
+def test_a_copy_is_timed_at_every_size() -> None:
+    sizes = SIZES[:4]
+    times = copy_times_ns(CPU, CPU, sizes)
+    assert len(times) == len(sizes)
+    assert min(times) > 0
+
+
+def dropped_byte(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    copy[-1] += 1
+    return copy
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.roll(1)
+
+
+def late() -> Callable[[torch.Tensor], torch.Tensor]:
+    """A path on which the first copy of each size arrives, and later ones find it still there."""
+    seen: dict[int, torch.Tensor] = {}
+    return lambda tensor: seen.setdefault(len(tensor), tensor.clone())
+
+
+def cut_off(tensor: torch.Tensor) -> torch.Tensor:
+    """A path that loses what is beyond the first megabyte."""
+    copy = tensor.clone()
+    copy[1 << 20 :] = 0
+    return copy
+
+
+def test_a_path_that_is_sound_breaks_at_no_size() -> None:
+    assert first_broken_size(torch.clone, CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("copy", "size"),
+    [(dropped_byte, 1 << 10), (shifted, 1 << 10), (late(), 1 << 10), (cut_off, 1 << 22)],
+)
+def test_a_path_that_lies_is_found(copy: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    assert first_broken_size(copy, CPU) == size
+
+
+def test_a_path_that_lies_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_probe, "first_broken_size", lambda _copy, _src: 1024)
+    with pytest.raises(
+        baechi.InputError, match="1024 bytes from cuda:0 to cuda:1 do not arrive intact"
+    ):
+        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+
+
+def test_a_device_without_room_for_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_probe, "copy_times_ns", lambda _src, _dst: (5,))
+    with pytest.raises(baechi.InputError, match="no room on cuda:0 and cuda:1"):
+        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+
+
+def test_links_that_two_numbers_cannot_tell_are_remarked() -> None:
+    good = fit_link((1_000, 2_000, 3_000), (20, 30, 40))
+    bad = fit_link((1_000, 2_000, 3_000), (20, 90, 40))
+    cluster = baechi.Cluster.uniform(2, "1GiB", good.link)
+    survey = probing.Survey(cluster, {("a", "b"): good, ("b", "a"): bad})
+    (remark,) = survey.remarks
+    assert "The link from b to a tells" in remark
+    assert f"wrong by {bad.worst_error:.0%}, where 20% is good" in remark
+
+
+@pytest.mark.parametrize(
+    ("major", "setting", "mib"),
+    [(9, "", 32), (10, "", 32), (8, "", 8.125), (9, ":4096:2:16:8", 8.125), (9, ":16:8", 0.125)],
+)
+def test_what_cublas_keeps_for_a_stream(major: int, setting: str, mib: float) -> None:
+    assert blas_bytes(major, setting) == int(mib * 2**20)
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_probed_with_its_links() -> None:
+    torch.cuda.empty_cache()  # what earlier tests left there is free, too
+    free = torch.cuda.mem_get_info(0)[0]
+    survey = cluster_probe.survey(["cpu:0", "cuda:0/a", "cuda:0/b"])
+    cluster = survey.cluster
+    assert 0 < cluster.devices[1].memory_bytes <= free // 2
+    assert set(survey.fits) == {
+        ("cpu:0", "cuda:0/a"), ("cpu:0", "cuda:0/b"), ("cuda:0/a", "cpu:0"), ("cuda:0/b", "cpu:0")
+    }  # fmt: skip
+    for fit in survey.fits.values():
+        assert fit.sizes[-1] == 2**28
+        assert fit.link.bytes_per_s > 10**8
+    lane = cluster.links[1][2]
+    assert lane is not None
+    assert lane.bytes_per_s == FREE_BYTES_PER_S
+
+
+@pytest.mark.parametrize(
+    ("fraction", "free"), [(1.0, 70 + 5), (0.5, 40 - 8 + 5), (0.05, 5)], ids=str
+)
+def test_no_more_is_free_on_a_gpu_than_torch_may_take(
+    monkeypatch: pytest.MonkeyPatch, fraction: float, free: int
+) -> None:
+    """80 in all, of which torch has taken 8 and uses 3; others have 2."""
+    for name, value in {
+        "synchronize": None,
+        "mem_get_info": (70, 80),
+        "memory_reserved": 8,
+        "memory_allocated": 3,
+        "get_per_process_memory_fraction": fraction,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
+    assert probing._free_gpu_bytes(CPU) == free

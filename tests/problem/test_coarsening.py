@@ -1,0 +1,382 @@
+"""Coarsening: what it fuses by hand, and that it stays exact whatever it fuses."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import coarsening_oracle
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import clusters, colored, graphs, tight
+
+from baechi import (
+    METF,
+    Cluster,
+    InputError,
+    Link,
+    Op,
+    OpGraph,
+    Placement,
+    Tensor,
+    _core,
+    simulate,
+)
+from baechi.placers.baselines import SingleDevice
+from baechi.problem.coarsening import Coarse, coarsen, grains, regrouped
+from baechi.problem.coarsening import clusters as nested
+from baechi.problem.problem_arrays import Problem
+
+# A byte takes a nanosecond, after a hundred.
+CLUSTER = Cluster.uniform(2, 10**6, Link(100, 10**9))
+
+
+def graph_of(ops, edges):
+    """A graph of (name, time, ...) rows and (src, dst or dsts, bytes) edges, all by name."""
+    index = {row[0]: i for i, row in enumerate(ops)}
+    return OpGraph(
+        tuple(Op(*row) for row in ops),
+        tuple(Tensor(index[src], tuple(index[d] for d in dst.split()), n) for src, dst, n in edges),
+    )
+
+
+def coarse_of(graph, cluster=CLUSTER, color=None):
+    return coarsen(colored(graph, cluster, color))
+
+
+def names(coarse):
+    ops = coarse.problem.graph.ops
+    return [" ".join(ops[op].name for op in row) for row in coarse.members]
+
+
+def training(layers, time_ns=1000, persistent=100):
+    """A chain of layers, each a forward and a backward op of one group, and a loss."""
+    ops = [(f"f{i}", time_ns, persistent, 0, f"g{i}") for i in range(layers)] + [("loss", 0)]
+    ops += [(f"b{i}", 2 * time_ns, 0, 0, f"g{i}") for i in reversed(range(layers))]
+    edges = []
+    for i in range(layers):
+        after = f"f{i + 1} b{i + 1}" if i + 1 < layers else "loss"
+        edges += [(f"f{i}", after, 10), (f"f{i}", f"b{i}", 5)]
+        before = f"b{i + 1}" if i + 1 < layers else "loss"
+        edges.append((before, f"b{i}", 10))
+    return graph_of(ops, edges)
+
+
+@pytest.mark.parametrize(
+    ("ops", "edges", "parts"),
+    [
+        # A chain is one op, however dear its ops.
+        ([("a", 999), ("b", 999), ("c", 999)], [("a", "b", 1), ("b", "c", 1)], ["a b c"]),
+        # Branches survive, each fused into one.
+        (
+            [("a", 999), ("b", 999), ("c", 999), ("d", 999), ("e", 999), ("f", 999)],
+            [("a", "b c", 1), ("b", "d", 1), ("c", "e", 1), ("d", "f", 1), ("e", "f", 1)],
+            ["a", "b d", "c e", "f"],
+        ),
+        # An idle op joins its only neighbor, on the side where more flows.
+        (
+            [("a", 999), ("b", 999), ("idle", 0), ("c", 999), ("d", 999)],
+            [("a", "idle b", 9), ("idle", "d", 1), ("b", "c d", 9), ("c", "d", 1)],
+            ["a idle", "b", "c", "d"],
+        ),
+        # A cheap op joins its only neighbor on a side: 101 is less than 100 + 5, 110 is not.
+        (
+            [("a", 999), ("b", 101), ("c", 999), ("d", 999)],
+            [("a", "b c", 5), ("b", "d", 5), ("c", "d", 5)],
+            ["a b", "c", "d"],
+        ),
+        (
+            [("a", 999), ("b", 110), ("c", 999), ("d", 999)],
+            [("a", "b c", 5), ("b", "d", 5), ("c", "d", 5)],
+            ["a", "b", "c", "d"],
+        ),
+        # Small branches are taken in only up to one transfer's time.
+        (
+            [("a", 999)] + [(f"b{i}", 40) for i in range(6)],
+            [("a", "b0 b1 b2 b3 b4 b5", 5)],
+            ["a b0 b1", "b2", "b3", "b4", "b5"],
+        ),
+    ],
+)
+def test_worked_examples(ops, edges, parts):
+    assert names(coarse_of(graph_of(ops, edges))) == parts
+
+
+def test_a_training_chain_becomes_one_op():
+    assert len(coarse_of(training(6)).members) == 1
+
+
+def test_a_group_with_something_between_its_ops_makes_no_cycle():
+    graph = graph_of(
+        [("a", 9, 0, 0, "g"), ("b", 9, 0, 0, "h"), ("c", 9, 0, 0, "g"), ("d", 9, 0, 0, "h")],
+        [("a", "b", 1), ("b", "c", 1), ("c", "d", 1)],
+    )
+    # Constructing the coarse graph would fail on a cycle.
+    coarse = coarse_of(graph)
+    assert len(coarse.graph.ops) == len(coarse.members)
+
+
+def test_groups_that_touch_once_do_not_become_one():
+    ops = [(f"{group}{i}", 999, 0, 0, group) for i in range(3) for group in "gh"]
+    graph = graph_of(ops, [("g0", "h0", 1)])
+    assert len(coarse_of(graph).members) == 6
+
+
+def chain(n, persistent=0):
+    ops = [(f"o{i}", 1, persistent) for i in range(n)]
+    return graph_of(ops, [(f"o{i}", f"o{i + 1}", 0) for i in range(n - 1)])
+
+
+@pytest.mark.parametrize(("memory", "largest"), [(8000, 800), (80_000, 3600)])
+def test_a_lump_has_a_limit(memory, largest):
+    cluster = Cluster.uniform(2, memory, Link(100, 10**9))
+    sizes = [op.persistent_bytes for op in coarse_of(chain(9, 400), cluster).graph.ops]
+    assert max(sizes) == largest
+
+
+def test_groups_of_different_color_stay_apart():
+    assert names(coarse_of(chain(4), color=np.array([0, 0, 1, 1], np.int32))) == ["o0 o1", "o2 o3"]
+
+
+def test_workspace_is_the_peak_of_what_stays_inside():
+    ops = [("a", 1, 5, 10), ("b", 1, 6, 90), ("c", 1, 7, 10)]
+    graph = graph_of(ops, [("a", "b c", 20), ("b", "c", 40), ("c", "", 3)])
+    coarse = Coarse(Problem(graph, CLUSTER), np.zeros(3, np.int32), np.zeros(1, np.int32))
+    # While b runs: a's 20, its own 40 and 90.
+    assert coarse.graph == OpGraph((Op("a", 3, 18, 150),), (Tensor(0, (), 3),))
+
+
+def same_as_oracle(graph, cluster):
+    coarse, expected = coarse_of(graph, cluster), coarsening_oracle.coarsen(graph, cluster)
+    assert coarse.members == expected.members
+    assert coarse.graph == expected.graph
+
+
+@settings(max_examples=200, deadline=None)
+@given(graphs(max_ops=16), clusters())
+def test_the_rules_are_the_oracles(graph, cluster):
+    same_as_oracle(graph, cluster)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_rules_are_the_oracles_on_larger_graphs(seed):
+    same_as_oracle(*tight(seed))
+    same_as_oracle(mirrored(seed, 60), CLUSTER)
+
+
+def mirrored(seed, n):
+    """A layered forward graph of n ops, and its mirror image; op and image share a group."""
+    draw = np.random.default_rng(seed)
+    width = int(draw.integers(1, 6))
+    sources = [
+        {int(draw.integers(max(0, op - 2 * width), op)) for _ in range(draw.integers(1, 3))}
+        if op
+        else set()
+        for op in range(n)
+    ]
+    times = draw.integers(0, 2000, n).tolist()
+    ops = [Op(f"f{i}", times[i], 10, 5, f"g{i}") for i in range(n)]
+    ops += [Op(f"b{i}", 2 * times[i], 0, 5, f"g{i}") for i in reversed(range(n))]
+    last = 2 * n - 1
+    tensors = [
+        Tensor(i, (*(j for j in range(n) if i in sources[j]), last - i), int(draw.integers(500)))
+        for i in range(n)
+    ]
+    tensors += [
+        Tensor(last - i, tuple(last - j for j in sources[i]), int(draw.integers(500)))
+        for i in range(n)
+    ]
+    return OpGraph(tuple(ops), tuple(tensors))
+
+
+def layered(n, width, seed=0):
+    """Layers of ops, each of which reads one to three ops of the layer before."""
+    draw = np.random.default_rng(seed)
+    consumers = [[] for _ in range(n)]
+    for op in range(width, n):
+        layer = op - op % width
+        for producer in {int(draw.integers(layer - width, layer)) for _ in range(3)}:
+            consumers[producer].append(op)
+    times = draw.integers(1000, 100_000, n).tolist()
+    sizes = draw.integers(100, 50_000, n).tolist()
+    ops = tuple(Op(f"o{i}", times[i], 10) for i in range(n))
+    return OpGraph(ops, tuple(Tensor(i, tuple(row), sizes[i]) for i, row in enumerate(consumers)))
+
+
+def check(coarse):
+    """What every coarse graph must be. Constructing it fails on a cycle."""
+    graph, coarse_graph = coarse.problem.graph, coarse.graph
+    assert sorted(op for row in coarse.members for op in row) == list(range(len(graph.ops)))
+    assert all(row == tuple(sorted(row)) for row in coarse.members)
+    for attribute in ("time_ns", "persistent_bytes"):
+        total = sum(getattr(op, attribute) for op in graph.ops)
+        assert sum(getattr(op, attribute) for op in coarse_graph.ops) == total
+    part_of = {op: part for part, row in enumerate(coarse.members) for op in row}
+    assert coarse.part_of.tolist() == [part_of[op] for op in range(len(graph.ops))]
+    for group in graph.groups.values():
+        parts = {part_of[op] for op in group}
+        coarse_groups = {coarse_graph.ops[part].group for part in parts}
+        assert len(parts) == 1 or (len(coarse_groups) == 1 and None not in coarse_groups)
+    crossing = [
+        t
+        for t in graph.tensors
+        if t.kept or not t.consumers or {part_of[c] for c in t.consumers} != {part_of[t.producer]}
+    ]
+    assert sum(t.nbytes for t in coarse_graph.tensors) == sum(t.nbytes for t in crossing)
+    check_limit(coarse)
+
+
+def check_limit(coarse):
+    """A lump of several groups has no more bytes than its share of the largest memory."""
+    problem = coarse.problem
+    groups = {}
+    for op, part in enumerate(coarse.part_of.tolist()):
+        lump = groups.setdefault(int(coarse.group_of[part]), set())
+        lump.add(problem.op_group[op])
+    for lump in groups.values():
+        nbytes = sum(problem.group_persistent[group] for group in lump)
+        assert len(lump) == 1 or nbytes <= max(problem.pool_memory) // 8
+
+
+@settings(max_examples=150, deadline=None)
+@given(graphs(max_ops=14), clusters(), st.data())
+def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, data):
+    n = len(Problem(graph, cluster).group_ops)
+    colors = data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
+    color = data.draw(st.sampled_from([None, np.array(colors, np.int32)]))
+    problem = colored(graph, cluster, color)
+    levels = grains(problem, (6, 3, 1))
+    assert np.array_equal(levels[0].part_of, coarsen(problem).part_of)
+    for level in levels:
+        check(level)
+        if color is not None:
+            ops = range(len(graph.ops))
+            pairs = {(level.part_of[op], colors[problem.op_group[op]]) for op in ops}
+            assert len(pairs) == len(level.members)
+    for fine, coarse in pairwise(levels):
+        assert len(coarse.members) < len(fine.members)
+        assert set(zip(fine.part_of, coarse.part_of, strict=True)) == {
+            (fine.part_of[row[0]], coarse.part_of[row[0]]) for row in fine.members
+        }
+    again = grains(colored(graph, cluster, color), (6, 3, 1))
+    assert [level.graph for level in levels] == [level.graph for level in again]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_grains_of_mirrored_graphs(seed):
+    for level in grains(Problem(mirrored(seed, 80), CLUSTER), (40, 20, 10)):
+        check(level)
+
+
+def test_grains_of_a_layered_graph_shrink_and_stay_even():
+    problem = Problem(layered(3000, 10), Cluster.uniform(4, 10**9, Link(100, 10**9)))
+    levels = grains(problem, (1000, 300, 100))
+    assert [len(level.members) for level in levels[1:]] <= [1000, 300, 100]
+    total = sum(op.time_ns for op in problem.graph.ops)
+    for level in levels:
+        check(level)
+        assert max(op.time_ns for op in level.graph.ops) <= total / 8
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
+def test_a_placement_expands_to_one_of_the_fine_graph(graph, cluster):
+    for coarse in grains(Problem(graph, cluster), (4, 2)):
+        placement = METF().place(Problem(coarse.graph, cluster))
+        fine = coarse.expand(placement)
+        # `simulate` checks the order and the groups.
+        simulate(graph, cluster, fine)
+        for part, row in enumerate(coarse.members):
+            assert {fine.devices[op] for op in row} == {placement.devices[part]}
+
+
+def etf(core):
+    """What earliest task first does with the problem: spans and transfers."""
+    timeline = _core.Timeline(core)
+    timeline.list_schedule(np.empty(0, np.int32))
+    return timeline.spans(), timeline.transfers(), timeline.peaks()
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=12), clusters())
+def test_the_core_is_that_of_the_coarse_graph(graph, cluster):
+    speedless = replace(cluster, devices=tuple(replace(d, speed=1.0) for d in cluster.devices))
+    for coarse in grains(Problem(graph, speedless), (6, 3)):
+        assert etf(coarse.core) == etf(Problem(coarse.graph, speedless).core)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
+def test_arrays_expand_like_placements(graph, cluster):
+    for coarse in grains(Problem(graph, cluster), (4, 2)):
+        placement = METF().place(Problem(coarse.graph, cluster))
+        fine = coarse.expand(placement)
+        arrays = (np.array(row, np.int32) for row in (placement.devices, placement.order))
+        devices, order = coarse.expand_arrays(*arrays)
+        assert (tuple(devices), tuple(order)) == (fine.devices, fine.order)
+
+
+@settings(max_examples=80, deadline=None)
+@given(graphs(max_ops=12), clusters())
+def test_regrouped_is_the_problem_with_larger_groups(graph, cluster):
+    problem = Problem(graph, cluster)
+    for level in nested(problem):
+        row = level.tolist()
+        names = [f"c{row[group]}" for group in problem.op_group]
+        ops = tuple(replace(op, group=g) for op, g in zip(graph.ops, names, strict=True))
+        larger = Problem(replace(graph, ops=ops), cluster)
+        assert etf(regrouped(problem, level)) == etf(larger.core)
+
+
+def test_names_do_not_matter():
+    graph = mirrored(3, 60)
+    renamed = OpGraph(
+        tuple(
+            replace(op, name=f"z{999 - i}", group=f"y{999 - int(op.group[1:])}")
+            for i, op in enumerate(graph.ops)
+        ),
+        graph.tensors,
+    )
+    cluster = Cluster.uniform(3, 10**5, Link(50, 10**9))
+    levels = [[c.part_of.tolist() for c in grains(Problem(g, cluster))] for g in (graph, renamed)]
+    assert levels[0] == levels[1]
+    assert len(levels[0]) > 1
+
+
+def test_on_one_device_the_coarse_step_is_the_fine_one():
+    graph = training(5)
+    coarse = coarse_of(graph, Cluster.uniform(1, 2000, Link(1, 10**9)))
+    assert 1 < len(coarse.members) < len(graph.ops)
+    makespans = [
+        SingleDevice(0).place(Problem(g, CLUSTER)).stats["makespan_ns"]
+        for g in (graph, coarse.graph)
+    ]
+    assert makespans == [15000, 15000]
+
+
+@pytest.mark.parametrize("ops", [(), (Op("one", 5, 3, 2),)])
+def test_a_graph_of_no_op_or_one(ops):
+    (level,) = grains(Problem(OpGraph(ops), CLUSTER))
+    assert level.members == tuple((op,) for op in range(len(ops)))
+    assert level.graph == OpGraph(ops)
+
+
+def test_a_large_graph():
+    problem = Problem(layered(100_000, 100), Cluster.uniform(8, 10**12, Link(100, 10**9)))
+    levels = grains(problem, (30_000, 10_000))
+    assert len(levels) == 3
+    assert len(levels[-1].graph.ops) <= 10_000
+
+
+def test_a_placement_of_another_graph_is_not_expanded():
+    with pytest.raises(InputError, match="the placement is for graph other"):
+        coarse_of(training(3)).expand(Placement("other", (0,), (0,)))
+
+
+def test_times_that_no_device_takes_may_add_up_to_anything():
+    ops = tuple(Op(f"o{i}", 10, 10) for i in range(20))
+    chain = tuple(Tensor(i, (i + 1,), 5) for i in range(19))
+    graph = OpGraph(ops, chain, {"never": (2**62,) * 20})
+    coarse = coarsen(Problem(graph, CLUSTER)).graph
+    assert sum(op.time_ns for op in coarse.ops) == 200
+    assert max(coarse.times["never"]) == 2**63 - 1

@@ -1,0 +1,434 @@
+"""The same promises on CUDA; run with `python3 -m pytest -m gpu` where there is a GPU."""
+
+import copy
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import baechi
+from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.verification import Unsplit, verify
+from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.tracing.workarounds.recurrent_weights import compact
+
+pytestmark = pytest.mark.gpu
+
+# Kernels on a GPU may pick other algorithms for other shapes of parallel work.
+TOLERANCES = {"rtol": 1e-4, "atol": 1e-4}
+LANES = ["cuda:0/a", "cuda:0/b", "cuda:0/c"]
+GPUS = ["cuda:0", "cuda:1"]
+TWO_GPUS = pytest.param(GPUS, marks=pytest.mark.multigpu)
+# Batch normalization over few values blows rounding up: on a CPU, the gradients of these in float32
+# are off those in float64 by 15,000 times the tolerance, and by 1.2 times.
+ROUNDING = ("inception", "resnet_train")
+# Their Python asks what kind of device it is on, and takes operators that a CPU does not know:
+# experts count their tokens by `torch.histc` of integers.
+GPUS_ALONE = ("mixtral",)
+
+
+@pytest.fixture(autouse=True)
+def _whole_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions multiply in TF32 by default (10 bits), but not on a CPU."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def on_gpu(name: str) -> zoo.Example:
+    """A model of the zoo with its arguments, in float64 where rounding would show."""
+    model, args, kwargs = zoo.MODELS[name]()
+    if name in ROUNDING:
+        model, args = model.double(), pytree.tree_map_only(torch.Tensor, torch.Tensor.double, args)
+    return model.to("cuda:0"), *to_gpu((args, kwargs))
+
+
+def to_gpu(value: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to("cuda:0"), value)
+
+
+def flipped(value: Any) -> Any:
+    """The rows in another order; what is one tensor remains one."""
+    flip = functools.cache(lambda tensor: tensor.flip(0) if tensor.dim() else tensor)
+    return pytree.tree_map_only(torch.Tensor, flip, value)
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def step(module: nn.Module, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """Outputs and gradients of one step."""
+    module.zero_grad(set_to_none=True)
+    outputs = tensors_of(module(*args, **kwargs))
+    losses = [t.double().square().mean() for t in outputs if t.requires_grad]
+    torch.stack([loss.to("cuda:0") for loss in losses]).sum().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [t.detach().cpu() for t in [*outputs, *gradients]]
+
+
+def placed_randomly(
+    model: nn.Module,
+    args: Any,
+    kwargs: Any,
+    devices: list[str],
+    seed: int,
+    *,
+    training: bool = True,
+    cuda_graphs: Any = False,
+    memory: str = "4GiB",
+) -> baechi.PlacedModule:
+    traced = baechi.trace(model, args, kwargs)
+    costs = tuple(baechi.OpCost(10_000, 20_000) for _ in traced.ops)
+    graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
+    rows = [baechi.Device(name, memory) for name in devices]
+    cluster = baechi.Cluster.connected(rows, baechi.Link(10_000, 10**10))
+    placement = baechi.solve(graph, cluster, placer=baechi.RandomPlacer(seed))
+    return baechi.apply(traced, placement, graph=graph, cluster=cluster, cuda_graphs=cuda_graphs)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [
+        (name, devices)
+        for name in zoo.MODELS
+        for devices in (LANES, LANES[:1], ["cuda:0", "cpu:0"])
+        if name not in GPUS_ALONE or "cpu:0" not in devices
+    ]
+    + [pytest.param(name, GPUS, marks=pytest.mark.multigpu) for name in zoo.MODELS],
+)
+def test_one_step_equals_the_unsplit_model(name: str, devices: list[str]) -> None:
+    model, args, kwargs = on_gpu(name)
+    reference = copy.deepcopy(model)
+    compact(reference)
+    placed = placed_randomly(model, args, kwargs, devices, 0)
+    for _ in range(2):
+        expected, actual = step(reference, args, kwargs), step(placed, args, kwargs)
+        for one, other in zip(expected, actual, strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+@pytest.mark.parametrize("devices", [LANES[:1], LANES[:2]])
+def test_the_allocator_holds_no_more_than_predicted(devices: list[str], cuda_graphs: Any) -> None:
+    """A chain whose activations are large beside what libraries keep for themselves."""
+    layers = [layer for _ in range(6) for layer in (nn.Linear(2048, 2048), nn.GELU())]
+    model = nn.Sequential(*layers).to("cuda:0")
+    x = torch.randn(16384, 2048, device="cuda:0")
+    state = sum(p.nbytes for p in model.parameters())
+    placed = placed_randomly(model, (x,), {}, devices, 0, cuda_graphs=cuda_graphs, memory="16GiB")
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(WARM_UP + 3):
+        placed.zero_grad()
+        placed(x).sum().backward()
+    placed.zero_grad()
+    above = torch.cuda.max_memory_allocated() - before
+    predicted = sum(placed.schedule.peak_bytes) - state
+    # The workspaces of cuBLAS: for two threads on each lane, and where it is captured.
+    slack = len(devices) * 4 * 2**25 + (2 * x.nbytes if cuda_graphs else 0)
+    assert above <= 1.05 * predicted + slack
+    if not cuda_graphs:
+        for plan, real in zip(
+            placed.schedule.peak_bytes, placed.measure(2).peak_bytes, strict=True
+        ):
+            # A copy of the result for the caller is on no account of several on one GPU.
+            assert 0.75 * plan <= real <= 1.05 * plan + 2**25
+
+
+def slow_at_random(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """Let every tape begin with a spin of random length on its stream."""
+    generator = torch.Generator().manual_seed(seed)
+    for name in ("forward", "differentiate"):
+        original = getattr(TapeCode, name)
+
+        def spun(self: Any, *args: Any, original: Any = original, **options: Any) -> None:
+            cycles = int(torch.randint(0, 200_000, (), generator=generator))
+            torch.cuda._sleep(cycles if cycles > 100_000 else 0)
+            original(self, *args, **options)
+
+        monkeypatch.setattr(TapeCode, name, spun)
+
+
+class Branches(nn.Module):
+    """Branches that meet again and again, so that lanes wait for each other all the time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.ModuleList(
+            nn.ModuleList([nn.Linear(256, 256) for _ in range(3)]) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for row in self.rows:
+            x = torch.stack([torch.tanh(layer(x)) for layer in row]).sum(0)
+        return x
+
+
+@pytest.mark.parametrize("devices", [LANES, TWO_GPUS])
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+@pytest.mark.parametrize("seed", range(5))
+def test_lanes_stay_right_when_kernels_are_slow_and_uneven(
+    seed: int, cuda_graphs: Any, devices: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Spins before tapes shake out a missing wait, or memory that was given back too early."""
+    model = Branches().to("cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(
+        model, (torch.randn(64, 256, device="cuda:0"),), {}, devices, seed, cuda_graphs=cuda_graphs
+    )
+    inputs = [torch.randn(64, 256, device="cuda:0") for _ in range(20)]
+    expected = [step(reference, (x,), {}) for x in inputs]
+    slow_at_random(monkeypatch, seed)
+    for x, wanted in zip(inputs, expected, strict=True):
+        for one, other in zip(wanted, step(placed, (x,), {}), strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+
+
+@pytest.mark.parametrize("devices", [LANES[:1], LANES, TWO_GPUS])
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit", "inception", "resnet_train", "towers"])
+def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: list[str]) -> None:
+    model, args, kwargs = on_gpu(name)
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, args, kwargs, devices, 1, cuda_graphs="auto")
+    # Inception is chaotic here: with larger steps rounding in float64 shows after a few.
+    rate = 1e-8 if name == "inception" else 1e-3
+    optimizers = [torch.optim.SGD(m.parameters(), lr=rate) for m in (reference, placed)]
+    for number in range(WARM_UP + 4):
+        given = flipped((args, kwargs)) if number % 2 else (args, kwargs)
+        rows = []
+        for module, optimizer in zip((reference, placed), optimizers, strict=True):
+            rows.append(step(module, *given))
+            optimizer.step()
+        for one, other in zip(*rows, strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+    # The rules in `capturing` know what fails in these models before it is captured.
+    assert not [remark for remark in placed.remarks if "could not be captured" in remark]
+    assert "" in placed._current.executable.graphs.reasons
+
+
+@pytest.mark.parametrize("devices", [LANES[:1], LANES[:2], TWO_GPUS])
+@pytest.mark.parametrize("name", ["bert", "inception", "resnet_eval", "llama"])
+def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: list[str]) -> None:
+    model, args, kwargs = zoo.MODELS[name]()
+    args, kwargs = to_gpu((args, kwargs))
+    model = model.to("cuda:0").eval()
+    with torch.no_grad():
+        expected = tensors_of(model(*args, **kwargs))
+        placed = placed_randomly(
+            model, args, kwargs, devices, 0, training=False, cuda_graphs="auto"
+        )
+        kept = [tensors_of(placed(*args, **kwargs)) for _ in range(WARM_UP + 3)]
+    for outputs in kept:  # no later replay has changed what the caller got
+        for one, other in zip(expected, outputs, strict=True):
+            torch.testing.assert_close(other, one, check_device=False, **TOLERANCES)
+    assert "" in placed._current.executable.graphs.reasons
+
+
+def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64)).to("cuda:0")
+    x = torch.randn(32, 64, device="cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, (x,), {}, LANES[:1], 0, cuda_graphs=True)
+    for number in range(WARM_UP + 3):
+        rows = []
+        for module in (reference, placed):
+            torch.manual_seed(number)
+            rows.append(step(module, (x,), {}))
+        for one, other in zip(*rows, strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+
+
+@pytest.mark.parametrize("casting", [True, False])
+def test_autocast_and_another_stream_are_honoured_by_cuda_graphs(casting: bool) -> None:
+    model = Branches().to("cuda:0")
+    x = torch.randn(64, 256, device="cuda:0")
+    reference = copy.deepcopy(model)
+    with torch.autocast("cuda", torch.bfloat16, casting):
+        placed = placed_randomly(model, (x,), {}, LANES, 2, cuda_graphs="auto")
+    for _ in range(WARM_UP + 2):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), torch.autocast("cuda", torch.bfloat16, casting):
+            rows = [step(module, (x,), {}) for module in (reference, placed)]
+        for one, other in zip(*rows, strict=True):
+            torch.testing.assert_close(other, one, rtol=2e-2, atol=2e-2)
+
+
+def test_a_capture_that_fails_leaves_torch_as_it_was() -> None:
+    """What the rules do not know is found when it is captured; then it runs eagerly."""
+    recorder = CudaRecorder(torch.device("cuda:0"))
+    x = torch.ones(8, device="cuda:0")
+    with pytest.raises(RuntimeError):
+        recorder.record(lambda: torch.full((2,), x.sum().item()), 0)
+    torch.manual_seed(1)
+    first = torch.rand(4, device="cuda:0")
+    torch.manual_seed(1)
+    assert torch.equal(first, torch.rand(4, device="cuda:0"))
+    total = torch.zeros(8, device="cuda:0")
+    replay = recorder.record(lambda: total.add_(x), 0)
+    for _ in range(3):
+        replay()
+    assert total.tolist() == [3.0] * 8
+
+
+class Wary(nn.Module):
+    """Asks a tensor for a truth value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        return hidden.nan_to_num() if torch.isnan(hidden).any() else hidden.tanh()
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, "auto"])
+def test_a_truth_value_that_is_no_more_is_told_and_cuda_lives_on(cuda_graphs: Any) -> None:
+    model, x = Wary().to("cuda:0"), torch.randn(4, 8, device="cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, (x,), {}, LANES[:2], 0, cuda_graphs=cuda_graphs)
+    for _ in range(WARM_UP + 2):
+        for one, other in zip(step(reference, (x,), {}), step(placed, (x,), {}), strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+        with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+            placed(x * float("nan"))
+    profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
+    assert len(profile.costs) == len(placed.traced.ops)
+
+
+_SANITIZED = """
+import torch
+import test_gpu
+import torch.cuda._sanitizer as sanitizer
+model = test_gpu.Branches().to("cuda:0")
+x = torch.randn(64, 256, device="cuda:0")
+placed = test_gpu.placed_randomly(model, (x,), {}, test_gpu.LANES, 0)
+torch.cuda.synchronize()
+sanitizer.enable_cuda_sanitizer()  # it cannot see the fake tensors of a trace
+for _ in range(3):
+    test_gpu.step(placed, (x,), {})
+print("clean")
+"""
+
+
+def test_the_sanitizer_finds_no_access_without_a_wait() -> None:
+    here = Path(__file__).parent
+    root = here.parents[1]
+    path = [
+        *map(str, (here, root / "tests" / "support", root)),
+        *filter(None, [os.environ.get("PYTHONPATH")]),
+    ]
+    found = subprocess.run(
+        [sys.executable, "-c", _SANITIZED],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.stdout.strip().endswith("clean"), found.stderr
+    assert "data race" not in found.stderr
+
+
+def test_place_probes_profiles_and_runs_on_the_gpu() -> None:
+    model, args, kwargs = zoo.MODELS["gpt2"]()
+    args, kwargs = to_gpu((args, kwargs))
+    model = model.to("cuda:0").eval()
+    with torch.no_grad():
+        expected = tensors_of(model(*args, **kwargs))
+        placed = baechi.place(
+            model, LANES[:2], example_args=args, example_kwargs=kwargs, progress=False
+        )
+        for one, other in zip(expected, tensors_of(placed(*args, **kwargs)), strict=True):
+            torch.testing.assert_close(other, one, **TOLERANCES)
+    assert placed.cluster.devices[0].kind == torch.cuda.get_device_name(0)
+    assert placed.schedule.makespan_ns > 0
+
+
+@pytest.mark.parametrize("devices", [LANES[:2], TWO_GPUS])
+def test_a_model_on_the_cpu_moves_to_the_gpu_and_back(devices: list[str]) -> None:
+    model, args, kwargs = zoo.MODELS["resnet_train"]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    placed = placed_randomly(model, args, kwargs, devices, 0)
+    assert {tensor.device.type for tensor in placed.parameters()} == {"cuda"}
+    back = placed.unplace()
+    assert {tensor.device.type for tensor in back.parameters()} == {"cpu"}
+    for name, tensor in back.state_dict().items():
+        torch.testing.assert_close(tensor, before[name])
+
+
+def test_another_shape_and_another_mode_run_once_the_model_is_spread() -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.0), nn.Tanh(), nn.Linear(16, 4))
+    reference = copy.deepcopy(model).to("cuda:0")
+    devices = ["cuda:0", "cpu:0"]
+    placed = baechi.place(model, devices, placer=baechi.RandomPlacer(1), progress=False)
+    for training in (True, False):
+        reference.train(training)
+        placed.train(training)
+        for place, batch in (("cpu", 4), ("cuda:0", 3), ("cpu", 2)):
+            x = torch.randn(batch, 16, device=place)
+            wanted, actual = reference(x.to("cuda:0")), placed(x)
+            torch.testing.assert_close(actual.cpu(), wanted.cpu(), **TOLERANCES)
+
+
+@pytest.mark.parametrize("devices", [LANES[:2], TWO_GPUS])
+def test_training_with_adamw_follows_the_unsplit_model(devices: list[str]) -> None:
+    model, args, kwargs = zoo.MODELS["vit"]()
+    args, kwargs = to_gpu((args, kwargs))
+    model = model.to("cuda:0")
+    reference = copy.deepcopy(model)
+    placed = placed_randomly(model, args, kwargs, devices, 1)
+    # A gradient that is nothing but rounding, as that of a bias of keys, must make no step.
+    options = {"lr": 1e-3, "eps": 1e-4}
+    optimizers = [torch.optim.AdamW(m.parameters(), **options) for m in (reference, placed)]
+    for _ in range(5):
+        for module, optimizer in zip((reference, placed), optimizers, strict=True):
+            step(module, args, kwargs)
+            optimizer.step()
+    for one, other in zip(reference.parameters(), placed.parameters(), strict=True):
+        torch.testing.assert_close(other, one, check_device=False, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_is_verified_on_lanes_of_a_gpu_and_a_wrong_weight_is_named() -> None:
+    model, args, kwargs = zoo.MODELS["towers"]()
+    args, model = to_gpu(args), model.to("cuda:0")
+    unsplit = Unsplit(model)
+    placed = placed_randomly(model, args, kwargs, LANES, 0)
+    special = placed._current
+    call = special.traced.module.call
+    verify(unsplit, special.executable, special.traced.module, call, every=True)
+    with torch.no_grad():
+        next(model.parameters())[0, 0] += 1
+    with pytest.raises(baechi.ExecutionError, match=r"first at .*linear.* on logical device"):
+        verify(unsplit, special.executable, special.traced.module, call)
+
+
+class Shifted(nn.Module):
+    """Looks rows up by its argument and a buffer, so that their numbers are known to a profile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4)
+        self.register_buffer("shift", torch.arange(3))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.table(rows + self.shift).tanh()
+
+
+def test_a_model_that_was_traced_on_the_cpu_is_measured_where_it_was_placed() -> None:
+    placed = placed_randomly(Shifted(), (torch.tensor([4, 0, 6]),), {}, LANES[:2], 0)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():  # the caller's mode is not the measurement's
+            profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
+        assert any(cost.forward_ns for cost in profile.costs)

@@ -1,0 +1,146 @@
+"""Mixed precision: autocast, gradient scaling, and models in half precision, as unsplit."""
+
+import copy
+from typing import Any
+
+import placed
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import baechi
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet_train", "recurrent"])
+def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
+    model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
+    reference = copy.deepcopy(model)
+    with placed.one_thread(), torch.autocast("cpu", torch.bfloat16):
+        module = placed.at_random(model, args, kwargs)
+        expected, actual = (placed.step(m, args, kwargs) for m in (reference, module))
+    module.unplace()
+    assert not expected.differs_from(actual)
+
+
+def lazily(model: nn.Module) -> baechi.PlacedModule:
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    return baechi.place(
+        model, devices, placer="round-robin", costs="estimate", progress=False, verify=True
+    )
+
+
+class Casts(nn.Module):
+    """A cast that changes nothing without autocast, and a part that stays in full precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.layers[0](x).float().exp()
+        with torch.autocast("cpu", enabled=False):
+            x = self.layers[1](x)
+        y = self.layers[2](x)
+        return y, y.float().sum()
+
+
+def test_each_state_of_autocast_is_planned_for_itself() -> None:
+    """A cast that changed nothing when the model was traced is not in the trace."""
+    model, x = Casts(), torch.randn(4, 8)
+    module = lazily(model)
+    for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            expected, actual = model(x), module(x)
+        for one, two in zip(expected, actual, strict=True):
+            assert one.dtype == two.dtype
+            torch.testing.assert_close(two, one)
+    assert repr(module) == "PlacedModule(Casts, 3 specializations)"
+    module.unplace()
+
+
+def test_another_autocast_than_the_traced_one_is_refused_by_apply() -> None:
+    model, args, _ = zoo.towers()
+    module = placed.at_random(model, args)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(baechi.InputError, match="autocast"):
+        module(*args)
+    module.unplace()
+    with torch.autocast("cpu", torch.bfloat16):
+        module = placed.at_random(model, args)
+    with pytest.raises(baechi.InputError, match="autocast"):
+        module(*args)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(module(*args), model(*args))
+    with torch.autocast("cpu", torch.float16), pytest.raises(baechi.InputError, match="autocast"):
+        module(*args)
+    module.unplace()
+
+
+def test_what_was_traced_under_autocast_is_measured_under_it() -> None:
+    model, args, _ = zoo.towers()
+    with torch.autocast("cpu", torch.bfloat16):
+        traced = baechi.trace(model, args)
+    plain = baechi.trace(model, args)
+    assert not {op.key for op in traced.ops} & {op.key for op in plain.ops}
+    profile = baechi.profile(traced, progress=False, cache=False)
+    cluster = baechi.probe({"cpu:0": "1GiB", "cpu:1": "1GiB"})
+    graph = traced.graph(profile)
+    placement = baechi.solve(graph, cluster, placer="round-robin")
+    module = baechi.apply(traced, placement, graph=graph, cluster=cluster)
+    assert module.measure(steps=2).step_ns > 0
+    module.unplace()
+
+
+def test_a_gradient_scaler_scales_clips_and_steps_as_on_the_unsplit_model() -> None:
+    """With an overflow in the third step, which it must see and skip."""
+    model, args, _ = zoo.towers()
+    reference = copy.deepcopy(model)
+    norms: list[list[float]] = []
+    scales = []
+    with placed.one_thread():
+        with torch.autocast("cpu", torch.bfloat16):
+            module = placed.at_random(model, args)
+        for one in (reference, module):
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8)
+            optimizer = torch.optim.AdamW(one.parameters(), lr=1e-2)
+            row = []
+            for i in range(6):
+                optimizer.zero_grad()
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = one(*args).float().square().mean()
+                scaler.scale(loss * (float("inf") if i == 2 else 1.0)).backward()
+                scaler.unscale_(optimizer)
+                norm = torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+                row.append(float(torch.nan_to_num(norm)))
+                scaler.step(optimizer)
+                scaler.update()
+            norms.append(row)
+            scales.append(scaler.get_scale())
+    assert norms[0] == norms[1]
+    assert scales == [2.0**7] * 2
+    for key, tensor in reference.state_dict().items():
+        assert torch.equal(module.state_dict()[key], tensor), key
+    module.unplace()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("gpt2", torch.bfloat16), ("resnet_train", torch.bfloat16), ("towers", torch.float16)],
+)
+def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dtype) -> None:
+    model, args, kwargs = zoo.MODELS[name]()
+    model = model.to(dtype)
+
+    def halved(value: Any) -> Any:
+        floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+        return value.to(dtype) if floats else value
+
+    args = tuple(map(halved, args))
+    kwargs = {key: halved(value) for key, value in kwargs.items()}
+    reference = copy.deepcopy(model)
+    with placed.one_thread():
+        module = placed.at_random(model, args, kwargs)
+        expected, actual = (placed.step(m, args, kwargs) for m in (reference, module))
+    assert not expected.differs_from(actual)
+    assert {gradient.dtype for gradient in actual.gradients.values()} == {dtype}
+    module.unplace()

@@ -1,0 +1,215 @@
+"""What forward writes into the lists and dicts of its caller is in them after a placed call too."""
+
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from placed import again_at_random, at_random
+from torch import Tensor, nn
+
+import baechi
+from baechi.tracing.containers import Watched
+
+
+@dataclass
+class Batch:
+    x: Tensor
+    hidden: Tensor | None = None
+
+
+class Writing(nn.Module):
+    """Writes into a dict, a list in it and a dataclass; removes; returns one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(
+        self, batch: dict[str, Any], rows: OrderedDict[str, Tensor], record: Batch
+    ) -> tuple[Any, Tensor]:
+        batch["hidden"] = self.first(batch.pop("x"))
+        batch["kept"].append(torch.relu(batch["hidden"]))
+        batch["note"] = "seen"
+        rows["y"] = rows["y"] * 2
+        record.hidden = self.last(record.x + rows["y"])
+        return batch, batch["kept"][-1] + record.hidden
+
+
+def arguments() -> tuple[dict[str, Any], OrderedDict[str, Tensor], Batch]:
+    torch.manual_seed(2)
+    x, y, z, kept = torch.randn(4, 2, 4)
+    return {"x": x, "kept": [kept]}, OrderedDict(z=z, y=y), Batch(x.clone().requires_grad_())
+
+
+def step(model: nn.Module) -> dict[str, Any]:
+    """What a call leaves in everything that the caller has."""
+    batch, rows, record = given = arguments()
+    kept = batch["kept"]
+    returned, out = model(*given)
+    assert returned is batch
+    assert batch["kept"] is kept
+    assert batch["note"] == "seen"
+    (out.sum() + batch["hidden"].square().sum() + record.hidden.mean()).backward()
+    left = {f"batch {k}": v for k, v in batch.items() if k not in ("kept", "note")}
+    left |= {f"kept {i}": t for i, t in enumerate(kept)} | {f"rows {k}": v for k, v in rows.items()}
+    left |= {"record": record.hidden, "gradient of x": record.x.grad, "out": out}
+    left |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters()}
+    model.zero_grad()
+    return left
+
+
+def test_the_caller_finds_what_forward_wrote() -> None:
+    model = Writing()
+    wanted = step(model)
+    placed = at_random(model, arguments(), seed=1)
+    for _ in range(2):
+        got = step(placed)
+        assert list(got) == list(wanted)
+        for name, value in wanted.items():
+            assert torch.equal(got[name], value), name
+
+
+def test_tracing_and_measuring_write_nothing() -> None:
+    given = arguments()
+    placed = again_at_random(baechi.trace(Writing(), given), seed=1, devices=2)
+    placed.measure(steps=1)
+    assert list(given[0]) == ["x", "kept"]
+    assert len(given[0]["kept"]) == 1
+    assert given[2].hidden is None
+
+
+class Passing(nn.Module):
+    """Returns what it is given, in another container."""
+
+    def forward(self, x: Tensor, rows: list[Tensor]) -> dict[str, Any]:
+        return {"y": x * 2, "rows": rows, "copy": list(rows)}
+
+
+def test_an_argument_that_is_returned_is_the_callers_own() -> None:
+    rows = [torch.randn(3), torch.randn(3)]
+    placed = at_random(Passing(), (torch.randn(3), rows), seed=0)
+    out = placed(torch.ones(3), rows)
+    assert out["rows"] is rows
+    assert out["copy"] is not rows
+    assert all(map(torch.equal, out["copy"], rows))
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_what_holds_the_same_in_another_order_has_changed(kind: type) -> None:
+    held = [1.5, 2.5] if kind is list else {"a": 1.5, "b": 2.5}
+    watched = Watched([held])
+    assert not watched.changes()
+    if kind is list:
+        held.reverse()
+    else:
+        held["a"] = held.pop("a")
+    assert [number for number, *_ in watched.changes()] == [0]
+
+
+class Options(dict[str, Any]):
+    """A dict whose items are its attributes."""
+
+    def __init__(self, **items: Any) -> None:
+        super().__init__(items)
+        self.__dict__ = self
+
+
+@dataclass(slots=True)
+class Slotted:
+    x: Tensor
+    y: Tensor | None = None
+
+
+class Rows(list[Tensor]):
+    """A list with an attribute."""
+
+    total: Tensor | None = None
+
+
+class Kinds(nn.Module):
+    """Writes into what is like a dict or a list, but has a class of its own."""
+
+    def forward(
+        self, options: Options, slotted: Slotted, rows: Rows, last: deque[Tensor], sums: Any
+    ) -> Tensor:
+        options.y = options["x"] * 2
+        slotted.y = slotted.x + options.y
+        rows.append(slotted.y)
+        rows.total = rows[0] + rows[1]
+        last.append(rows.total)
+        sums["new"] += rows.total
+        return last[0] * 3
+
+
+def of_every_kind() -> tuple[Options, Slotted, Rows, deque[Tensor], defaultdict[str, Any]]:
+    a, b, c, d = torch.arange(8.0).view(4, 2)
+    return Options(x=a), Slotted(b), Rows([c]), deque([d], 1), defaultdict(lambda: 0)
+
+
+def test_containers_of_other_classes() -> None:
+    model = Kinds()
+    placed = again_at_random(baechi.trace(model, of_every_kind()), seed=0, devices=2)
+    wanted, got = of_every_kind(), of_every_kind()
+    assert torch.equal(model(*wanted), placed(*got))
+    for theirs, ours in zip(wanted[2:], got[2:], strict=True):
+        assert len(theirs) == len(ours)
+    assert torch.equal(wanted[0].y, got[0]["y"])
+    assert torch.equal(wanted[1].y, got[1].y)  # type: ignore[arg-type]
+    assert torch.equal(wanted[2].total, got[2].total)  # type: ignore[arg-type]
+    assert torch.equal(wanted[3][0], got[3][0])
+    assert got[3].maxlen == 1
+    assert torch.equal(wanted[4]["new"], got[4]["new"])
+    assert got[4].default_factory is not None
+
+
+class Sized(nn.Module):
+    """Takes a size and returns one."""
+
+    def forward(self, x: Tensor, size: torch.Size) -> tuple[Tensor, torch.Size]:
+        return x.expand(size), x.shape
+
+
+def test_sizes_stay_sizes() -> None:
+    size = torch.Size([3, 2])
+    placed = at_random(Sized(), (torch.ones(1, 2), size), seed=0)
+    out, shape = placed(torch.ones(1, 2), size)
+    assert out.shape == size
+    assert type(shape) is torch.Size
+    assert shape == (1, 2)
+
+
+class Twice(nn.Module):
+    """Is given one list under two names."""
+
+    def forward(self, x: Tensor, one: list[Tensor], two: list[Tensor]) -> Tensor:
+        one.append(x)
+        return two[-1] * len(two)
+
+
+def test_one_list_under_two_names_stays_one() -> None:
+    x = torch.ones(2)
+    same: list[Tensor] = [torch.zeros(2)]
+    module = baechi.place(Twice(), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, costs="estimate")
+    assert module(x, same, same).tolist() == [2, 2]
+    assert len(same) == 2
+    one, two = [torch.zeros(2)], [torch.zeros(2)]
+    assert module(x, one, two).tolist() == [0, 0]
+    assert (len(one), len(two)) == (2, 1)
+
+
+def test_verification_leaves_the_callers_arguments_alone() -> None:
+    given = arguments()
+    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+    baechi.place(
+        Writing(),
+        devices,
+        example_args=given,
+        placer=baechi.RandomPlacer(0),
+        costs="estimate",
+        verify=True,
+        progress=False,
+    )
+    assert list(given[0]) == ["x", "kept"]
+    assert given[2].hidden is None

@@ -1,0 +1,126 @@
+"""A custom autograd function is one operator of the graph, on every rung that can have one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from placed import EXACT, again_at_random, assert_same_values
+from torch import nn
+
+import baechi
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+class Square(torch.autograd.Function):
+    """A square whose gradient is made up, so that nobody can derive it from the forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, power: int) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x**power
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return 3 * gradient * x, None
+
+
+square = Square.apply  # as people do
+
+
+class Untraceable(nn.Module):
+    """Export fails at its packed sequence; its siblings are then traced by fx."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x[None], torch.tensor([3]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)[0][0]
+
+
+class Between(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.side, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(self, self.first(x)))
+
+
+def custom(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return square(x, 2)
+
+
+def without_gradients(model: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        side = model.side(x)
+    return x + side
+
+
+def hooked(_: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    if torch.is_grad_enabled():
+        x.register_hook(lambda gradient: gradient * 2)
+    return x
+
+
+def own_gradient(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(model.side(x).sum(), x, create_graph=True)[0]
+
+
+def steps(model: nn.Module) -> list[Any]:
+    values: list[Any] = []
+    for _ in range(2):
+        y = model(X)
+        y.square().mean().backward()
+        values.append(y.detach())
+    return values + [p.grad for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    "function", [custom, without_gradients, hooked, own_gradient], ids=lambda f: f.__name__
+)
+def test_fx_loses_nothing_either(function: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Untraceable(), nn.Tanh(), nn.Linear(4, 4), Between(function))
+    unsplit = copy.deepcopy(model)
+    traced = baechi.trace(model, (X,))
+    assert traced.rung == "module granularity, opaque leaves"
+    placed = again_at_random(traced, seed=0, devices=2)
+    assert_same_values(steps(placed), steps(unsplit), **EXACT)
+
+
+@pytest.mark.parametrize("before", [(), (Untraceable(),)], ids=["export", "fx"])
+def test_it_is_one_operator_whose_key_has_no_address(before: tuple[nn.Module, ...]) -> None:
+    traced = baechi.trace(nn.Sequential(*before, Between(custom)), (X,))
+    keys = [op.key for op in traced.ops]
+    assert sum("Square" in key for key in keys) == 1
+    assert not any(" at 0x" in key for key in keys)
+
+
+class Ends(nn.Module):
+    """Two outputs, one of them a function's; a metered step and a large one end tapes alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.one(x), square(self.two(x), 2)
+
+
+def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
+    """An optimizer would let the weights decay of what unsplit it leaves alone."""
+    model, x = Ends(), torch.randn(10_000, 8)
+    placed = again_at_random(baechi.trace(model, (x,)), seed=0, devices=1)
+    placed(x)[0].sum().backward()
+    assert model.one.weight.grad is not None
+    assert model.two.weight.grad is None

@@ -1,0 +1,213 @@
+"""A model that is traced takes the branches that it takes when it runs."""
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from benchmarks.runtime.peaks import placed_alone
+from torch import Tensor, nn
+from torch.compiler import is_compiling, is_exporting
+
+import baechi
+
+
+def without_padding(name: str) -> zoo.Example:
+    model, args, kwargs = zoo.MODELS[name]()
+    return model, args, {key: value for key, value in kwargs.items() if "mask" not in key}
+
+
+def readers(traced: baechi.Traced) -> Iterator[torch.fx.Node]:
+    for node in traced.module.graph_module.graph.nodes:
+        if "scaled_dot_product_attention" in str(node.target):
+            yield node
+
+
+@pytest.mark.parametrize(
+    ("name", "causal"),
+    [("llama", True), ("gpt2", True), ("mixtral", True), ("vit", False), ("clip", None)],
+)
+def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -> None:
+    found = list(readers(baechi.trace(*without_padding(name))))
+    assert found
+    for node in found:
+        masked, is_causal = [*node.args[3:], None][0], [*node.args[5:], False][0]
+        assert masked is None
+        assert "attn_mask" not in node.kwargs or node.kwargs["attn_mask"] is None
+        assert causal is None or bool(is_causal or node.kwargs.get("is_causal")) is causal
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_a_padding_mask_stays(name: str) -> None:
+    """Its values may be others in the next call, whatever they are in the example."""
+    model, args, kwargs = zoo.MODELS[name]()
+    whole = {key: torch.ones_like(v) if "mask" in key else v for key, v in kwargs.items()}
+    for node in readers(baechi.trace(model, args, whole)):
+        assert isinstance(node.args[3], torch.fx.Node)
+
+
+def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list[Tensor]:
+    model.zero_grad()
+    result = run(*example[1], **example[2])
+    logits = result.logits if hasattr(result, "logits") else result[0]
+    logits.square().sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return [logits.detach(), *map(torch.clone, gradients)]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "vit", "t5"])
+def test_one_device_gives_the_same_bits(name: str) -> None:
+    model, args, kwargs = example = without_padding(name)
+    expected = loss_and_gradients(model, model, example)
+    placed = placed_alone(baechi.trace(model, args, kwargs), training=True)
+    actual = loss_and_gradients(placed, model, example)
+    placed.unplace()
+    assert len(actual) == len(expected)
+    assert all(map(torch.equal, actual, expected))
+
+
+class Asks(nn.Module):
+    """Asks in all the ways that there are, and triples where any of them says yes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answers = [
+            torch.compiler.is_exporting(),
+            torch.compiler.is_compiling(),
+            torch.compiler.is_dynamo_compiling(),
+            torch._dynamo.external_utils.is_compiling(),
+            is_exporting(),
+            is_compiling(),
+        ]
+        order = torch.arange(x.shape[0])
+        if any(answers) or isinstance(order, torch._subclasses.FakeTensor):
+            return self.linear(x) * 3
+        return self.linear(x)
+
+
+def test_a_model_that_asks_is_traced_as_it_runs() -> None:
+    model, x = Asks(), torch.randn(2, 4)
+    traced = baechi.trace(model, (x,))
+    assert [attempt.reason for attempt in traced.attempts] == [""]
+    torch.testing.assert_close(traced.module.graph_module(x)[0], model(x), rtol=0, atol=0)
+
+
+class Nested(nn.Module):
+    """What torch itself must know: a compiled function inside an export runs as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.compile(lambda x: x * 2, backend="eager")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale(x) + (5 if torch.compiler.is_exporting() else 1)
+
+
+def test_torch_itself_hears_that_there_is_an_export() -> None:
+    model, x = Nested(), torch.randn(3)
+    traced = baechi.trace(model, (x,))
+    assert traced.rung == "torch.export (non-strict)"
+    assert torch.equal(traced.module.graph_module(x)[0], x * 2 + 1)
+
+
+class Careful(nn.Module):
+    """Looks at values if nobody exports it; before that it asks for something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = 5 if torch.compiler.is_exporting() else 1
+        if not torch.compiler.is_compiling() and x.sum() > 0:
+            return x * 2
+        return x + shift
+
+
+def test_who_asked_last_is_told_where_the_eager_branch_cannot_be_traced() -> None:
+    traced = baechi.trace(Careful(), (torch.ones(3),))
+    first, last = traced.attempts
+    assert "data-dependent" in first.reason
+    assert last.rung == "torch.export (non-strict), exporting said to Careful.forward"
+    assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 2.0))
+
+
+class TwoCareful(nn.Module):
+    """Whom to tell is not who asked last."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        exported = bool(torch.compiler.is_exporting())
+        shift = 5 if torch.compiler.is_compiling() else 1
+        return x * 2 if not exported and x.sum() > 0 else x + shift
+
+
+def test_all_are_told_at_last() -> None:
+    traced = baechi.trace(TwoCareful(), (torch.ones(3),))
+    assert len(traced.attempts) == 3
+    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
+
+
+def looks() -> list[bool]:
+    """What torch's code and the model's hear, and whether `FakeTensor` is another class."""
+    scope = {"__name__": "torch.optim.other", "torch": torch}
+    torchs = bool(eval("True if torch.compiler.is_compiling() else False", scope))
+    fake = torch._subclasses.fake_tensor.FakeTensor
+    return [torchs, bool(is_exporting()), torch._subclasses.FakeTensor is not fake]
+
+
+class Relies(nn.Module):
+    """Cannot be traced after an answer about a value, which none who exports would hear."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.arange(x.shape[0])
+        if isinstance(order, torch._subclasses.FakeTensor):
+            return x + 5
+        return x + (1 if x.sum() > 0 else 2)
+
+
+def test_what_fails_after_an_answer_is_tried_without_answers() -> None:
+    traced = baechi.trace(Relies(), (torch.ones(3),))
+    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
+
+
+class Conditional(nn.Module):
+    """Both branches are compiled inside of the export."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x + 1, (x,))
+
+
+def test_a_compiler_inside_of_the_export_is_given_way() -> None:
+    traced = baechi.trace(Conditional(), (torch.ones(3),))
+    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    for x in (torch.ones(3), -torch.ones(3)):
+        assert torch.equal(traced.module.graph_module(x)[0], Conditional()(x))
+
+
+class Watched(nn.Module):
+    """Lets another thread look while it is traced, and looks itself."""
+
+    def __init__(self, look: Callable[[str], None]) -> None:
+        super().__init__()
+        self.look = look
+
+    def forward(self, x: Tensor) -> Tensor:
+        other = threading.Thread(target=self.look, args=("other",))
+        other.start()
+        other.join()
+        self.look("own")
+        return x + 1
+
+
+def test_other_threads_see_torch_as_it_is_and_so_does_all_after() -> None:
+    seen: dict[str, list[bool]] = {}
+    baechi.trace(Watched(lambda who: seen.update({who: looks()})), (torch.ones(2),))
+    assert seen == {"other": [False, False, False], "own": [True, False, True]}
+    assert looks() == [False, False, False]
+    assert torch.compiler._is_exporting_flag is False
+    assert torch.compiler._is_compiling_flag is False
+    assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor
+    assert not hasattr(torch._subclasses, "__getattr__")

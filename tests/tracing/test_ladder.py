@@ -1,0 +1,298 @@
+"""The ladder, and what a trace says of operators, storages and what autograd keeps."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import baechi
+
+
+def trace_of(name: str) -> baechi.Traced:
+    model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
+    return baechi.trace(model, args, kwargs)
+
+
+def op_with(traced: baechi.Traced, node: str) -> int:
+    return next(i for i, op in enumerate(traced.ops) if node in op.nodes)
+
+
+def test_the_first_rung_takes_real_models_and_says_so() -> None:
+    traced = trace_of("gpt2")
+    assert traced.rung == "torch.export (non-strict)"
+    assert [attempt.reason for attempt in traced.attempts] == [""]
+
+
+class Branch(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if bool(x.sum() > 0) else x
+
+
+class Compared(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.sum().item() > 0 else x
+
+
+class HasBranch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.branch = Branch()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.branch(self.linear(x)) + 1
+
+
+def test_a_lower_rung_is_taken_with_the_reason_and_the_models_own_line() -> None:
+    traced = baechi.trace(HasBranch(), (torch.randn(2, 4),))
+    assert traced.rung == "module granularity, opaque leaves"
+    assert len(traced.attempts) == 4
+    assert all(attempt.reason for attempt in traced.attempts[:-1])
+    assert any("x * 2 if bool" in attempt.reason for attempt in traced.attempts)
+    assert any("test_tracing.py" in attempt.reason for attempt in traced.attempts)
+
+
+def test_rungs_that_fail_print_nothing() -> None:
+    """In a fresh process, since torch sets its logs up once."""
+    code = (
+        "import torch, baechi\n"
+        "from torch import nn\n"
+        "class Branch(nn.Module):\n"
+        "    def forward(self, x): return x * 2 if bool(x.sum() > 0) else x\n"
+        "model = nn.Sequential(nn.Linear(4, 4), Branch())\n"
+        "print(baechi.trace(model, (torch.ones(2, 4),)).rung)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "module granularity, opaque leaves\n"
+    assert run.stderr == ""
+
+
+def test_a_model_that_no_rung_takes_says_why_for_each() -> None:
+    with pytest.raises(baechi.TraceError, match="Compared cannot be traced") as caught:
+        baechi.trace(Compared(), (torch.randn(2, 4),))
+    for rung in ("non-strict", "strict", "symbolic_trace", "opaque", "values told"):
+        assert rung in str(caught.value)
+
+
+def test_a_trace_changes_nothing_in_the_model() -> None:
+    model, args, kwargs = zoo.AWKWARD["buffers"]()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    baechi.trace(model, args, kwargs)
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(random, torch.get_rng_state())
+
+
+def test_a_model_on_the_meta_device_traces_without_weights() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(50_000, 200_000), nn.ReLU(), nn.Linear(200_000, 10))
+        x = torch.empty(2, 50_000)
+    traced = baechi.trace(model, (x,))
+    parameters = sum(op.trained_bytes for op in traced.ops)
+    assert parameters == sum(p.numel() for p in model.parameters()) * 4
+    assert all(p.is_meta for p in model.parameters())
+
+
+def test_positional_and_keyword_calls_are_the_same_call() -> None:
+    model = nn.Linear(3, 3)
+    x = torch.randn(2, 3)
+    one, other = baechi.trace(model, (x,)), baechi.trace(model, (), {"input": x})
+    assert one.digest == other.digest
+    assert one == other
+
+
+def test_views_and_in_place_results_belong_to_the_op_that_made_their_storage() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x.exp()
+            z = y.view(-1)
+            z[0] = 3.0
+            y.relu_()
+            return y.t().sum() + z.mean()
+
+    traced = baechi.trace(Model(), (torch.randn(2, 3),))
+    exp = traced.ops[op_with(traced, "exp")]
+    assert {"exp", "view", "relu_"} <= set(exp.nodes)
+    made = [t for t in traced.tensors if t.producer == op_with(traced, "exp")]
+    assert [t.nbytes for t in made] == [2 * 3 * 4]
+
+
+def test_a_value_read_between_two_writes_is_read_in_between() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y = x + 1
+            before = y.sum()
+            y.mul_(2)
+            return before, y
+
+    model = Model()
+    x = torch.randn(3)
+    traced = baechi.trace(model, (x,))
+    assert op_with(traced, "sum_1") == op_with(traced, "mul_")
+
+
+def test_users_of_one_parameter_share_a_group_and_its_bytes_count_once() -> None:
+    traced = trace_of("gpt2")
+    model, _, _ = zoo.MODELS["gpt2"]()
+    tied = [op for op in traced.ops if op.group and "wte" in op.group]
+    assert len(tied) == 2
+    assert sum(op.trained_bytes for op in traced.ops) == sum(
+        p.numel() * p.element_size() for p in model.parameters()
+    )
+
+
+def test_a_buffer_that_is_only_read_travels_and_does_not_tie_its_readers() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * self.scale).exp() * self.scale
+
+    traced = baechi.trace(Model(), (torch.randn(2, 4),))
+    assert all(op.group is None for op in traced.ops)
+    home = next(i for i, op in enumerate(traced.ops) if op.name == "state:scale")
+    (tensor,) = [t for t in traced.tensors if t.producer == home]
+    assert tensor.nbytes == 16
+    assert len(tensor.consumers) == 2
+    assert tensor.kept
+
+
+def test_a_batch_norm_that_counts_its_calls_does_so_where_it_runs() -> None:
+    """Else the counter, which nothing reads, goes to a device that is idle."""
+    layers = [
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3),
+        nn.BatchNorm2d(8),
+    ]
+    traced = baechi.trace(nn.Sequential(*layers), (torch.randn(2, 3, 8, 8),))
+    counters = [op for op in traced.ops if any("num_batches" in name for name in op.parameters)]
+    norms = [op for op in traced.ops if any("running_mean" in name for name in op.parameters)]
+    assert [op.group for op in counters] == [op.group for op in norms]
+    assert len({op.group for op in traced.ops}) == 1 + len(norms)  # and None for all others
+    graph = traced.graph(baechi.estimate(traced, kind="H200"), training=True)
+    cluster = baechi.Cluster.uniform(8, 2**33, baechi.Link(10_000, 1_000_000_000))
+    for placer in ("auto", "m-etf", "m-sct", "heft", "peft"):
+        placement = baechi.solve(graph, cluster, placer=placer)
+        assert len(set(placement.devices)) == 1, placer
+
+
+def test_what_autograd_keeps_is_what_a_real_run_keeps() -> None:
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4)
+    )
+    x = torch.randn(3, 8)
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        alive.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(x)
+    for parameter in model.parameters():
+        kept.pop(parameter.untyped_storage()._cdata, None)
+    traced = baechi.trace(model, (x,))
+    tensors = {t for op in traced.ops for t in op.saves}
+    said = sum(traced.tensors[t].nbytes for t in tensors) + sum(op.saved_bytes for op in traced.ops)
+    assert said == sum(kept.values())
+
+
+def test_equal_layers_have_equal_keys_and_different_ones_do_not() -> None:
+    layers = [nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 5)]
+    traced = baechi.trace(nn.Sequential(*layers), (torch.randn(2, 4, requires_grad=True),))
+    keys = [op.key for op in traced.ops if op.name.split("/")[-1].startswith("linear")]
+    assert keys[0] == keys[1] != keys[2]
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_random_ops_are_known_only_where_they_draw(training: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Dropout(0.0)).train(training)
+    traced = baechi.trace(model, (torch.randn(2, 4),))
+    assert sum(op.random for op in traced.ops) == int(training)
+
+
+def test_every_op_names_its_module_and_the_models_own_line() -> None:
+    traced = trace_of("gpt2")
+    fc = next(op for op in traced.ops if op.name.startswith("transformer.h.0.mlp.c_fc"))
+    assert ".py:" in fc.source
+    assert fc.parameters == ("transformer.h.0.mlp.c_fc.weight", "transformer.h.0.mlp.c_fc.bias")
+
+
+def test_a_submodule_called_model_keeps_its_name() -> None:
+    traced = trace_of("llama")
+    assert any(op.name.startswith("model.layers.0.self_attn.q_proj/") for op in traced.ops)
+    assert not any(op.name.startswith(".") for op in traced.ops)
+
+
+def test_two_traces_of_one_model_are_equal() -> None:
+    assert trace_of("t5") == trace_of("t5")
+
+
+def test_the_order_of_ops_is_topological() -> None:
+    for name in ("t5", "awkward"):
+        traced = trace_of(name)
+        for tensor in traced.tensors:
+            assert all(consumer > tensor.producer for consumer in tensor.consumers)
+
+
+def test_wrong_arguments_are_refused_with_the_signature() -> None:
+    with pytest.raises(baechi.InputError, match="forward"):
+        baechi.trace(nn.Linear(2, 2), (), {"y": torch.randn(2, 2)})
+    with pytest.raises(baechi.InputError, match="Module"):
+        baechi.trace(torch.relu, (torch.randn(2),))
+
+
+def test_a_loaded_trace_says_that_it_has_no_model(tmp_path) -> None:
+    traced = trace_of("towers")
+    baechi.dump(traced, tmp_path / "trace.json")
+    loaded = baechi.load(tmp_path / "trace.json")
+    assert loaded == traced
+    assert loaded.digest == traced.digest
+    with pytest.raises(baechi.InputError, match="loaded from a file"):
+        baechi.profile(loaded)
+    assert dataclasses.is_dataclass(loaded)
+
+
+class Cache:
+    """A class that neither torch nor Baechi knows."""
+
+    def __init__(self, key: torch.Tensor, layer: "Cache | None" = None) -> None:
+        self.key, self.layer, self.length = key, layer, len(key)
+
+
+class Caching(nn.Module):
+    """Returns tensors inside of objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, object]:
+        hidden = self.first(x)
+        return {"y": self.last(hidden), "cache": Cache(hidden, Cache(hidden * 2))}
+
+
+def test_objects_are_returned_with_their_tensors() -> None:
+    model, x = Caching(), torch.ones(3, 6)
+    expected = model(x)
+    placed = baechi.place(
+        model, ["cpu"], example_args=(x,), costs="estimate", progress=False, placer="m-topo"
+    )
+    actual = placed(x)
+    assert placed.traced.rung == "torch.export (non-strict)"
+    assert type(actual["cache"]) is Cache
+    assert actual["cache"].length == 3
+    torch.testing.assert_close(actual["cache"].layer.key, expected["cache"].layer.key)
+    torch.testing.assert_close(actual["y"], expected["y"])
+    placed.unplace()

@@ -1,0 +1,119 @@
+"""What a forward leaves in its model: buffers are written, and nothing of a tracer stays."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from placed import EXACT, again_at_random, assert_same_values
+from torch import nn
+
+import baechi
+
+X = torch.arange(12.0).reshape(3, 4)
+
+
+class Stateful(nn.Module):
+    """A linear layer, and a function of the model and of its output."""
+
+    def __init__(self, change: Callable[["Stateful", torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("before", torch.ones(8))
+        self.seen: torch.Tensor | None = None
+        self.loose = [torch.zeros(8), torch.ones(8)]
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.change(self, self.first(x)))
+
+
+def replaced_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.mean = model.mean * 0.9 + x.detach().mean(0) * 0.1
+    return x - model.mean
+
+
+def remembered(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.seen = x.detach() * 2
+    return x + model.seen
+
+
+def written_but_no_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.loose[0].add_(1)
+    return x + model.loose[0] * model.loose[1]
+
+
+def shifted_buffers(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.before, model.mean = model.mean, x.detach().mean(0)
+    return x + model.before
+
+
+def exchanged_buffers(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.before, model.mean = model.mean + 1, model.before
+    model.before, model.mean = model.mean, model.before
+    return x + model.before + 2 * model.mean
+
+
+def grown_buffer(model: Stateful, x: torch.Tensor) -> torch.Tensor:
+    model.mean = torch.cat([model.mean, model.mean])
+    return x
+
+
+def steps(model: nn.Module) -> list[torch.Tensor]:
+    """Outputs, gradients and state of two steps."""
+    values: list[torch.Tensor] = []
+    for _ in range(2):
+        y = model(X)
+        y.square().mean().backward()
+        values.append(y.detach())
+    return values + [p.grad for p in model.parameters()] + list(model.state_dict().values())
+
+
+KEPT = [
+    replaced_buffer,
+    remembered,
+    written_but_no_buffer,
+    shifted_buffers,
+    exchanged_buffers,
+]
+
+
+@pytest.mark.parametrize("change", KEPT, ids=lambda f: f.__name__)
+def test_the_placed_model_does_it_too(change: Callable[..., torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Stateful(change))
+    unsplit = copy.deepcopy(model)
+    traced = baechi.trace(model, (X,))
+    placed = again_at_random(traced, seed=0, devices=2)
+    assert traced.rung == "torch.export (non-strict)"
+    assert_same_values(steps(placed), steps(unsplit), **EXACT)
+
+
+def test_a_buffer_that_grows_is_refused() -> None:
+    model = Stateful(grown_buffer)
+    mean = model.mean
+    with pytest.raises(baechi.TraceError, match="replaces buffer 'mean'"):
+        baechi.trace(model, (X,))
+    assert model.mean is mean
+    assert mean.shape == (8,)
+
+
+class ReturnsTheOld(Stateful):
+    """Returns a buffer's old value beside the output, and replaces the buffer."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        old = self.mean[1:]
+        return super().forward(x), old
+
+
+def test_the_old_value_of_a_replaced_buffer_is_no_output() -> None:
+    with pytest.raises(baechi.TraceError, match="returns what buffer 'mean' was"):
+        baechi.trace(ReturnsTheOld(replaced_buffer), (X,))
+
+
+def test_the_model_holds_no_fake_tensor_after_a_trace() -> None:
+    model = Stateful(remembered)
+    baechi.trace(model, (X,))
+    assert model.seen is None
+    model(X)

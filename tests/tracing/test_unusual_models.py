@@ -1,0 +1,496 @@
+"""What few models do, and some: as the unsplit model, or refused by name; never something else."""
+
+import copy
+import functools
+import gc
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from placed import again_at_random, place_on, step
+from torch import Tensor, nn
+
+import baechi
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
+
+
+class Middle(nn.Module):
+    """Two linear layers, and a function of the model and of what is between them."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.middle = middle
+        self.drop = nn.Dropout(0.5)
+        self.table = torch.arange(4.0)
+        self.rows: dict[int, Tensor] = {}
+        self.state = SimpleNamespace(seen=None, count=torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.last(self.middle(self, self.first(x)))
+
+
+class Inside(nn.Module):
+    """The same function in a submodule, which may stay whole."""
+
+    def __init__(self, middle: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.middle = middle
+
+    def forward(self, x: Tensor) -> Any:
+        return self.middle(self, x)
+
+
+def within(function: Callable[[Any, Tensor], Any]) -> Middle:
+    model = Middle(lambda model, x: model.inside(x))
+    model.inside = Inside(function)
+    return model
+
+
+def lazily(model: nn.Module) -> baechi.PlacedModule:
+    return baechi.place(
+        model,
+        DEVICES,
+        placer="round-robin",
+        costs="estimate",
+        progress=False,
+        threads_per_device=1,
+    )
+
+
+def assert_equal_steps(one: nn.Module, two: nn.Module, calls: Sequence[Any]) -> None:
+    for seed, args in enumerate(calls):
+        left = []
+        for model in (one, two):
+            torch.manual_seed(seed)
+            left.append(step(model, args, {}))
+        assert not left[0].differs_from(left[1])
+
+
+# Arguments.
+
+
+class Named(nn.Module):
+    def forward(self, **rows: Tensor) -> Tensor:
+        return torch.cat([row * i for i, row in enumerate(rows.values())])
+
+
+def test_keyword_arguments_come_in_the_callers_order() -> None:
+    placed = lazily(Named())
+    for rows in ({"b": X, "a": X + 1}, {"a": X, "b": X + 1}):
+        assert torch.equal(placed(**rows), Named()(**rows))
+
+
+def test_hooks_of_the_model_see_how_it_is_called() -> None:
+    models = [Middle(lambda _, x: x) for _ in range(2)]
+    for model in models:
+        model.register_forward_pre_hook(lambda _, args: tuple(2 * x for x in args))
+        model.register_forward_hook(lambda _, args, y: y + sum(args))
+    placed = lazily(models[1])
+    assert_equal_steps(models[0], placed, [(X,), (X + 1,)])
+    assert torch.equal(placed(x=X), models[0](x=X))
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, 4), 2.0))
+
+    def forward(self, x: Tensor, other: Any) -> Tensor:
+        if x.is_sparse:
+            return torch.sparse.mm(x, self.weight)
+        return x @ self.weight + (other(x) if callable(other) else 3 * x @ other)
+
+
+def test_an_argument_that_is_a_parameter_is_still_an_argument() -> None:
+    model, unsplit = Sums(), Sums()
+    placed = again_at_random(baechi.trace(model, (X, model.weight)), seed=0, devices=2)
+    other = torch.ones(4, 4)
+    assert torch.equal(placed(X, other), unsplit(X, other))
+    for one, two in ((placed, model), (unsplit, unsplit)):
+        one(X, two.weight).square().sum().backward()
+    assert torch.equal(model.weight.grad, unsplit.weight.grad)
+
+
+def test_sparse_is_another_layout_and_each_module_another_argument() -> None:
+    placed, unsplit = lazily(Sums()), Sums()
+    heads = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+    for other in (torch.ones(4, 4), *heads):
+        assert torch.equal(placed(X, other), unsplit(X, other))
+    with pytest.raises(baechi.TraceError):
+        placed(X.to_sparse(), torch.ones(4, 4))
+
+
+class Labelled(Tensor):
+    """Keeps to its class, as torch lets it."""
+
+
+class Doubled(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = super().__torch_function__(func, types, args, kwargs or {})
+        return super().__torch_function__(torch.add, types, (value, value), {})
+
+
+def test_a_tensor_that_computes_otherwise_is_refused() -> None:
+    model = Middle(lambda _, x: x)
+    placed = lazily(model)
+    assert torch.equal(placed(X.as_subclass(Labelled)), model(X))
+    with pytest.raises(baechi.InputError, match="is a Doubled, whose own __torch_function__"):
+        placed(X.as_subclass(Doubled))
+
+
+# What is read besides arguments and state.
+
+
+def test_a_parameter_that_is_not_registered_is_refused() -> None:
+    heads = [nn.Linear(4, 4)]
+    with pytest.raises(baechi.TraceError, match=r"no parameter of the model, at test_unus.*heads"):
+        baechi.trace(Middle(lambda _, x: heads[0](x)), (X,))
+
+
+def test_a_parameter_hidden_in_a_submodule_that_stays_whole_is_refused() -> None:
+    model = within(lambda model, x: x * model.rows[0] if x.sum().item() < 1e9 else x)
+    model.inside.rows = [nn.Parameter(torch.ones(4))]
+    with pytest.raises(baechi.TraceError, match=r"a Inside holds a parameter of shape \[4\]"):
+        baechi.trace(model, (X,))
+
+
+def test_a_teacher_that_is_not_registered_has_no_gradient() -> None:
+    teacher = nn.Linear(4, 4)
+
+    def middle(_: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            goal = teacher(x)
+        return x * goal
+
+    placed = again_at_random(baechi.trace(Middle(middle), (X,)), seed=0, devices=2)
+    assert_equal_steps(Middle(middle), placed, [(X,), (X + 1,)])
+
+
+@pytest.mark.parametrize("make", [Middle, within])
+def test_a_tensor_from_outside_is_written_once_in_each_call(make: Callable[..., Any]) -> None:
+    counts = torch.zeros(4), torch.zeros(4)
+
+    def counting(count: Tensor) -> nn.Module:
+        def middle(_: Any, x: Tensor) -> Tensor:
+            count.add_(1)
+            return x + count
+
+        return make(middle)
+
+    unsplit, model = map(counting, counts)
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    assert counts[1].sum() == 0
+    assert_equal_steps(unsplit, placed, [(X,), (X,)])
+    assert torch.equal(*counts)
+
+
+def test_who_asks_for_the_value_of_what_it_counts_hears_when_it_changes() -> None:
+    def asking(model: Any, x: Tensor) -> Tensor:
+        model.state.count += 1
+        return x * 2 if model.state.count[0] > 1 else x
+
+    placed = again_at_random(baechi.trace(Middle(asking), (X,)), seed=0, devices=2)
+    assert torch.equal(placed(X), Middle(asking)(X))
+    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+        placed(X)
+
+
+# What forward leaves in the model.
+
+
+def remember(model: Any, x: Tensor) -> Tensor:
+    if len(x) not in model.rows:
+        model.rows[len(x)] = torch.arange(len(x), dtype=x.dtype)[:, None].cos()
+    model.state.seen = x.detach()
+    return x * model.rows[len(x)] + model.state.seen
+
+
+def test_lists_dicts_and_objects_of_the_model_hold_no_tensor_of_a_tracer() -> None:
+    model = Middle(remember)
+    placed = lazily(model)
+    assert_equal_steps(Middle(remember), placed, [(X,), (X[:2],)])
+    assert not model.rows
+    assert model.state.seen is None
+
+
+@functools.lru_cache
+def cosines(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float32)[:, None].cos()
+
+
+class Tables:
+    @staticmethod
+    @functools.lru_cache
+    def cosines(n: int) -> Tensor:
+        return cosines.__wrapped__(n)
+
+
+@pytest.mark.parametrize(
+    ("where", "frozen"),
+    [("file", False), ("class", False), ("nowhere", False), ("file", True), ("class", True)],
+)
+def test_cached_functions_keep_no_tensor_of_a_tracer(where: str, frozen: bool) -> None:
+    """`conftest` has frozen what was there before this file's tests; a server may at any time.
+
+    Then a function without a name in a file or a class is not found.
+    """
+    table = {
+        "file": cosines,
+        "class": Tables.cosines,
+        "nowhere": functools.lru_cache(cosines.__wrapped__),
+    }[where]
+    model = Middle(lambda _, x: x * table(len(x)))
+    if not frozen:
+        gc.unfreeze()
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    gc.freeze()
+    assert type(table(len(X))) is Tensor
+    assert torch.equal(placed(X), model(X))
+    table.cache_clear()
+
+
+def make_buffer(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "shift"):
+        model.register_buffer("shift", x.detach().mean(0), persistent=False)
+    return x + model.shift
+
+
+def make_module(model: Any, x: Tensor) -> Tensor:
+    if not hasattr(model, "head"):
+        model.head = nn.Linear(x.shape[-1], 4)
+    return model.head(x)
+
+
+@pytest.mark.parametrize(("make", "name"), [(make_buffer, "shift"), (make_module, "head")])
+def test_what_forward_registers_is_refused_until_it_has_run(
+    make: Callable[..., Any], name: str
+) -> None:
+    model = Middle(make)
+    with pytest.raises(baechi.TraceError, match=f"makes '{name}'.* Run the model once"):
+        baechi.trace(model, (X,))
+    assert not hasattr(model, name)
+    unsplit = Middle(make)
+    for each in (model, unsplit):
+        torch.manual_seed(1)
+        each(X)
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    assert_equal_steps(unsplit, placed, [(X,), (X + 1,)])
+
+
+class Way(nn.Module):
+    """A layer, and a factor for what it gives."""
+
+    def __init__(self, layer: nn.Module, factor: float) -> None:
+        super().__init__()
+        self.layer, self.factor = layer, factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.factor
+
+
+def choose_another_way(model: Any, x: Tensor) -> Tensor:
+    if model.extra.factor > 0:
+        model.extra = Way(model.extra.layer, -1.0)
+    return model.extra(x)
+
+
+def test_a_submodule_that_forward_exchanges_for_one_of_the_same_weights_is_no_new_state() -> None:
+    """As BigBird does, whose attention is another where the text is short."""
+    unsplit, model = (Middle(choose_another_way) for _ in range(2))
+    unsplit.extra, model.extra = (Way(copy.deepcopy(unsplit.last), 1.0) for _ in range(2))
+    placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
+    assert_equal_steps(unsplit, placed, [(X,), (X + 1,)])
+
+
+# Random numbers.
+
+
+def seeding(_: Any, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    return x * torch.rand_like(x)
+
+
+def test_who_seeds_in_forward_stays_whole_or_is_refused() -> None:
+    with pytest.raises(baechi.TraceError, match=r"what torch\.manual_seed asks for"):
+        baechi.trace(Middle(seeding), (X,))
+    placed = again_at_random(baechi.trace(within(seeding), (X,)), seed=0, devices=2)
+    assert_equal_steps(within(seeding), placed, [(X,), (X + 1,)])
+
+
+class Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        noise = torch.rand_like(x)
+        ctx.save_for_backward(noise)
+        return x * noise
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (noise,) = ctx.saved_tensors
+        return gradient * noise
+
+
+def under_autocast(_: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        weights = nn.functional.dropout(x @ x.T, 0.5).float()
+    return weights @ x
+
+
+def without_gradients(_: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        noise = Noise.apply(torch.ones_like(x)) * torch.rand_like(x)
+    return x * noise
+
+
+def branching(_: Any, x: Tensor) -> Tensor:
+    return x * torch.rand_like(x) if x.sum().item() < 1e9 else x
+
+
+class Stack(nn.Module):
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.after = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.part = nn.Sequential(nn.Linear(4, 4), Inside(function), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(self.part(self.before(x)))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda _, x: Noise.apply(x), under_autocast, without_gradients, branching]
+)
+def test_what_runs_again_draws_again(function: Callable[[Any, Tensor], Tensor]) -> None:
+    traced = baechi.trace(Stack(function), (X,))
+    assert sum(op.random for op in traced.ops) == 1
+    placer = baechi.RandomPlacer(0)
+    placed = place_on(traced, 1, placer, checkpoint=["part"], threads_per_device=1)
+    assert_equal_steps(Stack(function), placed, [(X,), (X + 1,)])
+
+
+# Blocks without gradients.
+
+
+def guarded(_: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        factor = 2.0 if (x > 1e6).any() else 1.0
+    return x * factor
+
+
+def test_a_check_in_a_block_without_gradients_is_made() -> None:
+    placed = again_at_random(baechi.trace(Middle(guarded), (X,)), seed=0, devices=2)
+    assert_equal_steps(Middle(guarded), placed, [(X,), (X + 1,)])
+    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+        placed(X * 1e9)
+
+
+def two_blocks(_: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        one = (x @ x.T @ x).sin()
+    x = x * one
+    with torch.no_grad():
+        two = x + 1
+    return x * two
+
+
+def test_different_blocks_do_not_cost_the_same() -> None:
+    keys = [op.key for op in baechi.trace(Middle(two_blocks), (X,)).ops if "wrap_with" in op.key]
+    assert len(set(keys)) == len(keys) == 2
+
+
+# Symbolic tracing, beside a submodule that stays whole.
+
+
+class Whole(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 1.5 if x.sum().item() < 1e9 else x
+
+
+class Asking(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.whole = nn.Linear(4, 4), Whole()
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        x = self.whole(self.first(x))
+        if isinstance(x, Tensor):
+            x = x * 2
+        if torch.is_tensor(bias):
+            x = x + bias
+        return x, torch.zeros(())
+
+
+def test_symbolic_tracing_takes_tensors_for_tensors() -> None:
+    traced = baechi.trace(Asking(), (X, X + 2))
+    assert "opaque" in traced.rung
+    placed = again_at_random(traced, seed=0, devices=2)
+    assert_equal_steps(Asking(), placed, [(X, X + 2), (X + 1, X)])
+    for _ in range(2):  # what it makes is another tensor in each call
+        _, zero = placed(X, X + 2)
+        assert zero == 0
+        zero += 1
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        return self.last(self.encoder(x, src_key_padding_mask=padding))
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_an_encoder_that_drops_padding_drops_it() -> None:
+    unsplit, placed = Encoder().eval(), lazily(Encoder().eval())
+    x, padding = torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin(), torch.zeros(2, 5).bool()
+    padding[1, 3:] = True
+    for gradients, rung in ((False, "symbolic"), (True, "non-strict")):
+        with torch.set_grad_enabled(gradients):
+            assert torch.equal(placed(x, padding), unsplit(x, padding))
+        assert rung in placed.traced.rung
+
+
+# What changes after the trace.
+
+
+class Scaled(Middle):
+    scale = 1.0
+
+    def __init__(self) -> None:
+        super().__init__(lambda model, x: model.act(x) * model.scale + model.table)
+        self.act = torch.relu
+
+
+def set_class_attribute(model: nn.Module) -> None:
+    model.scale = 3.0
+
+
+def set_tensor(model: nn.Module) -> None:
+    model.table = torch.ones(4)
+
+
+def set_function(model: nn.Module) -> None:
+    model.act = nn.functional.gelu
+
+
+@pytest.mark.parametrize("change", [set_class_attribute, set_tensor, set_function])
+def test_attributes_of_classes_tensors_and_functions_are_seen(change: Callable[..., None]) -> None:
+    unsplit, placed = Scaled(), lazily(Scaled())
+    assert_equal_steps(unsplit, placed, [(X,)])
+    for model in (unsplit, placed):
+        change(model)
+    assert_equal_steps(unsplit, placed, [(X,), (X,)])
+    assert len(placed._specializations) == 2
