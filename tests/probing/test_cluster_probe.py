@@ -168,20 +168,20 @@ def test_a_path_that_lies_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         baechi.InputError, match="1024 bytes from cuda:0 to cuda:1 do not arrive intact"
     ):
-        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+        cluster_probe._fit("cuda:0", "cuda:1", CPU, CPU)
 
 
 def test_a_device_without_room_for_a_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_probe, "copy_times_ns", lambda _src, _dst: (5,))
     with pytest.raises(baechi.InputError, match="no room on cuda:0 and cuda:1"):
-        probing._fit("cuda:0", "cuda:1", CPU, CPU)
+        cluster_probe._fit("cuda:0", "cuda:1", CPU, CPU)
 
 
 def test_links_that_two_numbers_cannot_tell_are_remarked() -> None:
     good = fit_link((1_000, 2_000, 3_000), (20, 30, 40))
     bad = fit_link((1_000, 2_000, 3_000), (20, 90, 40))
     cluster = baechi.Cluster.uniform(2, "1GiB", good.link)
-    survey = probing.Survey(cluster, {("a", "b"): good, ("b", "a"): bad})
+    survey = cluster_probe.Survey(cluster, {("a", "b"): good, ("b", "a"): bad})
     (remark,) = survey.remarks
     assert "The link from b to a tells" in remark
     assert f"wrong by {bad.worst_error:.0%}, where 20% is good" in remark
@@ -228,4 +228,4 @@ def test_no_more_is_free_on_a_gpu_than_torch_may_take(
         "get_per_process_memory_fraction": fraction,
     }.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert probing._free_gpu_bytes(CPU) == free
+    assert cluster_probe._free_gpu_bytes(CPU) == free
