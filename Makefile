@@ -22,7 +22,7 @@ LOCKS   ?= locks
 HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.split(".")[:2]] < [2, 11])
 # What the installed package is made of; a change of one reinstalls it.
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so') pyproject.toml CMakeLists.txt README.md LICENSE
-CPP     := $(wildcard csrc/*.cc csrc/*.h tests/support/emulated_cuda/*.cc tests/support/emulated_cuda/*.h)
+CPP     := $(wildcard $(foreach folder,csrc csrc/* tests/support/emulated_cuda,$(folder)/*.cc $(folder)/*.h))
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
   --no-header pyproject.toml
 # The tests that reach the C++ core and need no torch.
@@ -30,7 +30,7 @@ CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-latest test-slow test-emulated lock check bench sanitize clean
+.PHONY: help demo test test-core test-nightly test-latest test-emulated mutants lock check bench sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -54,8 +54,17 @@ lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
 	$(COMPILE) --extra demo -c $(LOCKS)/dev.txt -o $(LOCKS)/demo.txt
 	$(COMPILE) --extra build -c $(LOCKS)/dev.txt -o $(LOCKS)/build.txt
 
-test-slow: $(VENV)/.dev ## Run the tests that are too slow for CI
-	$(BIN)/python -m pytest -m slow
+test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which need no torch
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE_TESTS)
+
+# The benchmarks' own tests, too; every random test makes eight to ten times the cases.
+test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	  --hypothesis-profile nightly -m "not gpu and not multigpu" \
+	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
+
+mutants: $(VENV)/.dev ## Break the code in forty places, one after another: the tests must notice each
+	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 # Without the two tests whose matrices are too large for a CPU.
 test-emulated: $(VENV)/.dev ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
@@ -79,12 +88,14 @@ CHECKED := import pathlib, sys, baechi._core as core; path = pathlib.Path(core._
   sys.exit(None if b"__asan_init" in path.read_bytes() else f"{path} has no sanitizers; is baechi installed as editable? make clean, then make sanitize")
 SANITIZED := LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1 PYTHONPATH=build/sanitized $(BIN)/python
+# Without the tests of other solvers, whose libraries have no sanitizers.
 sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and undefined-behavior sanitizers
 	rm -rf build/sanitized
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --target build/sanitized . \
 	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
-	$(SANITIZED) -m pytest $(CORE_TESTS)
+	$(SANITIZED) -m pytest $(CORE_TESTS) \
+	  --ignore tests/problem/test_exact_bounds.py --ignore tests/placers/test_linear_programs.py
 
 clean: ## Remove what make made, the virtual environment too
 	rm -rf $(VENV) build dist baechi-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -28,11 +28,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 if find_spec("hypothesis") is not None:
     from hypothesis import HealthCheck, settings
 
-    # Nothing fails because the machine is busy.
-    settings.register_profile(
-        "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
-    )
-    settings.load_profile("unhurried")
+    # Nothing fails because the machine is busy, and every run of `make test` makes the same cases.
+    patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+    settings.register_profile("default", max_examples=25, derandomize=True, **patient)
+    settings.register_profile("nightly", max_examples=200, **patient)
+    settings.load_profile("default")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -66,7 +66,7 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-@pytest.mark.parametrize(("document", "count"), [("README.md", 1), ("docs/guide.md", 4)])
+@pytest.mark.parametrize(("document", "count"), [("docs/guide.md", 4)])
 def test_examples_run(
     document: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

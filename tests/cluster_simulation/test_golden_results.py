@@ -11,7 +11,7 @@ from statistics import fmean
 
 import pytest
 from cluster_oracle import expected
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi.cluster_simulation.catalog import PUBLISHED, policy_named, scheme_named
@@ -143,7 +143,6 @@ ALL = (*PUBLISHED, "dlas-gpu-05", "dlas-gpu-1", "dlas-gpu-4", "dlas-gpu-gittins-
 
 @pytest.mark.parametrize("policy", ALL)
 @given(jobs=traces(4, 20_000))
-@settings(max_examples=60, deadline=None)
 def test_every_job_is_as_the_rules_say(policy, jobs):
     index = index_of(policy)
     result = simulate_cluster(jobs, Fleet.uniform(1, 1, 4), policy_named(policy, compat="tiresias"))
@@ -156,7 +155,6 @@ def test_every_job_is_as_the_rules_say(policy, jobs):
         st.tuples(st.integers(1, 4), st.integers(0, 2), st.integers(0, 6)), min_size=1, max_size=20
     )
 )
-@settings(max_examples=60, deadline=None)
 def test_jobs_of_zero_length_are_as_the_rules_say(policy, rows):
     # Such a job makes a second event of one moment; without preemption it never ends there.
     index = index_of(policy)
@@ -167,7 +165,6 @@ def test_jobs_of_zero_length_are_as_the_rules_say(policy, rows):
 
 @pytest.mark.parametrize("policy", sorted(set(PUBLISHED) - DEFECTIVE))
 @given(jobs=traces(6, 500))
-@settings(max_examples=40, deadline=None)
 def test_most_policies_need_no_defect(policy, jobs):
     result = simulate_cluster(jobs, Fleet.uniform(1, 1, 6), policy_named(policy))
     assert rows_of(result) == expected(jobs, 6, policy)

@@ -161,7 +161,6 @@ def check_result(result, jobs, fleet, policy, restart_cost):
 
 @pytest.mark.parametrize("policy", POLICIES)
 @given(jobs=traces())
-@settings(max_examples=15, deadline=None)
 def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs):
     plain = [replace(job, memory_bytes=0, compute=WHOLE, limit=WHOLE, graph=None) for job in jobs]
     for scheme in ("count", "consolidated", "random"):
@@ -178,7 +177,6 @@ def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs):
 @given(
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 3), st.integers(1, 8)), max_size=25),
 )
-@settings(max_examples=400, deadline=None)
 @example([(2, 5, 6), (1, 1, 6), (4, 0, 2), (2, 0, 5), (5, 2, 6), (2, 1, 3)])
 def test_shortest_by_heaps_is_shortest_by_sorting(rows):
     """With as many ties as can be; the example is one that once broke one wrongly."""
@@ -200,7 +198,6 @@ def test_shortest_by_heaps_is_shortest_by_sorting(rows):
 
 
 @given(traces())
-@settings(max_examples=40, deadline=None)
 def test_counting_is_placing_where_any_gpu_will_do(jobs):
     plain = [replace(job, memory_bytes=0, compute=WHOLE, limit=WHOLE, graph=None) for job in jobs]
     for policy in POLICIES:

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import InputError
@@ -238,7 +238,6 @@ HEADERS = {
 
 @pytest.mark.parametrize("name", HEADERS)
 @given(rows=st.lists(st.lists(FIELDS, max_size=10), max_size=5))
-@settings(max_examples=80, deadline=None)
 def test_any_rows_are_jobs_or_listed(tmp_path_factory, name, rows):
     path = tmp_path_factory.mktemp("traces") / "trace"
     path.write_text(HEADERS[name] + "".join(",".join(row) + "\n" for row in rows))
@@ -271,7 +270,6 @@ def test_any_rows_are_jobs_or_listed(tmp_path_factory, name, rows):
         max_size=4,
     )
 )
-@settings(max_examples=150, deadline=None)
 def test_any_json_is_jobs_or_listed(tmp_path_factory, log):
     path = tmp_path_factory.mktemp("traces") / "trace"
     path.write_text(json.dumps(log))

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from benchmarks.placement_quality import generators
 from benchmarks.placement_quality.witnesses import contiguous_split, largest_peak
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from seeds import seeds
 from strategies import clusters, graphs
 
 from baechi import (
@@ -100,7 +101,8 @@ def packed(problem):
 
 def test_fast_finds_what_is_hidden_and_what_packing_finds():
     easy = 0
-    for seed in range(100):
+    count = seeds(300)
+    for seed in count:
         problem, where = hidden(seed)
         assert fits_memory(problem, timeline_of(problem, where))
         assert not is_hopeless(problem)
@@ -108,7 +110,7 @@ def test_fast_finds_what_is_hidden_and_what_packing_finds():
         placement = solve(problem.graph, problem.cluster, effort="fast")
         assert not overflows(simulate(problem.graph, problem.cluster, placement), problem.cluster)
     # There are some in which simple packing finds nothing.
-    assert 80 < easy < 100
+    assert 0.8 * len(count) < easy < len(count)
 
 
 # Here a fast search finds nothing unless it searches once more; in some, neither does packing.
@@ -146,7 +148,6 @@ def test_a_memory_that_a_planted_placement_nearly_fills_is_enough(ccr, effort):
         solve(made.graph, made.cluster, effort=effort)
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 60)))
 def test_what_is_hopeless_fits_nowhere(graph, cluster):
     problem = Problem(graph, cluster)
@@ -160,7 +161,6 @@ def test_what_is_hopeless_fits_nowhere(graph, cluster):
             assert not fits_memory(problem, timeline)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     graphs(max_ops=8),
     clusters(uniform=True),

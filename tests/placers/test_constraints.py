@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from fitting_oracle import fits_in_index_order, grown
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle
 from strategies import clusters, constraints_for, graphs, placements, random_favorites
@@ -203,7 +203,6 @@ def test_a_margin_is_memory_that_is_not_there():
         solve(graph, cluster, constraints=Constraints(margins={"b": 50}))
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_the_clock_agrees_with_the_oracle_at_every_step(data):
     graph, cluster = data.draw(graphs(max_ops=6)), data.draw(clusters())
@@ -235,7 +234,6 @@ def test_a_full_house_is_said():
         timeline.commit(1, 0)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.booleans())
 def test_the_list_schedulers_agree_with_the_oracle(data, sct):
     graph, cluster = data.draw(graphs(max_ops=7)), data.draw(clusters())
@@ -250,7 +248,6 @@ def test_the_list_schedulers_agree_with_the_oracle(data, sct):
     assert timeline.spans() == [(op, *span) for op, span in clock.spans.items()]
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.sampled_from(NAMES), st.sampled_from(EFFORTS))
 def test_an_answer_respects_the_constraints(data, name, effort):
     graph, cluster = data.draw(graphs()), data.draw(clusters())
@@ -267,7 +264,6 @@ def test_an_answer_respects_the_constraints(data, name, effort):
     assert solve(graph, cluster, name, effort=effort, constraints=rules) == placement
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.data(), st.sampled_from(EFFORTS))
 def test_auto_is_never_worse_than_a_single_device_that_may_take_all(data, effort):
     graph, cluster = data.draw(graphs()), data.draw(clusters())
@@ -278,7 +274,6 @@ def test_auto_is_never_worse_than_a_single_device_that_may_take_all(data, effort
         assert chosen.stats["makespan_ns"] <= single.stats["makespan_ns"]
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data(), st.sampled_from(FIXED))
 def test_what_does_not_search_respects_them_too_or_says_why_not(data, name):
     graph, cluster = data.draw(graphs(min_ops=1)), data.draw(clusters(whole=True))
@@ -290,7 +285,6 @@ def test_what_does_not_search_respects_them_too_or_says_why_not(data, name):
     assert violations(graph, cluster, rules, placement.devices) == []
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_simulator_refuses_exactly_what_violates(data):
     graph, cluster = data.draw(graphs()), data.draw(clusters(whole=True))
@@ -306,7 +300,6 @@ def test_the_simulator_refuses_exactly_what_violates(data):
         assert overflows(other, cluster, rules) or other.makespan_ns >= other.lower_bound_ns
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 150)), st.data())
 def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
     rules = data.draw(constraints_for(graph, cluster))
@@ -316,7 +309,6 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
         solve(graph, cluster, name, constraints=rules)
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(max_ops=5, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 60)), st.data())
 def test_the_missing_memory_is_exact(graph, cluster, data):
     rules = data.draw(constraints_for(graph, cluster))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle
 from strategies import clusters, graphs
@@ -52,7 +52,6 @@ def all_splits(blocks, devices):
         yield tuple(devices[index] for index in indices)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), graphs(max_ops=6, min_ops=1), clusters(max_devices=3), st.booleans())
 def test_the_program_finds_the_best_of_all_splits(data, graph, cluster, bottleneck):
     problem = Problem(graph, cluster)
@@ -105,7 +104,6 @@ def test_the_program_finds_the_best_of_all_splits(data, graph, cluster, bottlene
         assert tuple(split) in set(all_splits(blocks, devices))
 
 
-@settings(max_examples=100, deadline=None)
 @given(graphs(), st.integers(0, 60))
 def test_loads_are_what_one_device_holds(graph, memory):
     problem = Problem(graph, Cluster.uniform(2, memory, LINK))
@@ -163,7 +161,6 @@ def test_branches_run_side_by_side():
     assert Contiguous().place(problem).stats["makespan_ns"] == 100 + 11 + 300 + 100
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(), clusters())
 def test_all_orders_are_topological(graph, cluster):
     for order in contiguous._orders(Problem(graph, cluster)):

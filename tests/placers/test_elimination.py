@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import _core
@@ -78,7 +78,6 @@ def test_worked_patterns(n, edges):
     assert sum(map(len, rows)) == len(edges)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(1, 40))
 def test_any_pattern_in_stages(data, n):
     pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1))

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from benchmarks.placement_quality import generators
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, constraints_for, graphs
 
@@ -30,7 +30,6 @@ def makespan_ns(problem, devices, order):
     return timeline.makespan()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 8), st.integers(0, 500))
 def test_a_grown_placement_keeps_to_order_groups_and_constraints(data, stretch, budget):
     graph, cluster = data.draw(graphs(12)), data.draw(clusters())

@@ -5,8 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from oracle import Oracle
+from seeds import seeds
 from strategies import clusters, dense, graphs, tight
 
 from baechi import HEFT, PEFT, Cluster, Device, Link, Op, OpGraph, Tensor, _core, solve
@@ -134,7 +135,6 @@ def by_device(problem, table):
     return np.array(table, np.int64).reshape(problem.durations.shape)[problem.device_class]
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=12), clusters())
 def test_ranks_and_costs_agree_with_the_formulas(graph, cluster):
     problem = Problem(graph, cluster)
@@ -178,13 +178,12 @@ def assert_appended_agrees(graph, cluster):
             assert timeline.transfers() == oracle.transfers
 
 
-@settings(max_examples=100, deadline=None)
 @given(graphs(max_ops=10), clusters())
 def test_the_appended_schedule_agrees_with_the_oracle(graph, cluster):
     assert_appended_agrees(graph, cluster)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_the_appended_schedule_agrees_where_links_are_busy(seed):
     assert_appended_agrees(*dense(seed))
 
@@ -282,13 +281,12 @@ def assert_inserted_agrees(graph, cluster):
                 assert all(start <= placed[op][1] for op, _, start, _ in timeline.spans())
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=10), clusters())
 def test_the_inserted_schedule_agrees_with_a_plain_one(graph, cluster):
     assert_inserted_agrees(graph, cluster)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(100))
 def test_the_inserted_schedule_agrees_where_memory_is_tight(seed):
     assert_inserted_agrees(*tight(seed))
 

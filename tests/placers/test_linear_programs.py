@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import highspy
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import layered
 
@@ -67,7 +67,6 @@ def test_the_reduced_and_shifted_program_has_the_optimum_of_the_papers(width, co
     assert optimum(program, Highs()) == pytest.approx(100 * solution.values[-1], rel=1e-7)
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 40), st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
 def test_cvxopt_agrees_with_highs(n, width, seed, cost):
     pytest.importorskip("cvxopt")
@@ -130,7 +129,6 @@ def test_a_solver_says_why_it_stopped():
         assert "infeasible" in answer.status
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
 def test_a_matching_is_a_vertex_and_the_simplex_reaches_the_optimum_from_it(n, width, seed, cost):
     program = layered(max(n, width + 1), width, seed, cost)
@@ -158,7 +156,6 @@ def test_a_matching_is_a_vertex_and_the_simplex_reaches_the_optimum_from_it(n, w
     )
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
 def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width, seed, cost):
     program = layered(max(n, width + 1), width, seed, cost)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from benchmarks.placement_quality import generators
 from benchmarks.placement_quality.mirroring import mirrored
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from seeds import seeds
 from strategies import clusters, constraints_for, dense, graphs, placements, tight
 
 from baechi import (
@@ -98,7 +99,6 @@ def check(problem, devices, order, budget, seed=0):
     assert spent <= max(0, budget) + 10 * n + 12 * transfers + 2
 
 
-@settings(max_examples=400, deadline=None)
 @given(st.data(), st.sampled_from([0, 0, 30, 300, 3000]), st.integers(0, 2**64 - 1))
 def test_the_clock_of_the_search_is_the_exact_one(data, budget, seed):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters(whole=True))
@@ -106,7 +106,6 @@ def test_the_clock_of_the_search_is_the_exact_one(data, budget, seed):
     check(Problem(graph, cluster), start.devices, start.order, budget, seed)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(0, 3000), st.randoms(use_true_random=False))
 def test_a_search_keeps_to_constraints_and_links(data, budget, draw):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
@@ -117,14 +116,14 @@ def test_a_search_keeps_to_constraints_and_links(data, budget, draw):
 @pytest.mark.parametrize("family", [tight, dense])
 @pytest.mark.parametrize("budget", [0, 2_000])
 def test_the_clock_is_exact_where_memory_is_tight_and_links_are_busy(family, budget):
-    for seed in range(600):
+    for seed in seeds(600):
         problem = Problem(*family(seed))
         check(problem, *anything(problem, random.Random(seed)), budget, seed)
 
 
 @pytest.mark.parametrize("ports", ["duplex", "shared", "none"])
 def test_the_clock_is_exact_on_steps_of_training(ports):
-    for seed in range(20):
+    for seed in seeds(20):
         draw = random.Random(seed)
         forward = generators.layered(seed, draw.randint(10, 60), width=4, ccr=draw.choice([0.3, 3]))
         graph = mirrored(forward, [op.time_ns for op in forward.ops])
@@ -161,7 +160,6 @@ def test_a_search_ends_at_its_target():
     assert spent < 10**8
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.randoms(use_true_random=False))
 def test_a_listed_order_is_topological(data, draw):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
@@ -195,7 +193,6 @@ def test_a_listed_order_knows_that_ports_are_busy():
     assert orders["none"] == [0, 1, 2, 3, 4]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.randoms(use_true_random=False))
 def test_no_device_waits_in_a_listed_order_while_an_op_could_start(data, draw):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters(uniform=True))
@@ -266,7 +263,6 @@ def test_a_partition_keeps_to_the_memory():
     assert 0 in found
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 16), st.randoms(use_true_random=False))
 def test_a_partition_keeps_groups_together_and_to_what_is_allowed(data, windows, draw):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())
@@ -282,7 +278,6 @@ def test_a_partition_keeps_groups_together_and_to_what_is_allowed(data, windows,
         assert problem.allowed[found[ops[0]], group]
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data(), st.randoms(use_true_random=False))
 def test_devices_alone_take_as_long_as_among_others(data, draw):
     graph, cluster = data.draw(graphs(max_ops=10)), data.draw(clusters())
@@ -327,7 +322,6 @@ def check_improved(problem, budget):
     return chosen
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_a_search_finds_is_valid(data):
     graph, cluster = data.draw(graphs(max_ops=12)), data.draw(clusters())

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle, list_schedule
+from seeds import seeds
 from strategies import clusters, dense, graphs, random_favorites, tight
 
 from baechi import (
@@ -67,16 +68,14 @@ def assert_schedulers_agree(graph, cluster, children, headroom=0.0):
     assert timeline.transfers() == oracle.transfers
 
 
-@settings(max_examples=200, deadline=None)
 @given(graphs(max_ops=10), clusters(), st.integers(0, 9), st.booleans())
 def test_the_list_scheduler_agrees_with_the_oracle(graph, cluster, seed, sct):
     assert_schedulers_agree(graph, cluster, random_favorites(graph, seed) if sct else None)
 
 
 # Enough seeds that dropping any one of the scheduler's ways back from a dead end shows.
-@pytest.mark.parametrize("first", range(0, 1200, 100))
-def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight(first):
-    for seed in range(first, first + 100):
+def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight():
+    for seed in seeds(1200):
         graph, cluster = tight(seed)
         children = random_favorites(graph, seed) if seed % 2 else None
         assert_schedulers_agree(graph, cluster, children)
@@ -86,7 +85,7 @@ def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight(first):
 
 # In the last four an op starts earlier than it seemed at first, because another brought an input:
 # this is rare, and they were searched for.
-@pytest.mark.parametrize("seed", [*range(40), 4566, 5893, 9860, 10133])
+@pytest.mark.parametrize("seed", [*seeds(40), 4566, 5893, 9860, 10133])
 def test_the_list_scheduler_agrees_with_the_oracle_where_links_are_busy(seed):
     assert_schedulers_agree(*dense(seed), None)
 
@@ -113,9 +112,8 @@ def islands(seed):
 
 
 # Of equal devices only the used ones and the next one take part; all others must not be missed.
-@pytest.mark.parametrize("first", range(0, 300, 50))
-def test_the_list_scheduler_agrees_with_the_oracle_where_devices_are_equal(first):
-    for seed in range(first, first + 50):
+def test_the_list_scheduler_agrees_with_the_oracle_where_devices_are_equal():
+    for seed in seeds(300):
         graph = (dense(seed) if seed % 3 else tight(seed))[0]
         children = random_favorites(graph, seed) if seed % 2 else None
         assert_schedulers_agree(graph, islands(seed), children, headroom=0.25 * (seed % 5 == 0))
@@ -140,7 +138,6 @@ def test_equal_devices_that_are_reserved_or_forbidden_are_not_taken_for_unused_o
     assert held.spans() == [(op, *span) for op, span in oracle.spans.items()]
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(), clusters(whole=True), st.sampled_from(SEARCHING + FIXED))
 def test_a_placement_fits_and_is_what_the_simulator_says(graph, cluster, placer):
     placement = placer.place(Problem(graph, cluster))
@@ -153,7 +150,6 @@ def test_a_placement_fits_and_is_what_the_simulator_says(graph, cluster, placer)
     assert placement == placer.place(Problem(graph, cluster))
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(), clusters(), st.sampled_from(SEARCHING))
 def test_renaming_devices_changes_nothing(graph, cluster, placer):
     devices = tuple(replace(d, name=f"renamed{i}") for i, d in enumerate(cluster.devices))

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, graphs, layered
 
@@ -65,7 +65,6 @@ def test_inside_a_group_nothing_is_chosen():
     assert favorites([5, 5, 5], edges, ["g", "g", "g"]) == [-1, -1, -1]
 
 
-@settings(max_examples=100, deadline=None)
 @given(graphs(), clusters(), st.sampled_from(["auto", "highs", "first-order"]))
 def test_every_op_has_one_favorite_child_and_is_one_of_one_parent(graph, cluster, solver):
     problem = Problem(graph, cluster)
@@ -81,13 +80,11 @@ def test_every_op_has_one_favorite_child_and_is_one_of_one_parent(graph, cluster
     assert (again.objective_ns, again.bound_ns) == (found.objective_ns, found.bound_ns)
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(), clusters())
 def test_first_order_proves_what_highs_finds_on_small_graphs(graph, cluster):
     assert_proved(favorite_program(Problem(graph, cluster)))
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     st.integers(2, 150), st.integers(1, 30), st.integers(0, 2**32), st.sampled_from([1, 100, 1e5])
 )

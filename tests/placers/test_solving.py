@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 from fitting_oracle import fits_in_index_order, grown
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, graphs
 
@@ -41,7 +41,6 @@ NAMES = ["auto", "m-topo", "m-etf", "m-sct"]
 EFFORTS = ["fast", "balanced", "thorough"]
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(), clusters(), st.sampled_from(NAMES), st.sampled_from(EFFORTS))
 def test_an_answer_is_valid_and_its_prediction_is_right(graph, cluster, name, effort):
     try:
@@ -58,7 +57,6 @@ def test_an_answer_is_valid_and_its_prediction_is_right(graph, cluster, name, ef
     assert pickle.dumps(again.stats) == pickle.dumps(placement.stats)
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(), clusters(), st.sampled_from(EFFORTS))
 def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effort):
     single = SingleDevice().place(Problem(graph, cluster))
@@ -67,7 +65,6 @@ def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effo
         assert chosen.stats["makespan_ns"] <= single.stats["makespan_ns"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(max_ops=5, min_ops=1), clusters(memory=st.integers(0, 150)), st.sampled_from(EFFORTS))
 def test_find_is_solve_without_the_explanation(graph, cluster, effort):
     found = find(Problem(graph, cluster), effort)
@@ -77,7 +74,6 @@ def test_find_is_solve_without_the_explanation(graph, cluster, effort):
         assert found is None
 
 
-@settings(max_examples=100, deadline=None)
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3, memory=st.integers(0, 150)), st.data())
 def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
     name = data.draw(st.sampled_from(NAMES))
@@ -85,7 +81,6 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
         solve(graph, cluster, name)
 
 
-@settings(max_examples=60, deadline=None)
 @given(graphs(max_ops=6, min_ops=1), clusters(memory=st.integers(0, 60)), st.sampled_from(NAMES))
 def test_the_missing_memory_is_exact(graph, cluster, name):
     try:

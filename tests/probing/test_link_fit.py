@@ -4,7 +4,7 @@ import random
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import InputError, Link
@@ -35,7 +35,6 @@ def test_a_known_link_is_found_again(latency_ns, bytes_per_s):
     bytes_per_s=st.integers(10**8, 10**12),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=30, deadline=None)
 def test_noise_is_not_made_larger(latency_ns, bytes_per_s, seed):
     """The true link errs by the noise at most, so the best link does not err by more."""
     noise = 0.15

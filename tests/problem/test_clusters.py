@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters as device_clusters
 from strategies import colored, graphs
@@ -66,7 +66,6 @@ def test_a_long_chain_halves():
     assert len(sizes) < 20
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=16), device_clusters(), st.data())
 def test_levels_are_nested_and_of_one_color(graph, cluster, data):
     problem = colored(graph, cluster, None)

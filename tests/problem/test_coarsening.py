@@ -6,8 +6,9 @@ from itertools import pairwise
 import coarsening_oracle
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from seeds import seeds
 from strategies import clusters, colored, graphs, tight
 
 from baechi import (
@@ -152,13 +153,12 @@ def same_as_oracle(graph, cluster):
     assert coarse.graph == expected.graph
 
 
-@settings(max_examples=200, deadline=None)
 @given(graphs(max_ops=16), clusters())
 def test_the_rules_are_the_oracles(graph, cluster):
     same_as_oracle(graph, cluster)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", seeds(60))
 def test_the_rules_are_the_oracles_on_larger_graphs(seed):
     same_as_oracle(*tight(seed))
     same_as_oracle(mirrored(seed, 60), CLUSTER)
@@ -238,7 +238,6 @@ def check_limit(coarse):
         assert len(lump) == 1 or nbytes <= max(problem.pool_memory) // 8
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=14), clusters(), st.data())
 def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, data):
     n = len(Problem(graph, cluster).group_ops)
@@ -262,7 +261,7 @@ def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, dat
     assert [level.graph for level in levels] == [level.graph for level in again]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(20))
 def test_grains_of_mirrored_graphs(seed):
     for level in grains(Problem(mirrored(seed, 80), CLUSTER), (40, 20, 10)):
         check(level)
@@ -278,7 +277,6 @@ def test_grains_of_a_layered_graph_shrink_and_stay_even():
         assert max(op.time_ns for op in level.graph.ops) <= total / 8
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
 def test_a_placement_expands_to_one_of_the_fine_graph(graph, cluster):
     for coarse in grains(Problem(graph, cluster), (4, 2)):
@@ -297,7 +295,6 @@ def etf(core):
     return timeline.spans(), timeline.transfers(), timeline.peaks()
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(max_ops=12), clusters())
 def test_the_core_is_that_of_the_coarse_graph(graph, cluster):
     speedless = replace(cluster, devices=tuple(replace(d, speed=1.0) for d in cluster.devices))
@@ -305,7 +302,6 @@ def test_the_core_is_that_of_the_coarse_graph(graph, cluster):
         assert etf(coarse.core) == etf(Problem(coarse.graph, speedless).core)
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
 def test_arrays_expand_like_placements(graph, cluster):
     for coarse in grains(Problem(graph, cluster), (4, 2)):
@@ -316,7 +312,6 @@ def test_arrays_expand_like_placements(graph, cluster):
         assert (tuple(devices), tuple(order)) == (fine.devices, fine.order)
 
 
-@settings(max_examples=80, deadline=None)
 @given(graphs(max_ops=12), clusters())
 def test_regrouped_is_the_problem_with_larger_groups(graph, cluster):
     problem = Problem(graph, cluster)

@@ -4,7 +4,7 @@ import itertools
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, constraints_for, graphs
 
@@ -28,7 +28,6 @@ from baechi.problem.reachable_devices import linked
 LINK = Link(10, 10**9)
 
 
-@settings(max_examples=150, deadline=None)
 @given(graphs(max_ops=4, min_ops=1), clusters(max_devices=3), st.data())
 def test_no_device_of_a_placement_is_ruled_out(graph, cluster, data):
     problem = Problem(graph, cluster, data.draw(constraints_for(graph, cluster)))

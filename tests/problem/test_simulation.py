@@ -4,7 +4,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, graphs, placements
 
@@ -59,7 +59,6 @@ def memory_at(graph, schedule, pool_of, pool, time):
     return total
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_invariants_of_every_schedule(data):
     graph = data.draw(graphs())
@@ -101,7 +100,6 @@ def test_invariants_of_every_schedule(data):
     assert schedule.makespan_ns >= schedule.lower_bound_ns or overflows(schedule, cluster)
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_names_change_nothing(data):
     graph, cluster = data.draw(graphs()), data.draw(clusters(whole=True))

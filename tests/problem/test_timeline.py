@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle
 from strategies import clusters, graphs, placements
@@ -39,7 +39,6 @@ def run(graph, cluster, devices):
     return timeline.schedule()
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_the_clock_agrees_with_the_oracle_at_every_step(data):
     graph, cluster = data.draw(graphs(max_ops=7)), data.draw(clusters())
@@ -74,7 +73,6 @@ def test_the_clock_agrees_with_the_oracle_at_every_step(data):
     assert list(schedule.peak_bytes) == oracle.peaks()
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.data())
 def test_what_fits_at_every_commit_fits_in_the_end(data):
     graph = data.draw(graphs(max_ops=7))
@@ -137,7 +135,6 @@ def test_overhead_keeps_the_receiver_busy(graph, devices, spans):
     assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_overhead_counts_on_the_paths_that_are_taken_alone(data):
     graph, cluster = data.draw(graphs(max_ops=7)), data.draw(clusters(whole=True))

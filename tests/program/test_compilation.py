@@ -11,7 +11,7 @@ from itertools import chain, pairwise, takewhile
 import pytest
 import strategies
 import zoo
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import baechi
@@ -94,7 +94,6 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
             assert again == {op for unit in units.values() for op in unit.ops}
 
 
-@settings(max_examples=300, deadline=None)
 @given(case=compiled(), seed=st.integers(0, 9))
 def test_every_operator_runs_once_where_its_inputs_are(
     case: tuple[OpGraph, Cluster, Placement, Program], seed: int
@@ -107,7 +106,6 @@ def test_every_operator_runs_once_where_its_inputs_are(
         assert {placement.devices[op] for op in (*tape.ops, *twins)} == {tape.device}
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=compiled(copy_lanes=True, again=False))
 def test_in_the_program_s_order_no_step_is_longer(
     case: tuple[OpGraph, Cluster, Placement, Program],
@@ -131,7 +129,6 @@ def test_in_the_program_s_order_no_step_is_longer(
     assert done.makespan_ns <= said.makespan_ns
 
 
-@settings(max_examples=200, deadline=None)
 @given(case=compiled(again=False))
 def test_a_segment_is_cut_only_where_something_arrives_or_leaves(
     case: tuple[OpGraph, Cluster, Placement, Program],
@@ -152,7 +149,6 @@ def test_a_segment_is_cut_only_where_something_arrives_or_leaves(
                 assert arrives or set(one.writes) & sent, (number, one, other)
 
 
-@settings(max_examples=100, deadline=None)
 @given(graph=strategies.steps(9), copy_lanes=st.booleans())
 def test_one_device_is_one_segment_each_way_and_one_tape(graph: OpGraph, copy_lanes: bool) -> None:
     n = len(graph.ops)
@@ -164,7 +160,6 @@ def test_one_device_is_one_segment_each_way_and_one_tape(graph: OpGraph, copy_la
         assert not any(isinstance(row, Wait | Copy) for row in chain(*phase.lanes))
 
 
-@settings(max_examples=100, deadline=None)
 @given(case=compiled())
 def test_a_program_goes_to_json_and_back(
     case: tuple[OpGraph, Cluster, Placement, Program],
@@ -285,7 +280,6 @@ def held(program: Program, graph: OpGraph, persistent: list[int]) -> list[int]:
     return peak
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_in_the_clock_s_order_no_device_holds_more_than_the_clock_says(data: st.DataObject) -> None:
     graph = data.draw(strategies.graphs(9, kinds=False))

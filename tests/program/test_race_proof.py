@@ -6,7 +6,7 @@ from itertools import pairwise
 import program_oracle
 import pytest
 import strategies
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi import InputError, Op, OpGraph, Placement, Tensor
@@ -44,14 +44,12 @@ def objection(program: Program) -> str:
     return ""
 
 
-@settings(max_examples=300, deadline=None)
 @given(program=programs())
 def test_what_is_compiled_passes_and_no_interleaving_goes_wrong(program: Program) -> None:
     check_program(program)
     assert not program_oracle.fault(program)
 
 
-@settings(max_examples=100, deadline=None)
 @given(program=programs(max_ops=4))
 def test_dropping_or_swapping_any_instruction_is_objected_to_or_harmless(program: Program) -> None:
     """The oracle walks through every interleaving, so that harmless means harmless."""
@@ -60,7 +58,6 @@ def test_dropping_or_swapping_any_instruction_is_objected_to_or_harmless(program
         assert bool(said) == bool(seen), f"{text}: checker {said!r}, oracle {seen!r}"
 
 
-@settings(max_examples=100, deadline=None)
 @given(program=programs(max_ops=9, max_devices=4))
 def test_no_wait_is_there_that_the_others_imply(program: Program) -> None:
     for text, mutant in program_oracle.mutants(program):
@@ -68,7 +65,6 @@ def test_no_wait_is_there_that_the_others_imply(program: Program) -> None:
             assert objection(mutant), text
 
 
-@settings(max_examples=100, deadline=None)
 @given(program=programs(max_ops=9, max_devices=4))
 def test_dropping_what_is_no_wait_is_never_harmless(program: Program) -> None:
     for text, mutant in program_oracle.mutants(program):

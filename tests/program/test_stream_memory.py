@@ -1,7 +1,7 @@
 """What streams hold: bytes by hand, and placements that have room for them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import graphs
 
@@ -157,7 +157,6 @@ def test_what_has_no_room_is_refused_with_what_is_missing() -> None:
     assert raised.value.extra_bytes == 60
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.data())
 def test_what_is_placed_fits_and_is_placed_the_same_each_time(data: st.DataObject) -> None:
     graph = data.draw(graphs(max_ops=7))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, graphs
 
@@ -30,7 +30,6 @@ from baechi.records.placement import Rows
 INT64_MAX = 2**63 - 1
 
 
-@settings(max_examples=100)
 @given(graphs())
 def test_arrays_are_the_columns_of_the_graph(graph):
     arrays = graph.arrays
@@ -66,7 +65,6 @@ def test_sums_are_exact(values):
     assert exact_sum(np.array(values, np.int64)) == sum(values)
 
 
-@settings(max_examples=100, deadline=None)
 @given(graphs(), clusters(whole=True), st.data())
 def test_links_are_those_of_the_cluster(graph, cluster, data):
     problem = Problem(graph, cluster)
@@ -96,7 +94,6 @@ def test_rows_are_the_tuple_of_them():
         rows[3]
 
 
-@settings(max_examples=50, deadline=None)
 @given(graphs(), st.data())
 def test_a_schedule_of_columns_is_one_of_tuples(graph, data):
     cluster = data.draw(clusters(whole=True))

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from importlib.util import find_spec
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from rich.console import Console
 from strategies import clusters, graphs, placements
@@ -138,7 +138,6 @@ def test_device_facts_add_up(plan):
 
 @drawn
 @given(plans())
-@settings(max_examples=25, deadline=None)  # plotly is slow
 def test_every_plan_can_be_drawn_and_told(plan):
     str(text_report(*plan))
     trace_events(*plan)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import baechi
@@ -250,7 +250,6 @@ steps = st.tuples(st.sampled_from("abcd"), st.lists(amounts | cuts, max_size=3))
 
 
 @given(st.lists(steps, max_size=12))
-@settings(max_examples=150, deadline=None)
 def test_never_over_capacity_and_a_release_restores_exactly(script):
     book = Ledger(MIXED, sharing=SHARING)
     empty = book.snapshot()

@@ -1,7 +1,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import constraints_for, graphs
 
@@ -109,7 +109,6 @@ def check(graph, snapshot, wish, decision):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_decision_respects_the_wish_and_is_what_the_clock_says(data):
     graph = data.draw(graphs(min_ops=1, kinds=False))
     snapshot = data.draw(snapshots(graph))
@@ -137,7 +136,6 @@ def test_a_decision_respects_the_wish_and_is_what_the_clock_says(data):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_a_decision_is_found_where_the_solver_finds_a_placement(data):
     graph = data.draw(graphs(min_ops=1, kinds=False))
     snapshot = data.draw(snapshots(graph))
@@ -189,7 +187,6 @@ def test_devices_without_memory_are_asked_for_what_needs_none():
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
 def test_what_is_missing_is_enough(data):
     graph = data.draw(graphs(min_ops=1, kinds=False))
     snapshot = data.draw(snapshots(graph))
@@ -329,7 +326,6 @@ def test_the_curve_is_the_speed_up_by_devices():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
 def test_no_decision_is_slower_than_the_best_single_device_that_fits(data):
     graph = data.draw(graphs(min_ops=1, kinds=False))
     snapshot = data.draw(snapshots(graph))
