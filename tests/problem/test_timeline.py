@@ -117,6 +117,16 @@ def test_worked_examples(graph, ports, devices, spans, transfers):
 
 
 @pytest.mark.parametrize(
+    ("ports", "transfers"),
+    [("duplex", [(5, 35), (35, 75)]), ("none", [(5, 35), (5, 45)])],
+)
+def test_a_device_sends_to_two_others_in_turn(ports, transfers):
+    cluster = Cluster.connected([Device(name, 1000) for name in "abc"], LINK, ports=ports)
+    schedule = run(FORK, cluster, (0, 1, 2))
+    assert [(sent.start_ns, sent.end_ns) for sent in schedule.transfers] == transfers
+
+
+@pytest.mark.parametrize(
     ("graph", "devices", "spans"),
     [
         # The first reader of a tensor is longer by the overhead, and who waits for it ends later.
