@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 import zoo
+from steps import case
 from torch import nn
 
 import baechi
 
 
 def trace_of(name: str) -> baechi.Traced:
-    model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
-    return baechi.trace(model, args, kwargs)
+    return case(name).traced
 
 
 def op_with(traced: baechi.Traced, node: str) -> int:
@@ -53,7 +53,7 @@ def test_a_lower_rung_is_taken_with_the_reason_and_the_models_own_line() -> None
     assert len(traced.attempts) == 4
     assert all(attempt.reason for attempt in traced.attempts[:-1])
     assert any("x * 2 if bool" in attempt.reason for attempt in traced.attempts)
-    assert any("test_tracing.py" in attempt.reason for attempt in traced.attempts)
+    assert any("test_ladder.py" in attempt.reason for attempt in traced.attempts)
 
 
 def test_rungs_that_fail_print_nothing() -> None:
@@ -236,7 +236,8 @@ def test_a_submodule_called_model_keeps_its_name() -> None:
 
 
 def test_two_traces_of_one_model_are_equal() -> None:
-    assert trace_of("t5") == trace_of("t5")
+    model, args, kwargs = zoo.MODELS["gpt2"]()
+    assert baechi.trace(model, args, kwargs) == trace_of("gpt2")
 
 
 def test_the_order_of_ops_is_topological() -> None:
