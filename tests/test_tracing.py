@@ -50,7 +50,7 @@ class HasBranch(nn.Module):
 def test_a_lower_rung_is_taken_with_the_reason_and_the_models_own_line() -> None:
     traced = baechi.trace(HasBranch(), (torch.randn(2, 4),))
     assert traced.rung == "module granularity, opaque leaves"
-    assert len(traced.attempts) == 4
+    assert len(traced.attempts) == 2
     assert all(attempt.reason for attempt in traced.attempts[:-1])
     assert any("x * 2 if bool" in attempt.reason for attempt in traced.attempts)
     assert any("test_tracing.py" in attempt.reason for attempt in traced.attempts)
@@ -74,7 +74,7 @@ def test_rungs_that_fail_print_nothing() -> None:
 def test_a_model_that_no_rung_takes_says_why_for_each() -> None:
     with pytest.raises(baechi.TraceError, match="Compared cannot be traced") as caught:
         baechi.trace(Compared(), (torch.randn(2, 4),))
-    for rung in ("non-strict", "strict", "symbolic_trace", "opaque", "values told"):
+    for rung in ("non-strict", "opaque", "values told"):
         assert rung in str(caught.value)
 
 

@@ -457,7 +457,7 @@ def test_an_encoder_that_drops_padding_drops_it() -> None:
     unsplit, placed = Encoder().eval(), lazily(Encoder().eval())
     x, padding = torch.linspace(-1, 1, 80).reshape(2, 5, 8).sin(), torch.zeros(2, 5).bool()
     padding[1, 3:] = True
-    for gradients, rung in ((False, "symbolic"), (True, "non-strict")):
+    for gradients, rung in ((False, "opaque"), (True, "non-strict")):
         with torch.set_grad_enabled(gradients):
             assert torch.equal(placed(x, padding), unsplit(x, padding))
         assert rung in placed.traced.rung

@@ -80,15 +80,12 @@ def refuse_unfaithful(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched(
-    model: nn.Module, mode: GradientMode, *, keep: bool = True
-) -> Iterator[CustomFunctions]:
+def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
     Args:
         model: The model.
         mode: The caller's mode of gradients, which the model's code hears.
-        keep: Whether the tracer can take custom autograd functions as nodes.
 
     Yields:
         The custom functions that became nodes.
@@ -98,7 +95,7 @@ def watched(
         TraceError: A hook returned nothing, at the end.
     """
     lost: list[str] = []
-    functions = CustomFunctions(keep)
+    functions = CustomFunctions()
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:

@@ -2,12 +2,12 @@
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
     the same, exporting said     where the branches of an eager run cannot be traced
-    torch.export, strict         through the byte code; sees some Python that non-strict does not
-    torch.fx.symbolic_trace      torch.nn modules as leaves
-    module granularity           submodules that cannot be traced are opaque leaves
+    module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
+                                 submodule that cannot be traced
     torch.export, values told    truth values of the example's tensors, each with a check
 
-Each rung traces the same flat function (`calls.flat_model`).
+Strict export is no rung: it decided for none of 229 architectures (`docs/tracing.md`). Each rung
+traces the same flat function (`calls.flat_model`).
 """
 
 import inspect
@@ -120,23 +120,6 @@ def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: C
     return _non_strict(mode, branches, model, call, asked.heard)
 
 
-def _strict(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    # Dynamo reads the model's code; what it would lose is seen when that code runs.
-    @contextmanager
-    def around(model: nn.Module) -> Iterator[None]:
-        with _nothing_kept(model), Outsiders():
-            yield
-
-    flat, returned = flat_model(model, call, around)
-    with watched(model, mode, keep=False):
-        _run_fake(flat, call)
-    if mode.told is False:
-        raise RuntimeError("forward asks whether gradients are on, and dynamo knows the tracer's")
-    flat, _ = flat_model(model, call)
-    program = torch.export.export(flat, call.tensors, strict=True)
-    return Capture(_exported(program.module(), call), returned[-1])
-
-
 def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
     """What `torch.export` made, without what has no effect.
 
@@ -149,18 +132,6 @@ def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
                 f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
             )
     return without_effectless(module)
-
-
-def _run_fake(flat: nn.Module, call: Call) -> None:
-    """Run the flat model on fake tensors, for the structure that it returns."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fakes: dict[str, torch.Tensor] = {
-            name: mode.from_tensor(tensor) for name, tensor in named_state(flat).items()
-        }
-        inputs = tuple(mode.from_tensor(tensor) for tensor in call.tensors)
-        torch.func.functional_call(flat, fakes, inputs)
 
 
 @final
@@ -229,14 +200,8 @@ def _modes() -> tuple[Any, ...]:
     return torch.is_grad_enabled(), *autocast
 
 
-def _symbolic(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    flat, returned = flat_model(model, call, _nothing_kept)
-    module = _symbolic_module(model, flat, _ModuleTracer(model), mode, call)
-    return Capture(module, returned[-1])
-
-
 def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
-    """Trace with ever more submodules opaque, the innermost that fails each time."""
+    """Trace with fx, and with ever more submodules opaque: the innermost that fails each time."""
     flat, returned = flat_model(model, call, _nothing_kept)
     opaque: frozenset[str] = frozenset()
     while True:
@@ -363,8 +328,6 @@ def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call]
     yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
     while branches.concede():
         yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
-    yield "torch.export (strict)", partial(_strict, mode)
-    yield "torch.fx.symbolic_trace", partial(_symbolic, mode)
     yield "module granularity, opaque leaves", partial(_opaque, mode)
     yield "torch.export (non-strict), values told", partial(_told, mode, EagerBranches())
 
