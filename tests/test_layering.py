@@ -28,8 +28,8 @@ LAYERS = {
     "attributes effectless autocast objects structures calls ctc_loss faithfulness gradient_mode "
     "custom_functions scripted_functions leftovers model_state propagation partition naming "
     "lowering extraction metering saving profiling bench passes copying torch_devices overlaps "
-    "timing cuda_graphs cuda_timing operands value_dependence isolation in_place workspace kernels "
-    "workload estimation calibration recurrent runtime.edges",
+    "timing cuda_graphs cuda_timing operands operators value_dependence isolation in_place "
+    "workspace kernels workload estimation calibration recurrent runtime.edges",
     5: "runtime.*",
     6: "probing placing demo demo_models named_models console profile_commands estimate_commands "
     "cluster_command serving __main__",
@@ -275,9 +275,10 @@ ALLOWED = {
     "structures": {"objects"},
     "calls": {"autocast", "objects", "structures"},
     "leftovers": {"objects"},
-    "propagation": {"asked_values", "leftovers", "structures"},
+    "propagation": {"asked_values", "leftovers", "operators", "structures"},
     "kernels": {"structures"},
     "extraction": {"asked_values"},
+    "effectless": {"operators"},
     "partition": {"propagation"},
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation", "structures"},
@@ -294,6 +295,7 @@ ALLOWED = {
         "gradient_mode",
         "leftovers",
         "model_state",
+        "operators",
         "propagation",
         "structures",
     },
@@ -310,8 +312,8 @@ ALLOWED = {
         "repeated_reads",
         "rungs",
     },
-    "operands": {"structures", "lowering", "partition", "propagation"},
-    "value_dependence": {"operands"},
+    "operands": {"structures", "lowering", "operators", "partition", "propagation"},
+    "value_dependence": {"operands", "operators"},
     "isolation": {"extraction", "lowering", "structures", "timing"},
     "in_place": {"lowering"},
     "cuda_timing": {"cuda_graphs", "timing"},

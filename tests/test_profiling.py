@@ -13,7 +13,8 @@ import zoo
 from baechi import passes
 from baechi.bench import Addition, Bench
 from baechi.metering import Meter
-from baechi.operands import Operands, operator_name
+from baechi.operands import Operands
+from baechi.operators import operator_name
 from baechi.profile_store import Measured
 from baechi.profiling import _additions
 from baechi.value_dependence import value_remark

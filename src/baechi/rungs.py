@@ -34,6 +34,7 @@ from baechi.faithfulness import refuse_new_leaves, watched
 from baechi.gradient_mode import GradientMode
 from baechi.leftovers import taken_out
 from baechi.model_state import Outsiders, buffers_in_place, refuse_hidden_parameters
+from baechi.operators import schema_arguments
 from baechi.propagation import Facts, named_state, propagate
 from baechi.structures import Structure, tensors_in
 
@@ -298,9 +299,9 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
     """The arguments that an operator writes into."""
-    schema = func._schema.arguments
-    rows = [*zip(schema, args, strict=False), *((a, kwargs.get(a.name)) for a in schema)]
-    return [value for a, value in rows if a.alias_info is not None and a.alias_info.is_write]
+    named = schema_arguments(func, args, kwargs)
+    rows = func._schema.arguments
+    return [named[a.name] for a in rows if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _storages(value: Any) -> dict[int, torch.Tensor]:

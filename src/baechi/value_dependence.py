@@ -5,7 +5,8 @@ from typing import Final
 
 from torch import fx
 
-from baechi.operands import GROUPED, operator_name
+from baechi.operands import GROUPED
+from baechi.operators import operator_name
 
 # Operator -> what its time depends on. Their backwards add up where indices repeat.
 _REASONS: Final = {

@@ -19,7 +19,7 @@ from torch._ops import HigherOrderOperator, OpOverload
 from baechi.errors import InputError
 from baechi.lowering import TracedModule
 from baechi.naming import op_name
-from baechi.operands import operator_name
+from baechi.operators import operator_name
 from baechi.partition import attribute
 from baechi.runtime.compiled import CompiledTape
 from baechi.runtime.tapes import TapeCode
