@@ -26,7 +26,7 @@ LAYERS = {
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
     4: "tracing rungs conversions repeated_reads eager_branches known_values asked_values "
     "attributes effectless autocast objects structures calls ctc_loss faithfulness gradient_mode "
-    "custom_functions scripted_functions leftovers model_state propagation partition naming "
+    "custom_functions leftovers model_state propagation partition naming "
     "lowering extraction metering saving profiling bench passes copying torch_devices overlaps "
     "timing cuda_graphs cuda_timing operands operators value_dependence isolation in_place "
     "workspace kernels workload estimation calibration recurrent runtime.edges",
@@ -283,7 +283,7 @@ ALLOWED = {
     "naming": {"propagation"},
     "lowering": {"attributes", "calls", "naming", "partition", "propagation", "structures"},
     "model_state": {"asked_values", "leftovers", "objects", "propagation"},
-    "faithfulness": {"calls", "custom_functions", "gradient_mode", "scripted_functions"},
+    "faithfulness": {"calls", "custom_functions", "gradient_mode"},
     "eager_branches": {"known_values"},
     "rungs": {
         "asked_values",

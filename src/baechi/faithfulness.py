@@ -26,7 +26,6 @@ from baechi.calls import Call
 from baechi.custom_functions import CustomFunctions
 from baechi.errors import TraceError
 from baechi.gradient_mode import GradientMode
-from baechi.scripted_functions import run_scripted
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -118,7 +117,6 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             for name in _SEEDING & vars(owner).keys():
                 replace(owner, name, _refused_to_models(name))
         replace(saved_tensors_hooks, "__enter__", _checked_enter)
-        replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
         # The one function that every way of asking for gradients calls.
         replace(torch.autograd, "_engine_run_backward", _engine)
         stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
