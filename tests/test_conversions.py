@@ -49,3 +49,9 @@ def test_another_memory_format_is_a_change() -> None:
     with effectless_conversions_skipped():
         convolution.to(memory_format=torch.channels_last)
     assert convolution.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_torch_still_cannot_convert() -> None:
+    """If this fails, torch is mended: see whether `baechi.conversions` can go."""
+    with pytest.raises(RuntimeError, match="Couldn't swap"):
+        torch.export.export(Converting(), (torch.randn(4, 8),), strict=False)

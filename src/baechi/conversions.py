@@ -1,7 +1,10 @@
 """Conversions of modules that change nothing, which a forward may ask for in each call.
 
 `module.to(dtype)` puts every parameter anew into its module. A tracer's stand-ins for parameters
-cannot be put there (torch 2.13: `_apply(): Couldn't swap`), even where type and device stay.
+cannot be put there (`_apply(): Couldn't swap`), even where type and device stay.
+
+Seen with torch 2.13: https://github.com/pytorch/pytorch/issues/153056. To be removed when
+`test_conversions.py::test_torch_still_cannot_convert` fails on the oldest torch that we take.
 """
 
 from collections.abc import Iterator

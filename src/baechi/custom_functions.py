@@ -1,7 +1,11 @@
 """Custom autograd functions as nodes of a traced graph, each with its own backward.
 
 A tracer inlines their forward, and autograd would then differentiate that: what a backward written
-by hand says is lost (torch 2.13). So while a tracer runs, `apply` records the function itself.
+by hand says is lost. So while a tracer runs, `apply` records the function itself.
+
+Seen with torch 2.13: https://github.com/pytorch/pytorch/issues/106388. To be removed when
+`test_custom_functions.py::test_torch_still_loses_the_backward` fails on the oldest torch that
+we take.
 """
 
 from collections.abc import Callable
