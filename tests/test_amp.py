@@ -146,6 +146,7 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
     module.unplace()
 
 
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
     """If this fails, torch is mended: see whether `rungs._RECURRENT` can go."""
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
