@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -234,25 +233,15 @@ class Tables:
         return cosines.__wrapped__(n)
 
 
-@pytest.mark.parametrize(
-    ("where", "frozen"),
-    [("file", False), ("class", False), ("nowhere", False), ("file", True), ("class", True)],
-)
-def test_cached_functions_keep_no_tensor_of_a_tracer(where: str, frozen: bool) -> None:
-    """`conftest` has frozen what was there before this file's tests; a server may at any time.
-
-    Then a function without a name in a file or a class is not found.
-    """
+@pytest.mark.parametrize("where", ["file", "class", "model"])
+def test_cached_functions_keep_no_tensor_of_a_tracer(where: str) -> None:
     table = {
         "file": cosines,
         "class": Tables.cosines,
-        "nowhere": functools.lru_cache(cosines.__wrapped__),
+        "model": functools.lru_cache(cosines.__wrapped__),
     }[where]
     model = Middle(lambda _, x: x * table(len(x)))
-    if not frozen:
-        gc.unfreeze()
     placed = again_at_random(baechi.trace(model, (X,)), seed=0, devices=2)
-    gc.freeze()
     assert type(table(len(X))) is Tensor
     assert torch.equal(placed(X), model(X))
     table.cache_clear()
