@@ -405,29 +405,29 @@ class Whole(nn.Module):
 
 
 class Asking(nn.Module):
-    def __init__(self) -> None:
+    """Does something that fx cannot tell; which in a submodule would keep that whole."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.first, self.whole = nn.Linear(4, 4), Whole()
+        self.whole, self.ask = Whole(), ask
 
-    def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        x = self.whole(self.first(x))
-        if isinstance(x, Tensor):
-            x = x * 2
-        if torch.is_tensor(bias):
-            x = x + bias
-        return x, torch.zeros(())
+    def forward(self, x: Tensor) -> Any:
+        return self.ask(self.whole(x))
 
 
-def test_symbolic_tracing_takes_tensors_for_tensors() -> None:
-    traced = baechi.trace(Asking(), (X, X + 2))
-    assert "opaque" in traced.rung
-    placed = again_at_random(traced, seed=0, devices=2)
-    assert_equal_steps(Asking(), placed, [(X, X + 2), (X + 1, X)])
-    for _ in range(2):  # what it makes is another tensor in each call
-        _, zero = placed(X, X + 2)
-        assert zero == 0
-        zero += 1
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda x: x * 2 if isinstance(x, Tensor) else x, "asks for the type of"),
+        (lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
+        (lambda x: (x, torch.zeros(())), "returns a tensor that it makes"),
+    ],
+)
+def test_symbolic_tracing_refuses_by_name(ask: Callable[[Tensor], Any], said: str) -> None:
+    with pytest.raises(baechi.TraceError, match=said):
+        baechi.trace(Asking(ask), (X,))
+    model = nn.Sequential(nn.Linear(4, 4), Asking(ask), nn.Identity())
+    assert baechi.trace(model, (X,)).rung == "module granularity, opaque leaves"
 
 
 class Encoder(nn.Module):

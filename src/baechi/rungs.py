@@ -148,7 +148,6 @@ class _ModuleTracer(fx.Tracer):
         self._opaque = opaque
         self._modes = _modes()
         self.path: list[str] = []
-        self.told: list[fx.Node] = []  # whose values the model was told to be tensors
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A node that knows the model's own line, as those of `torch.export` do.
@@ -223,32 +222,22 @@ def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
 def _symbolic_module(
     model: nn.Module, flat: nn.Module, tracer: _ModuleTracer, mode: GradientMode, call: Call
 ) -> fx.GraphModule:
-    with watched(model, mode), _NothingLost(), _types_told(model, tracer.told):
+    with watched(model, mode), _NothingLost(), _types_unasked(model):
         graph = tracer.trace(flat)
     module = fx.GraphModule(flat, graph)
     facts = propagate(module, call.tensors)
     _refuse_frozen(module, facts)
     refuse_hidden_parameters(model, opaque_leaves(module, module.graph.nodes).values())
-    for node in tracer.told:
-        structure = facts.nodes[node].structure
-        if structure is None or not structure.spec.is_leaf() or structure.n_tensors != 1:
-            raise RuntimeError(f"forward asks for the type of {node}, which fx takes for a tensor")
-    return _returning_copies(module)
+    return module
 
 
 @contextmanager
-def _types_told(model: nn.Module, told: list[fx.Node]) -> Iterator[None]:
-    """Let the model's code take proxies for tensors, where it asks with `isinstance`.
-
-    Args:
-        model: The model.
-        told: Gets the nodes of those.
-    """
+def _types_unasked(model: nn.Module) -> Iterator[None]:
+    """Refuse to the model's code to ask for the type of what fx sees as a proxy."""
 
     def ask(value: Any, kinds: Any) -> bool:
         if isinstance(value, fx.Proxy):
-            told.append(value.node)
-            return issubclass(torch.Tensor, kinds)
+            raise RuntimeError(f"forward asks for the type of {value.node}, which fx cannot tell")
         return isinstance(value, kinds)
 
     scopes = [vars(sys.modules[name]) for name in own_modules(model) if name in sys.modules]
@@ -261,18 +250,6 @@ def _types_told(model: nn.Module, told: list[fx.Node]) -> Iterator[None]:
     finally:
         for scope in scopes:
             del scope["isinstance"]
-
-
-def _returning_copies(module: fx.GraphModule) -> fx.GraphModule:
-    """The module, changed in place: what forward makes and returns is another one in each call."""
-    (output,) = module.graph.find_nodes(op="output")
-    for node in output.all_input_nodes:
-        if node.op == "get_attr" and str(node.target).startswith(_MADE):
-            with module.graph.inserting_before(output):
-                copy = module.graph.call_function(torch.clone, (node,))
-            output.replace_input_with(node, copy)
-    module.recompile()
-    return module
 
 
 _MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward makes
@@ -312,16 +289,18 @@ def _storages(value: Any) -> dict[int, torch.Tensor]:
 
 
 def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse writes into a tensor that forward makes: to fx it is one constant of all calls.
+    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all.
 
     Raises:
         RuntimeError: There is one.
     """
     written = {storage for fact in facts.nodes.values() for storage in fact.writes}
     for node in module.graph.find_nodes(op="get_attr"):
-        made = str(node.target).startswith(_MADE)
-        if made and any(value.storage in written for value in facts.nodes[node].values):
-            raise RuntimeError("forward writes into a tensor that it makes, which fx would freeze")
+        if str(node.target).startswith(_MADE):
+            if any(value.storage in written for value in facts.nodes[node].values):
+                raise RuntimeError("forward writes into a tensor that it makes: fx would freeze it")
+            if any(user.op == "output" for user in node.users):
+                raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
 
 
 def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
