@@ -24,7 +24,7 @@ LAYERS = {
     2: "simulation solving placers.*",
     3: "checkpointing reporting.* scheduling.* runtime.cutting runtime.writing "
     "runtime.compiling runtime.checking runtime.lifetimes runtime.fitting",
-    4: "tracing rungs conversions repeated_reads eager_branches known_values asked_values "
+    4: "tracing rungs repeated_reads eager_branches known_values asked_values "
     "attributes effectless autocast objects structures calls ctc_loss faithfulness gradient_mode "
     "custom_functions leftovers model_state propagation partition naming "
     "lowering extraction metering saving profiling bench passes copying torch_devices overlaps "
@@ -302,7 +302,6 @@ ALLOWED = {
     "tracing": {
         "attributes",
         "calls",
-        "conversions",
         "ctc_loss",
         "faithfulness",
         "gradient_mode",

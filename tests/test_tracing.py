@@ -78,6 +78,26 @@ def test_a_model_that_no_rung_takes_says_why_for_each() -> None:
         assert rung in str(caught.value)
 
 
+class Converting(nn.Module):
+    """Makes sure of its router's type in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(x.dtype)
+        return self.last(self.router(x).tanh())
+
+
+def test_a_module_that_converts_its_own_stays_whole_or_is_refused_with_its_line() -> None:
+    args = (torch.randn(2, 4),)
+    with pytest.raises(baechi.TraceError, match=r"Couldn't swap.*test_tracing.py:.*self.router.to"):
+        baechi.trace(Converting(), args)
+    traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), Converting()), args)
+    assert traced.rung == "module granularity, opaque leaves"
+
+
 def test_a_trace_changes_nothing_in_the_model() -> None:
     model, args, kwargs = zoo.AWKWARD["buffers"]()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -16,7 +16,6 @@ from torch import fx, nn
 
 from baechi.attributes import Attributes
 from baechi.calls import Call, canonical_call
-from baechi.conversions import effectless_conversions_skipped
 from baechi.ctc_loss import ctc_losses_known
 from baechi.errors import InputError, TraceError
 from baechi.faithfulness import refuse_unfaithful
@@ -75,7 +74,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     before = Attributes(model)
     for rung, capture in ladder(mode):
         try:
-            with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
+            with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
                 traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
                 return replace(traced, module=replace(traced.module, gradients=mode.told))
