@@ -14,12 +14,13 @@ from torch.nn import functional
 
 import baechi
 from baechi.costs import repetition
-from baechi.costs.example_inputs import Operands, operator_name
+from baechi.costs.example_inputs import Operands
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
 from baechi.costs.value_dependence import value_remark
 from baechi.torch_support.memory_meter import Meter
+from baechi.tracing.fx_operators import operator_name
 
 
 def test_a_deep_model_is_measured_as_its_distinct_layers() -> None:

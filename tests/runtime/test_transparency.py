@@ -263,7 +263,7 @@ def test_a_detached_branch_gets_no_gradient() -> None:
     [
         ("gpt2", "torch.export (non-strict)"),
         ("mixtral", "torch.export (non-strict), exporting said to _can_use_grouped_mm"),
-        ("masked_transformer", "torch.fx.symbolic_trace"),
+        ("masked_transformer", "module granularity, opaque leaves"),
         ("data_dependent", "module granularity, opaque leaves"),
     ],
 )
