@@ -205,19 +205,18 @@ std::vector<std::vector<int32_t>> split_line(const Problem& problem, int32_t blo
   return contiguous_splits(problem, line, bottleneck);
 }
 
-std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t> bounds_of(
-    const Problem& problem, int64_t devices, Array<int64_t> durations, Array<uint8_t> allowed,
-    Array<int64_t> memory, Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> weights,
-    Array<int64_t> weight_sums, int64_t known, int32_t window, int32_t thresholds,
-    int32_t guesses) {
-  const Sites sites{size_of(memory.shape(0)), devices,
-                    vector_of(durations),     vector_of(allowed),
-                    vector_of(memory),        vector_of(latency),
-                    vector_of(rate),          vector_of(weights),
-                    vector_of(weight_sums)};
+std::tuple<int64_t, int64_t, int64_t> bounds_of(const Problem& problem, Array<int64_t> durations,
+                                                Array<uint8_t> allowed, Array<int64_t> memory,
+                                                Array<int64_t> latency, Array<int64_t> rate,
+                                                Array<int64_t> weights, Array<int64_t> weight_sums,
+                                                int32_t window, int32_t thresholds,
+                                                int32_t guesses) {
+  const Sites sites{size_of(memory.shape(0)), vector_of(durations),  vector_of(allowed),
+                    vector_of(memory),        vector_of(latency),    vector_of(rate),
+                    vector_of(weights),       vector_of(weight_sums)};
   nb::gil_scoped_release unlocked;
-  const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses}, known);
-  return {bounds.path, bounds.group, bounds.work, bounds.interval, bounds.guess};
+  const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses});
+  return {bounds.path, bounds.work, bounds.guess};
 }
 
 }  // namespace
@@ -379,9 +378,9 @@ NB_MODULE(_core, m) {
   m.def("contiguous_splits", &split_line, "problem"_a, nb::kw_only(), "blocks"_a, "block"_a,
         "loads"_a, "costs"_a, "devices"_a, "caps"_a, "allowed"_a, "bottleneck"_a);
   m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
-  m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "devices"_a, "durations"_a,
-        "allowed"_a, "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "known"_a,
-        "window"_a, "thresholds"_a, "guesses"_a);
+  m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "durations"_a, "allowed"_a,
+        "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "window"_a, "thresholds"_a,
+        "guesses"_a);
   bind_favorites(m);
 }
 

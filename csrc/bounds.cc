@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <numeric>
-#include <queue>
 
 #include "held.h"
 #include "starts.h"
@@ -15,35 +14,6 @@ __extension__ typedef __int128 int128_t;
 
 // A guess joins ops to large groups, whose ops would always gather as many ancestors as they may.
 constexpr int32_t kGuessWindow = 24;
-
-struct Job {
-  int64_t release, duration, tail;
-};
-
-// The shortest makespan of jobs on one device that may interrupt them: of the released jobs always
-// the one with the longest tail (Jackson's preemptive schedule).
-int64_t preemptive(std::vector<Job>& jobs) {
-  std::sort(jobs.begin(), jobs.end(),
-            [](const Job& a, const Job& b) { return a.release < b.release; });
-  std::priority_queue<std::pair<int64_t, int64_t>> released;  // tail and time left
-  int64_t now = 0, longest = 0;
-  for (size_t i = 0; i < jobs.size() || !released.empty();) {
-    if (released.empty()) now = std::max(now, jobs[i].release);
-    for (; i < jobs.size() && jobs[i].release <= now; ++i) {
-      released.emplace(jobs[i].tail, jobs[i].duration);
-    }
-    const auto [tail, left] = released.top();
-    released.pop();
-    const int64_t end = now + left;
-    now = i < jobs.size() ? std::min(end, jobs[i].release) : end;
-    if (now < end) {
-      released.emplace(tail, end - now);
-    } else {
-      longest = std::max(longest, end + tail);
-    }
-  }
-  return longest;
-}
 
 // What is known of a schedule in which these groups each share a device.
 class Relaxation {
@@ -58,61 +28,12 @@ class Relaxation {
 
   int64_t path() const { return path_; }
 
-  int64_t group() const {
-    Rows rows = members();
-    int64_t longest = 0;
-    std::vector<Job> jobs;
-    for (int32_t group = 0; group < groups_.count(); ++group) {
-      if (rows.size(group) < 2) continue;
-      int64_t best = kForever;
-      for (int32_t site = 0; site < sites_.count; ++site) {
-        jobs.clear();
-        for (int32_t op : Row(rows, group)) {
-          if (length(op, site) == kForever) break;
-          const size_t at = index(op, site);
-          jobs.push_back({heads_[at], sites_.durations[at], tails_[at]});
-        }
-        if (static_cast<int64_t>(jobs.size()) == rows.size(group)) {
-          best = std::min(best, preemptive(jobs));
-        }
-      }
-      longest = std::max(longest, best);
-    }
-    return longest;
-  }
-
-  // The work bound is the interval of the whole step, where a whole group picks its site.
+  // The work of the whole step; on top of it, and of the path bound, the excess of what must be
+  // done between two times over what all devices can do then (Fernandez and Bussell 1973).
   int64_t work() const {
-    int64_t longest = 0;
-    const size_t count = static_cast<size_t>(groups_.count());
-    std::vector<int64_t> times(sites_.count * count, 0);
-    for (int32_t site = 0; site < sites_.count; ++site) {
-      for (int32_t op = 0; op < problem_.ops; ++op) {
-        times[site * count + groups_.of[op]] += sites_.durations[index(op, site)];
-      }
-    }
-    for (size_t row = 0; row < sites_.weight_sums.size(); ++row) {
-      int128_t sum = 0;
-      for (size_t group = 0; group < count; ++group) {
-        int128_t least = -1;
-        for (int32_t site = 0; site < sites_.count; ++site) {
-          if (!groups_.allowed[site * count + group]) continue;
-          const int128_t busy =
-              static_cast<int128_t>(weight(row, site)) * times[site * count + group];
-          if (least < 0 || busy < least) least = busy;
-        }
-        sum += std::max<int128_t>(least, 0);
-      }
-      longest = std::max(longest, ceil_div(sum, sites_.weight_sums[row]));
-    }
-    return std::max(longest, crowded(times));
-  }
-
-  // The excess of the work that must be done between two times over what all devices can do then,
-  // on top of `floor`, which no schedule is shorter than (Fernandez and Bussell 1973).
-  int64_t interval(int64_t floor) const {
+    if (path_ == kForever) return kForever;
+    const int64_t floor = std::max(path_, whole());
     int64_t longest = floor;
-    if (floor == kForever || effort_.thresholds == 0) return floor;
     std::vector<int64_t> from, to;
     for (int32_t op = 0; op < problem_.ops; ++op) {
       const int32_t site = nearest(op);
@@ -177,6 +98,26 @@ class Relaxation {
   }
   static int64_t ceil_div(int128_t a, int64_t b) { return static_cast<int64_t>((a + b - 1) / b); }
 
+  // All devices at work all the time, every op on its best site.
+  int64_t whole() const {
+    int64_t longest = 0;
+    for (size_t row = 0; row < sites_.weight_sums.size(); ++row) {
+      int128_t sum = 0;
+      for (int32_t op = 0; op < problem_.ops; ++op) {
+        int128_t least = -1;
+        for (int32_t site = 0; site < sites_.count; ++site) {
+          if (length(op, site) == kForever) continue;
+          const int128_t busy =
+              static_cast<int128_t>(weight(row, site)) * sites_.durations[index(op, site)];
+          if (least < 0 || busy < least) least = busy;
+        }
+        sum += std::max<int128_t>(least, 0);
+      }
+      longest = std::max(longest, ceil_div(sum, sites_.weight_sums[row]));
+    }
+    return longest;
+  }
+
   void update() {
     heads_ = earliest_starts(problem_, sites_, groups_, effort_.window, false);
     tails_ = earliest_starts(problem_, sites_, groups_, effort_.window, true);
@@ -184,6 +125,27 @@ class Relaxation {
     for (int32_t op = 0; op < problem_.ops; ++op) {
       path_ = std::max(path_, length(op, nearest(op)));
     }
+    if (path_ < kForever) path_ = std::max(path_, longest_group());
+  }
+
+  // A group's ops run on one device, one at a time; kForever where no site has all of them.
+  int64_t longest_group() const {
+    const size_t count = static_cast<size_t>(groups_.count());
+    std::vector<int64_t> times(count), least(count, kForever);
+    for (int32_t site = 0; site < sites_.count; ++site) {
+      std::fill(times.begin(), times.end(), 0);
+      for (int32_t op = 0; op < problem_.ops; ++op) {
+        int64_t& time = times[groups_.of[op]];
+        time =
+            length(op, site) == kForever ? kForever : add(time, sites_.durations[index(op, site)]);
+      }
+      for (size_t group = 0; group < count; ++group) {
+        least[group] = std::min(least[group], times[group]);
+      }
+    }
+    int64_t longest = 0;
+    for (int64_t time : least) longest = std::max(longest, time);
+    return longest;
   }
 
   int64_t length(int32_t op, int32_t site) const {
@@ -197,40 +159,6 @@ class Relaxation {
       if (length(op, site) < length(op, best)) best = site;
     }
     return best;
-  }
-
-  Rows members() const {
-    Rows rows;
-    rows.begin.assign(static_cast<size_t>(groups_.count()) + 1, 0);
-    for (int32_t group : groups_.of) ++rows.begin[group + 1];
-    for (size_t i = 1; i < rows.begin.size(); ++i) rows.begin[i] += rows.begin[i - 1];
-    std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
-    rows.values.resize(groups_.of.size());
-    for (int32_t op = 0; op < problem_.ops; ++op) rows.values[next[groups_.of[op]]++] = op;
-    return rows;
-  }
-
-  // Of the k m + 1 longest groups, some device of m gets k + 1, at best the shortest of them.
-  int64_t crowded(const std::vector<int64_t>& times) const {
-    const size_t count = static_cast<size_t>(groups_.count());
-    const size_t devices = static_cast<size_t>(sites_.devices);
-    std::vector<int64_t> least;
-    for (size_t group = 0; group < count; ++group) {
-      int64_t best = kForever;
-      for (int32_t site = 0; site < sites_.count; ++site) {
-        if (groups_.allowed[site * count + group])
-          best = std::min(best, times[site * count + group]);
-      }
-      least.push_back(best == kForever ? 0 : best);
-    }
-    std::sort(least.begin(), least.end(), std::greater<int64_t>());
-    std::vector<int64_t> sums(count + 1, 0);
-    for (size_t i = 0; i < count; ++i) sums[i + 1] = sums[i] + least[i];
-    int64_t longest = 0;
-    for (size_t k = 0; k * devices + 1 <= count; ++k) {
-      longest = std::max(longest, sums[k * devices + 1] - sums[k * devices - k]);
-    }
-    return longest;
   }
 
   // At most `thresholds` of the values, spread over their ranks, ascending.
@@ -362,25 +290,17 @@ int64_t refute(const Relaxation& known, int64_t guess) {
   for (int i = 0; i < 2 && !relaxation.refuted(); ++i) {
     if (!relaxation.assume(guess)) break;
   }
-  if (relaxation.path() >= guess) return guess;
-  const int64_t bound = std::max({relaxation.path(), relaxation.group(), relaxation.work()});
-  if (bound >= guess) return guess;
-  return std::min(guess, relaxation.interval(bound));
+  return relaxation.path() >= guess ? guess : std::min(guess, relaxation.work());
 }
 
 }  // namespace
 
-Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
-                    int64_t known) {
+Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort) {
   const Moments moments(problem);
   const Relaxation relaxation(problem, sites, effort, moments);
-  Bounds bounds{relaxation.path(), 0, 0, 0, 0};
+  Bounds bounds{relaxation.path(), 0, 0};
   if (relaxation.refuted()) return bounds;
-  bounds.group = relaxation.group();
-  if (bounds.group == kForever) return bounds;  // no site has all of a group's ops
-  bounds.work = relaxation.work();
-  bounds.interval = relaxation.interval(std::max({bounds.path, bounds.group, bounds.work, known}));
-  bounds.guess = bounds.interval;
+  bounds.work = bounds.guess = relaxation.work();
   // Ever larger steps up while makespans are refuted, then bisection below one that was not.
   int64_t above = kForever, step = bounds.guess / 16;
   for (int32_t i = 0; i < effort.guesses && step > 0; ++i) {

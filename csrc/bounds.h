@@ -13,7 +13,6 @@ namespace baechi {
 
 struct Sites {
   int32_t count = 0;
-  int64_t devices = 0;             // of all sites, or as many of them as a schedule may use
   std::vector<int64_t> durations;  // durations[site * ops + op]
   std::vector<uint8_t> allowed;    // allowed[site * groups + group]
   std::vector<int64_t> memory;     // per site, the largest
@@ -34,15 +33,11 @@ struct Effort {
 
 // Each is at most the makespan of every valid schedule. kForever: there is none.
 struct Bounds {
-  int64_t path;      // an op's earliest start, its time and what must follow
-  int64_t group;     // the same for the ops of a group, one at a time on their device
-  int64_t work;      // the work on the groups' best sites, over all devices
-  int64_t interval;  // the work that must be done between two times, over all devices
-  int64_t guess;     // the shortest makespan that could not be refuted
+  int64_t path;   // an op's earliest start, its time and what must follow; or a whole group's time
+  int64_t work;   // the work that must be done between two times, over all devices
+  int64_t guess;  // the shortest makespan that could not be refuted
 };
 
-// `known` is such a bound already.
-Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort,
-                    int64_t known);
+Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort);
 
 }  // namespace baechi
