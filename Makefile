@@ -26,7 +26,7 @@ CPP     := $(wildcard csrc/*.cc csrc/*.h tests/emulated_cuda/*.cc tests/emulated
 COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
   --no-header pyproject.toml
 # The tests that reach the C++ core and need no torch.
-CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut elimination favorites constraints linkage search backtracking solving,tests/test_$(name).py)
+CORE_TESTS := $(foreach name,timeline simulation arrays bounds held clusters coarsening placers heft contiguous mincut favorites constraints linkage search backtracking solving,tests/test_$(name).py)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
