@@ -34,10 +34,4 @@ std::pair<std::vector<double>, std::vector<double>> longest_paths(
 // O(ops + edges) each (times the logarithm of the largest degree).
 Shares save_transfers(const Transfers& transfers, double tolerance, int32_t max_iterations);
 
-// The same by an interior point, which reaches small tolerances in some 30 iterations; none, and a
-// bound of 0, where an iteration would take more than `most_work` multiplications. Of that, and of
-// memory, graphs take the more the wider they are, and in proportion to their length.
-Shares save_most_transfers(const Transfers& transfers, double tolerance, int32_t max_iterations,
-                           double most_work);
-
 }  // namespace baechi

@@ -127,7 +127,7 @@ def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
 
 
 def test_torch_still_loses_the_backward() -> None:
-    """If this fails, torch is mended: see whether `tracing.workarounds.autograd_functions` can go."""
+    """If this fails, torch is mended: `autograd_functions` may go."""
     model, x = Between(custom), X.clone().requires_grad_()
     exported = torch.export.export(model, (x,), strict=False).module()
     (wanted,) = torch.autograd.grad(model(x).sum(), x)
