@@ -1,6 +1,6 @@
 """Placements found by backtracking over the devices of groups, and proofs that there are none.
 
-For a given order of the ops, `csrc/backtracking.cc` gives devices to one group after the other and
+For a given order of the ops, `csrc/schedulers/backtracking.cc` gives devices to one group after the other and
 goes back where the ops committed so far pass a memory by the exact clock, whatever follows. Small
 problems are searched to the end; of large ones, budgets counted in ops end many short searches,
 each with another rule for the devices. Orders are the ops' own and a depth-first one, which uses up
