@@ -1,10 +1,11 @@
 """Favorite children: which op should follow which on the same device.
 
 The linear program is in `placers/favorite_program.py`. Solvers: `"first-order"`, the default, finds
-a choice and a lower bound that proves how far it is from the optimum (`csrc/favorites/first_order.cc`);
-`"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find the optimum, and take longer the
-larger and wider a graph is. HiGHS starts from what first-order found (`near_point`). Where one of
-them stops before the optimum, the first-order result is the answer.
+a choice and a lower bound that proves how far it is from the optimum
+(`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find
+the optimum, and take longer the larger and wider a graph is. HiGHS starts from what first-order
+found (`near_point`). Where one of them stops before the optimum, the first-order result is the
+answer.
 
 Optima are many, and a simplex returns one that chooses wherever it may. A favorite child without
 need is harmful: its device waits for it. So shares 1 - x that w does not need are taken back first
@@ -16,8 +17,8 @@ most one of each, whatever the solver returned.
 Where we leave the paper: edges inside one group cost nothing and choose nothing; HiGHS instead of
 MOSEK; no favorites without need; the threshold is 1/2 with repair, instead of 0.1 without; c is the
 mean over the links. All solvers run on one thread with fixed seeds, and are bounded by iterations,
-never by time, so that equal input gives equal favorites. Where communication outweighs computation, w is no lower bound on
-the makespan.
+never by time, so that equal input gives equal favorites. Where communication outweighs computation,
+w is no lower bound on the makespan.
 Complexity: a linear program of ops + edges rows and columns; first-order takes some hundred passes
 over the edges.
 """

@@ -5,8 +5,8 @@ site, not per device. Each bound, with its proof in `docs/bounds.md`:
 
 - path: an op's earliest start at its best site, its time there, and what must follow. Going to
   another site costs the cheapest transfer; and of an op's ancestors either some are on another
-  device and cost a transfer, or all are on its own and run one at a time (`csrc/bounds/bounds.cc`). Nor
-  is a step shorter than a group, which one device runs.
+  device and cost a transfer, or all are on its own and run one at a time (`csrc/bounds/bounds.cc`).
+  Nor is a step shorter than a group, which one device runs.
 - work: no device is busier than the makespan, so for weights y(p) >= 0 of the devices the makespan
   is at least (sum over ops of min over p of y(p) time(op, p)) / (sum over p of y(p)); and likewise
   for what must be done between two times (Fernandez and Bussell, "Bounds on the number of
