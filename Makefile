@@ -40,7 +40,7 @@ demo: $(VENV)/.installed ## Split GPT-2 and Inception-v3 over CPU devices and tr
 	$(BIN)/baechi demo
 
 test: $(VENV)/.dev ## Run the tests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 test-latest: ## Run the tests on the newest versions of all packages but torch
 	rm -rf .venv-latest
@@ -55,11 +55,11 @@ lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
 	$(COMPILE) --extra build -c $(LOCKS)/dev.txt -o $(LOCKS)/build.txt
 
 test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which need no torch
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(CORE_TESTS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(CORE_TESTS)
 
 # The benchmarks' own tests, too; every random test makes eight to ten times the cases.
 test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 	  --hypothesis-profile nightly -m "not gpu and not multigpu" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
 

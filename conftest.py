@@ -36,7 +36,14 @@ if find_spec("hypothesis") is not None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs more GPUs than there are."""
+    """Skip what needs more GPUs than there are; one process has all tests of a model.
+
+    So each model is traced once (`--dist loadgroup`).
+    """
+    for item in items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        if isinstance(name, str):
+            item.add_marker(pytest.mark.xdist_group(name))
     wanted = [
         (item, n) for item in items for mark, n in _GPUS.items() if item.get_closest_marker(mark)
     ]

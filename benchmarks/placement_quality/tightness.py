@@ -19,7 +19,7 @@ import baechi
 from baechi.problem.bounds import parts
 from baechi.problem.problem_arrays import Problem
 
-NAMES = ("path", "group", "work", "memory", "interval", "guess")
+NAMES = ("path", "work", "guess")
 # Transfer time over op time, on average.
 RATIOS = (0.1, 1.0, 5.0)
 LINK = baechi.Link(latency_ns=1, bytes_per_s=10**9)

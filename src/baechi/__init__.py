@@ -105,14 +105,15 @@ _HOMES = {
     "baechi.traced.traced_model": ("Traced",),
     "baechi.tracing.ladder": ("trace",),
 }
+_MODULES = {"bounds": "baechi.problem.bounds", "scheduling": "baechi.scheduling"}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 (a list of str, computed from the one table)
 
 
 def __getattr__(name: str) -> Any:
-    if name == "scheduling":
-        return import_module("baechi.scheduling")
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'baechi' has no attribute {name!r}")
     try:

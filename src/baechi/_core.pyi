@@ -133,7 +133,6 @@ def contiguous_splits(
 def lower_bounds(
     problem: Problem,
     *,
-    devices: int,
     durations: NDArray[int64],
     allowed: NDArray[uint8],
     memory: NDArray[int64],
@@ -141,11 +140,10 @@ def lower_bounds(
     rate: NDArray[int64],
     weights: NDArray[int64],
     weight_sums: NDArray[int64],
-    known: int,
     window: int,
     thresholds: int,
     guesses: int,
-) -> tuple[int, int, int, int, int]: ...
+) -> tuple[int, int, int]: ...
 def least_degree_first(
     first: NDArray[int32], second: NDArray[int32], stage: NDArray[int32]
 ) -> tuple[list[int], list[int], list[list[int]], float]: ...

@@ -262,7 +262,7 @@ def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:
     placed = baechi.place(ReturnsAnItem(), DEVICES, placer="round-robin", progress=False)
     assert placed(torch.ones(2))[1] == 2.0
     assert placed(torch.full((2,), 4.0))[1] == 8.0
-    assert placed.traced.rung == "torch.fx.symbolic_trace"
+    assert placed.traced.rung == "module granularity, opaque leaves"
 
 
 def test_the_first_call_draws_what_the_unsplit_model_would_draw() -> None:

@@ -20,13 +20,7 @@ from baechi.placers.linear_programs import (
     write_mosek_task,
 )
 from baechi.placers.sct_favorites import relax
-from baechi.placers.sct_program import (
-    capped,
-    greatest_matching,
-    matching_vertex,
-    near_point,
-    solver_rows,
-)
+from baechi.placers.sct_program import capped, near_point, solver_rows
 
 
 def plain(program):
@@ -127,33 +121,6 @@ def test_a_solver_says_why_it_stopped():
         answer = solver.solve(infeasible)
         assert answer.values is None
         assert "infeasible" in answer.status
-
-
-@given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
-def test_a_matching_is_a_vertex_and_the_simplex_reaches_the_optimum_from_it(n, width, seed, cost):
-    program = layered(max(n, width + 1), width, seed, cost)
-    if not program.free.any():
-        return
-    rows = solver_rows(program)
-    shares = program.feasible(np.random.default_rng(seed).random(len(program.src)))
-    start = matching_vertex(program, rows, greatest_matching(program, shares))
-    assert start.low.sum() + start.high.sum() + start.tight.sum() == len(rows.program.cost)
-    # The vertex: what is at a bound has its value, and the tight rows say the others'.
-    begin, columns, values = rows.program.by_rows()
-    dense = np.zeros((len(rows.program.limit), len(rows.program.cost)))
-    for row in range(len(dense)):
-        at = slice(begin[row], begin[row + 1])
-        dense[row, columns[at]] = values[at]
-    point = np.where(start.high, 1.0, 0.0)
-    basic = ~(start.low | start.high)
-    left = rows.program.limit - dense @ point
-    point[basic] = np.linalg.solve(dense[start.tight][:, basic], left[start.tight])
-    assert (dense @ point <= rows.program.limit + 1e-7).all()
-    assert point.min() >= -1e-7
-    found = Highs().solve(rows.program, start)
-    assert found.values[-1] == pytest.approx(
-        Highs().solve(rows.program).values[-1], rel=1e-6, abs=1e-9
-    )
 
 
 @given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))

@@ -8,15 +8,15 @@ from strategies import clusters, graphs, layered
 
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Tensor
 from baechi.placers.linear_programs import Highs
-from baechi.placers.sct_favorites import favorite_children, first_order, interior_point, relax
+from baechi.placers.sct_favorites import favorite_children, first_order, relax
 from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 
 CLUSTER = Cluster.uniform(2, 10**9, Link(0, 10**9))
-SOLVERS = ["interior-point", "highs", "cvxopt", "first-order"]
+SOLVERS = ["first-order", "highs", "cvxopt"]
 
 
-def favorites(ops, edges, groups=None, solver="auto"):
+def favorites(ops, edges, groups=None, solver="first-order"):
     """Favorite children, where edges are (src, dst, bytes) and one byte takes one ns."""
     groups = groups or [None] * len(ops)
     graph = OpGraph(
@@ -65,7 +65,7 @@ def test_inside_a_group_nothing_is_chosen():
     assert favorites([5, 5, 5], edges, ["g", "g", "g"]) == [-1, -1, -1]
 
 
-@given(graphs(), clusters(), st.sampled_from(["auto", "highs", "first-order"]))
+@given(graphs(), clusters(), st.sampled_from(["first-order", "highs"]))
 def test_every_op_has_one_favorite_child_and_is_one_of_one_parent(graph, cluster, solver):
     problem = Problem(graph, cluster)
     found = favorite_children(problem, solver)
@@ -97,10 +97,6 @@ def assert_proved(program):
     if not program.free.any():
         return
     optimum = relax(program, Highs()).bound_ns
-    exact = interior_point(program)
-    assert exact.bound_ns == pytest.approx(optimum, rel=1e-6)
-    assert_feasible(program, exact.shares)
-    assert exact.bound_ns <= program.spans(exact.shares)[2] <= exact.bound_ns * (1 + 2e-7)
     found = first_order(program, 0.0025)
     assert found.bound_ns <= optimum * (1 + 1e-9)
     assert_feasible(program, found.shares)
@@ -112,44 +108,6 @@ def assert_feasible(program, shares):
     for end in (program.src, program.dst):
         assert np.bincount(end, shares).max() <= 1 + 1e-12
     assert shares.min() >= 0
-
-
-@pytest.mark.parametrize(("width", "cost"), [(10, 200.0), (30, 20.0), (30, 2000.0)])
-def test_the_interior_point_proves_the_optimum_of_large_graphs(width, cost):
-    program = layered(3000, width, 1, cost)
-    found = interior_point(program)
-    assert_feasible(program, found.shares)
-    assert program.spans(found.shares)[2] <= (1 + 1e-7) * found.bound_ns
-    assert first_order(program, 0.0025).bound_ns <= program.spans(found.shares)[2]
-
-
-@pytest.mark.parametrize(("n", "width", "cost"), [(1500, 150, 2000.0), (1500, 200, 200.0)])
-def test_the_interior_point_finds_the_optimum_of_wide_graphs(n, width, cost):
-    # Wide enough for an order by nested dissection, and for fronts of several panels.
-    program = layered(n, width, 1, cost)
-    found = interior_point(program)
-    assert_feasible(program, found.shares)
-    assert program.spans(found.shares)[2] <= (1 + 1e-7) * found.bound_ns
-    near = first_order(program, 0.0025).shares
-    assert found.bound_ns == pytest.approx(relax(program, Highs(), near).bound_ns, rel=1e-6)
-    assert np.array_equal(interior_point(program).shares, found.shares)
-
-
-def test_an_order_by_dissection_makes_wide_graphs_affordable():
-    # 47 million multiplications; by minimum degree alone they are 138 million.
-    assert interior_point(layered(2000, 200, 1, 200.0), most_work=7e7) is not None
-
-
-def test_an_interior_point_that_takes_too_much_is_not_tried():
-    # All ops of a layer read all of the one before.
-    width, layers = 60, 3
-    ops = tuple(Op(f"o{i}", 5 + i % 7) for i in range(width * layers))
-    below = [tuple(range(i - i % width + width, i - i % width + 2 * width)) for i in range(120)]
-    graph = OpGraph(ops, tuple(Tensor(i, below[i], 9 + i % 5) for i in range(120)))
-    program = favorite_program(Problem(graph, CLUSTER))
-    assert interior_point(program, most_work=1e4) is None
-    exact = interior_point(program)
-    assert exact.bound_ns == pytest.approx(relax(program, Highs()).bound_ns, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -188,11 +146,11 @@ def test_where_a_solver_stops_the_first_order_method_goes_on_and_says_so():
     graph = OpGraph(ops, tuple(Tensor(i, (i + 1, i + 2), 9) for i in range(28)))
     found = favorite_children(Problem(graph, CLUSTER), Highs(iterations_per_row=0))
     assert found.method.startswith("first-order (highs stopped: ")
-    assert found.bound_ns <= found.objective_ns <= 1.004 * found.bound_ns
+    assert found.bound_ns <= found.objective_ns <= 1.005 * found.bound_ns
 
 
 def test_unknown_solvers_are_refused():
-    known = "'auto', 'interior-point', 'highs', 'cvxopt', 'mosek', 'first-order'"
+    known = "'first-order', 'highs', 'cvxopt', 'mosek'"
     with pytest.raises(InputError, match=f"solver 'simplex' is unknown; it must be one of {known}"):
         favorite_children(Problem(OpGraph(()), CLUSTER), "simplex")
 
@@ -212,14 +170,3 @@ def test_without_links_transfers_cost_nothing():
     cluster = Cluster(devices, ((None, None), (None, None)))
     found = favorite_children(Problem(graph, cluster))
     assert (found.children.tolist(), found.objective_ns, found.bound_ns) == ([-1, -1], 2, 2)
-
-
-def test_an_op_with_very_many_children_keeps_the_interior_point():
-    # The op and its choice are both next to all children, and to each other.
-    n = 400
-    ops = tuple(Op(f"o{i}", 5 + i % 7) for i in range(n + 1))
-    tensors = tuple(Tensor(0, (i,), 50 + i % 13) for i in range(1, n + 1))
-    program = favorite_program(Problem(OpGraph(ops, tensors), CLUSTER))
-    found = interior_point(program)
-    assert found.bound_ns == pytest.approx(relax(program, Highs()).bound_ns, rel=1e-6)
-    assert_feasible(program, found.shares)

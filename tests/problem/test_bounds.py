@@ -1,11 +1,8 @@
 """Lower bounds: below everything that brute force finds, and equal to it where they should be."""
 
 import itertools
-import math
-import random
 from dataclasses import replace
 
-import highspy
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -96,16 +93,15 @@ def check(graph, cluster, placement):
 
 
 @given(st.data(), graphs(), clusters(max_devices=3))
-def test_renaming_and_permuting_devices_changes_no_bound(data, graph, cluster):
+def test_renaming_and_permuting_devices_changes_no_path(data, graph, cluster):
     n = len(cluster.devices)
     order = data.draw(st.permutations(range(n)))
     devices = tuple(replace(cluster.devices[d], name=f"new{d}") for d in order)
     links = tuple(tuple(cluster.links[a][b] for b in order) for a in order)
     permuted = replace(cluster, devices=devices, links=links)
-    # `memory` sums floating point numbers in another order then, and any price is a bound.
-    exact = ("path", "group")
-    before, after = (parts(Problem(graph, c)) for c in (cluster, permuted))
-    assert [before[name] for name in exact] == [after[name] for name in exact]
+    # Of equally near devices the first sets the times between which work is added up.
+    before, after = (parts(Problem(graph, c))["path"] for c in (cluster, permuted))
+    assert before == after
 
 
 def uniform(n, memory=100):
@@ -120,19 +116,8 @@ def uniform(n, memory=100):
         (OpGraph((Op("a", 5), Op("b", 7)), (Tensor(0, (1,), 9),)), uniform(2), 12),
         # The work shared out, rounded up: 14 of 27 on one of two devices.
         (OpGraph(tuple(Op(f"o{i}", 1) for i in range(27))), uniform(2), 14),
-        # Of five equal ops one device gets three.
-        (OpGraph(tuple(Op(f"o{i}", 5) for i in range(5))), uniform(2), 15),
         # A group runs on one device.
         (OpGraph(tuple(Op(f"o{i}", 5, group="g") for i in range(4))), uniform(4), 20),
-        # ... between what comes before it and what comes after.
-        (
-            OpGraph(
-                (Op("a", 3), Op("b", 5, group="g"), Op("c", 5, group="g"), Op("d", 2)),
-                (Tensor(0, (1, 2), 0), Tensor(1, (3,), 0), Tensor(2, (3,), 0)),
-            ),
-            uniform(4),
-            15,
-        ),
         # The fast device could do it in 5, but has no memory for it.
         (
             OpGraph((Op("a", 10, 50),)),
@@ -210,7 +195,7 @@ POOL = [Device("s0", 200, pool="gpu"), Device("s1", 200, pool="gpu")]
                  Tensor(3, (4,), 0)),
             ),
             Cluster.uniform(2, 100, Link(0, 10**9)),
-            "interval",
+            "work",
             4 + 8 + 4,
         ),
         # A schedule shorter than 4 * 50 has no time to send anything, and then runs all on one.
@@ -220,47 +205,6 @@ POOL = [Device("s0", 200, pool="gpu"), Device("s1", 200, pool="gpu")]
 )  # fmt: skip
 def test_worked_examples(graph, cluster, name, bound):
     assert parts(Problem(graph, cluster))[name] == bound
-
-
-def fractional(seed):
-    """A problem whose fastest device has memory for 2/5, and its optimum in fractions of ops.
-
-    So much of every op on every device as time and memory suffice for; solved by HiGHS.
-    """
-    draw = random.Random(seed)
-    n, speeds = 40, [4.0, 1.0, 0.5][: 2 + seed % 2]
-    ops = tuple(Op(f"o{i}", draw.randrange(20, 400), draw.randrange(1, 100)) for i in range(n))
-    times = {"x": tuple(draw.randrange(20, 400) for _ in ops)}
-    held = sum(op.persistent_bytes for op in ops)
-    devices = [
-        Device(f"d{i}", held * 2 // 5 if i == 0 else held, speed, "x" if i == seed % 3 else "")
-        for i, speed in enumerate(speeds)
-    ]
-    problem = Problem(OpGraph(ops, (), times), Cluster.connected(devices, LINK))
-    highs = highspy.Highs()
-    highs.setOptionValue("output_flag", False)
-    makespan = highs.addVariable(obj=1)
-    shares = [[highs.addVariable() for _ in ops] for _ in devices]
-    for column in zip(*shares, strict=True):
-        highs.addConstr(sum(column) == 1)
-    for device, row in enumerate(shares):
-        took = problem.durations[problem.device_class[device]].tolist()
-        highs.addConstr(sum(ns * x for ns, x in zip(took, row, strict=True)) <= makespan)
-        stored = sum(op.persistent_bytes * x for op, x in zip(ops, row, strict=True))
-        highs.addConstr(stored <= devices[device].memory_bytes)
-    highs.minimize()
-    return problem, highs.getInfo().objective_function_value
-
-
-def test_memory_prices_come_near_the_linear_program():
-    ratios = []
-    for seed in range(12):
-        problem, optimum = fractional(seed)
-        bounds = parts(problem)
-        assert bounds["memory"] <= math.ceil(optimum - 1e-6)
-        assert bounds["memory"] >= bounds["work"] - 1 or seed in (3, 8)
-        ratios.append(bounds["memory"] / optimum)
-    assert sum(ratios) / len(ratios) > 0.95
 
 
 def test_a_group_that_no_device_can_hold_together_leaves_a_bound():
@@ -277,7 +221,7 @@ def test_a_group_that_no_device_can_hold_together_leaves_a_bound():
     cluster = Cluster((Device("large", 25), Device("small", 12)), ((None, None), (None, None)))
     problem = Problem(graph, cluster, Constraints(pins={"b": "small"}))
     assert parts(problem)["path"] == 10
-    assert lower_bound_ns(problem) == 15
+    assert lower_bound_ns(problem) == 10
     assert find(problem) is None
     assert improved(problem, [], FAST) is None
 
@@ -310,7 +254,7 @@ def test_twice_as_long_and_as_large_doubles_the_paths(graph, cluster):
     larger = tuple(replace(d, memory_bytes=2 * d.memory_bytes) for d in cluster.devices)
     once = parts(Problem(graph, replace(cluster, links=at_1)))
     twice = parts(Problem(doubled, replace(cluster, devices=larger, links=at_2)))
-    assert (twice["path"], twice["group"]) == (2 * once["path"], 2 * once["group"])
+    assert twice["path"] == 2 * once["path"]
 
 
 @pytest.mark.parametrize("memory", [2**62, 2**63 - 1])

@@ -10,9 +10,9 @@ from itertools import chain, pairwise, takewhile
 
 import pytest
 import strategies
-import zoo
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from steps import case
 
 import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
@@ -210,16 +210,25 @@ def test_what_has_no_backward_joins_a_tape_beside_it() -> None:
 
 @cache
 def training_graph(name: str) -> OpGraph:
-    model, args, kwargs = zoo.MODELS[name]()
-    traced = baechi.trace(model, args, kwargs)
+    traced = case(name).traced
     costs = [1000 + i * 7919 % 5000 for i in range(len(traced.ops))]
     rows = tuple(baechi.OpCost(cost, 2 * cost) for cost in costs)
     return traced.graph(baechi.Profile(traced.digest, "", rows), optimizer="adamw")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "clip", "inception", "lstm_lm", "mixtral"])
-@pytest.mark.parametrize("n_devices", [2, 4])
-@pytest.mark.parametrize("placer", ["m-etf", "auto", "random"])
+PAIRS = [(n, placer) for placer in ("m-etf", "auto", "random") for n in (2, 4)]
+MODELS = ("gpt2", "t5", "clip", "branches", "lstm_lm", "mixtral", "inception")
+
+
+# By default one pair for each model; of the whole Inception none.
+@pytest.mark.parametrize(
+    ("name", "n_devices", "placer"),
+    [
+        pytest.param(name, *pair, marks=() if i == j else (pytest.mark.slow,))
+        for i, name in enumerate(MODELS)
+        for j, pair in enumerate(PAIRS)
+    ],
+)
 def test_a_model_s_step_runs_as_long_as_the_placement_says(
     name: str, n_devices: int, placer: str
 ) -> None:

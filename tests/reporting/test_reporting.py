@@ -72,7 +72,7 @@ TRACED = Traced(
         TracedOp("h.1/c", ("c",), "k"),
     ),
     (),
-    (Attempt("torch.export (strict)", "ValueError: [bold] toy.py:9"), Attempt("torch.fx")),
+    (Attempt("torch.export (non-strict)", "ValueError: [bold] toy.py:9"), Attempt("torch.fx")),
     True,
 )
 MEASURED = Measurement(66, (130, 300), (65, 66, 67), moved_bytes=30)
@@ -214,7 +214,7 @@ def test_the_text_says_what_matters():
     assert re.search(r"step +60 ns +66 ns +-9.1 %", text)
     assert re.search(r"peak memory of cpu:1 +241 B +300 B +-19.7 %", text)
     assert re.search(r"bytes moved +30 B +30 B +\+0.0 %", text)
-    assert "torch.export (strict) ValueError: [bold] toy.py:9" in flat
+    assert "torch.export (non-strict) ValueError: [bold] toy.py:9" in flat
     assert "torch.fx taken" in flat
     drawn = io.StringIO()
     Console(file=drawn, width=60).print(text_report(*PARTS))

@@ -53,8 +53,12 @@ def equal_state(one: nn.Module, other: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *(("resnet_train", optimizer) for optimizer in OPTIMIZERS),
-        *(("gpt2", optimizer) for optimizer in ("adamw", "momentum")),
+        *(("gpt2", "adamw"), ("resnet_train", "momentum foreach")),
+        *(
+            pytest.param("resnet_train", optimizer, marks=pytest.mark.slow)
+            for optimizer in OPTIMIZERS
+        ),
+        pytest.param("gpt2", "momentum", marks=pytest.mark.slow),
     ],
 )
 def test_ten_steps_then_saved_loaded_into_the_unsplit_model_and_gone_on(

@@ -1,7 +1,7 @@
 """The published simulator's rules written down once more, as plainly as can be: nothing is shared.
 
 Every event empties the cluster and gives it out again by walking over lists; the only structures
-are lists, and the clock finds the next event by looking at all jobs. What `test_cluster_golden.py`
+are lists, and the clock finds the next event by looking at all jobs. What `test_golden_results.py`
 checks on the published results, the tests that use this check on traces of their own.
 """
 

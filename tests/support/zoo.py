@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.models import hugging_face
-from benchmarks.models.inception_v3 import inception_v3
+from benchmarks.models.inception_v3 import BasicConv2d, InceptionA, InceptionB, inception_v3
 from benchmarks.models.lstm_lm import LSTMLanguageModel
 from benchmarks.models.resnet import resnet18
 from benchmarks.models.towers import Towers
@@ -183,6 +183,25 @@ def inception() -> Example:
     """The whole Inception-v3 on the smallest image that it takes."""
     torch.manual_seed(0)
     return inception_v3(num_classes=10).train(), (torch.randn(4, 3, 75, 75),), {}
+
+
+class Branching(nn.Module):
+    """The first blocks of an Inception-v3, one of each kind that small images allow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = BasicConv2d(3, 16, kernel_size=3)
+        self.blocks = nn.Sequential(InceptionA(16, 8), InceptionB(232))
+        self.head = nn.Linear(712, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+def branches() -> Example:
+    """Blocks of Inception-v3 on an image of 16 x 16."""
+    torch.manual_seed(0)
+    return Branching().train(), (torch.randn(4, 3, 16, 16),), {}
 
 
 def resnet_train() -> Example:
@@ -683,6 +702,7 @@ MODELS: Mapping[str, Callable[[], Example]] = {
     "vit": vit,
     "lstm_lm": lstm_lm,
     "nn_transformer": nn_transformer,
+    "branches": branches,
     "inception": inception,
     "resnet_train": resnet_train,
     "resnet_eval": resnet_eval,

@@ -1,21 +1,19 @@
 """The graph of a training step mirrors the forward graph."""
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
 import zoo
+from steps import case
 from torch import nn
 
 import baechi
 from baechi.traced.step_graph import BACKWARD, LOSS, backward_ops
 
 
-@cache
 def traced_of(name: str) -> baechi.Traced:
-    model, args, kwargs = zoo.MODELS[name]()
-    return baechi.trace(model, args, kwargs)
+    return case(name).traced
 
 
 def costs_of(traced: baechi.Traced) -> baechi.Profile:

@@ -144,3 +144,14 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
     assert not expected.differs_from(actual)
     assert {gradient.dtype for gradient in actual.gradients.values()} == {dtype}
     module.unplace()
+
+
+@pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
+def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
+    """If this fails, torch is mended: see whether `rungs._RECURRENT` can go."""
+    layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        exported = torch.export.export(layer, (x,), strict=False).module()
+        nodes = [node for node in exported.graph.nodes if "lstm" in str(node.target)]
+        assert [node.meta["val"][0].dtype for node in nodes] == [torch.float32]
+        assert layer(x)[0].dtype is torch.bfloat16

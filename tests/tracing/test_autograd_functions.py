@@ -124,3 +124,12 @@ def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
     placed(x)[0].sum().backward()
     assert model.one.weight.grad is not None
     assert model.two.weight.grad is None
+
+
+def test_torch_still_loses_the_backward() -> None:
+    """If this fails, torch is mended: `autograd_functions` may go."""
+    model, x = Between(custom), X.clone().requires_grad_()
+    exported = torch.export.export(model, (x,), strict=False).module()
+    (wanted,) = torch.autograd.grad(model(x).sum(), x)
+    (derived,) = torch.autograd.grad(exported(x).sum(), x)
+    assert not torch.equal(derived, wanted)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from placed import at_random, one_thread, step
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
 
 
@@ -34,3 +35,12 @@ def test_a_model_with_a_ctc_loss_is_split(rows: bool) -> None:
         placed = at_random(model, args)
         assert placed.traced.rung == "torch.export (non-strict)"
         assert not wanted.differs_from(step(placed, args, {}))
+
+
+def test_torch_still_lacks_the_shapes() -> None:
+    """If this fails, torch is mended: `workarounds.ctc_loss` may go."""
+    with FakeTensorMode():
+        scores, targets = torch.zeros(9, 2, 5), torch.ones(2, 3, dtype=torch.int64)
+        lengths = torch.tensor([9, 8]), torch.tensor([3, 2])
+        with pytest.raises(DynamicOutputShapeException, match="_ctc_loss"):
+            functional.ctc_loss(scores, targets, *lengths)

@@ -211,3 +211,12 @@ def test_other_threads_see_torch_as_it_is_and_so_does_all_after() -> None:
     assert torch.compiler._is_compiling_flag is False
     assert torch._subclasses.FakeTensor is torch._subclasses.fake_tensor.FakeTensor
     assert not hasattr(torch._subclasses, "__getattr__")
+
+
+def test_torch_still_cannot_trace_grouped_products_in_fp32() -> None:
+    """If this fails, torch is mended: experts in fp32 are traced as they run when eager."""
+    rows, weights, ends = torch.ones(8, 16), torch.ones(2, 16, 16), torch.tensor([4, 8]).int()
+    assert torch._grouped_mm(rows, weights, offs=ends).shape == (8, 16)
+    meta = [tensor.to("meta") for tensor in (rows, weights, ends)]
+    with pytest.raises(RuntimeError, match="BF16"):
+        torch._grouped_mm(meta[0], meta[1], offs=meta[2])

@@ -102,7 +102,7 @@ def test_who_takes_another_branch_is_told_which() -> None:
     for other in ((x * float("nan"), mask), (x + corner, mask), (x, ~mask)):
         with pytest.raises(baechi.ExecutionError, match=r"would now hear .*submodule") as caught:
             placed(*other)
-        assert "test_asked_values.py" in str(caught.value)
+        assert "test_value_guards.py" in str(caught.value)
     assert torch.equal(placed(x, mask), wanted)
 
 
@@ -122,7 +122,7 @@ def test_on_a_gpu_the_host_checks() -> None:
     assert len(checks) == 3
     for node in checks:
         assert 240 < len(node.args[1].encode()) < 255  # torch takes no longer message there
-        assert "test_asked_values.py" in node.args[1]
+        assert "test_value_guards.py" in node.args[1]
     part = extract(module.graph_module, rows, [], device=torch.device("cuda"))
     assert "torch.ops.aten._assert_async" not in part.function.__self__.code
     assert part.function(torch.zeros(3)) == ()

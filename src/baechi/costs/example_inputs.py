@@ -18,6 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from baechi.tracing.alias_analysis import Value
+from baechi.tracing.fx_operators import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
@@ -139,7 +140,7 @@ class Operands:
         """How many rows `reader` has for its groups, if `node` says where each ends."""
         if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
             return None
-        rows, _, ends = _positional(reader)[:3]
+        rows, _, ends = list(node_arguments(reader).values())[:3]
         if ends is not node or not isinstance(rows, fx.Node):
             return None
         return int(self._module.facts.nodes[rows].values[0].shape[0])
@@ -152,7 +153,7 @@ class Operands:
         if rule is None:
             return 1
         whole, dimension, place = rule
-        arguments = _positional(reader)
+        arguments = list(node_arguments(reader).values())
         if len(arguments) <= max(whole, place) or not isinstance(arguments[whole], fx.Node):
             return 1
         indexed = self._module.facts.nodes[arguments[whole]].values[0].shape
@@ -167,25 +168,6 @@ class Operands:
             given = arguments[dimension] if dimension is not None else 0
             axes = [given] if isinstance(given, int) else []
         return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
-
-
-def operator_name(node: fx.Node) -> str:
-    """`embedding` for `aten.embedding.default`, `torch.nn.functional.embedding`, `.embedding`."""
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.name.partition("::")[2]
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-
-
-def _positional(node: fx.Node) -> list[Any]:
-    """All arguments in the schema's order."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        owner = node.graph.owning_module
-        assert owner is not None  # a traced graph belongs to its module
-        normal = node.normalized_arguments(owner, None, None, True)
-        return list(normal.kwargs.values()) if normal else list(node.args)
-    names = [argument.name for argument in node.target._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return [given.get(name) for name in names]
 
 
 def _is_knowable(values: Sequence[Value]) -> bool:

@@ -5,7 +5,8 @@ from typing import Final
 
 from torch import fx
 
-from baechi.costs.example_inputs import GROUPED, operator_name
+from baechi.costs.example_inputs import GROUPED
+from baechi.tracing.fx_operators import operator_name
 
 # Operator -> what its time depends on. Their backwards add up where indices repeat.
 _REASONS: Final = {

@@ -73,7 +73,7 @@ class Auto(Placer):
     placers: tuple[Placer, ...] = (
         METF(),
         HEFT(),
-        MSCT(exact_size=2_000),
+        MSCT(),
         MTopo(),
         PEFT(),
         Contiguous(),

@@ -3,7 +3,7 @@
 The row is that of the groups' first ops in a topological order of the ops: index order, depth
 first, and by falling upward rank (`_orders`). A segment fits if what its groups hold fits at some
 moments of that order (`live_loads`). Of the splits over the first k devices, for every k, two are
-best (`contiguous_splits` in `csrc/contiguous.cc`):
+best (`contiguous_splits` in `csrc/schedulers/contiguous_splits.cc`):
 
 - least cut: the smallest sum of mean transfer times of all tensors that a segment reads and does
   not make, each counted once per segment;

@@ -4,7 +4,7 @@ Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-ETF", after Hwang, Chow
 (1989).
 Repeatedly commit the pair of a ready op and a device with the smallest (earliest start, op index,
 device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
-`csrc/list_schedule.cc`).
+`csrc/schedulers/list_schedule.cc`).
 
 Where we leave the paper: the earliest start is the exact clock's, with ports and copies, and a pair
 without room comes back when memory is freed. A forward op takes a device without knowing what its

@@ -3,8 +3,8 @@
 Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
 heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1. Take the ops by falling upward rank,
 rank(i) = w(i) + max over children j of (c(i, j) + rank(j)) with mean times w and mean transfers c
-(`upward_ranks` in `csrc/ranked.cc`), each to the device where it ends first, in the first gap there
-that is long enough.
+(`upward_ranks` in `csrc/schedulers/ranked_schedule.cc`), each to the device where it ends first, in
+the first gap there that is long enough.
 
 Where we leave the paper: its model has no memory and no ports, and fills gaps between ops that were
 placed before; the exact clock has both and only appends. So there are two candidates, and the one

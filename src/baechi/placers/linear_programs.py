@@ -62,22 +62,6 @@ class LinearProgram:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Vertex:
-    """A feasible vertex to start from: there, as many columns and rows as columns are at a bound.
-
-    Attributes:
-        low: Columns that are 0.
-        high: Columns that are at their upper bound.
-        tight: Rows that are at their limit.
-    """
-
-    low: NDArray[np.bool_]
-    high: NDArray[np.bool_]
-    tight: NDArray[np.bool_]
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class Point:
     """A feasible point near the optimum, from which a solver finds a vertex near it.
 
@@ -109,12 +93,12 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
         """The optimum, or why there is none.
 
         Args:
             program: What to solve.
-            start: Where a simplex may start; an interior point has no use for it.
+            start: Where HiGHS may start; the others have no use for it.
 
         Raises:
             InputError: The solver is not installed or has no licence.
@@ -124,9 +108,10 @@ class LinearSolver(ABC):
 @final
 @dataclass(frozen=True, slots=True)
 class Highs(LinearSolver):
-    """HiGHS's simplex: a vertex. Primal from a start, which is feasible; dual without one.
+    """HiGHS's simplex: a vertex. Dual without a start.
 
-    A point is first pushed to a vertex, by the crossover of HiGHS's interior point.
+    A start is first pushed to a vertex, by the crossover of HiGHS's interior point; the primal
+    simplex goes on from there.
 
     Attributes:
         iterations_per_row: It stops after so many times the number of rows. The default is far
@@ -136,7 +121,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
-    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
         """As the class says."""
         make: Any = _SilentHighs  # some releases have types, others none
         solver = make()
@@ -157,9 +142,6 @@ class Highs(LinearSolver):
         solver.passModel(_highs_model(program))
         if start is not None:
             solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
-        if isinstance(start, Vertex):
-            solver.setBasis(_highs_basis(start))
-        elif isinstance(start, Point):
             solver.crossover(_highs_solution(program, start))
         solver.run()
         status = solver.getModelStatus()
@@ -200,17 +182,6 @@ def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
     return lp
 
 
-def _highs_basis(start: Vertex) -> "highspy.HighsBasis":
-    status = highspy.HighsBasisStatus
-    columns = np.where(start.high, 2, np.where(start.low, 1, 0))
-    kinds = (status.kBasic, status.kLower, status.kUpper)
-    basis = highspy.HighsBasis()
-    basis.col_status = [kinds[kind] for kind in columns.tolist()]
-    basis.row_status = [status.kUpper if tight else status.kBasic for tight in start.tight.tolist()]
-    basis.valid = True
-    return basis
-
-
 def _highs_solution(program: LinearProgram, start: Point) -> "highspy.HighsSolution":
     terms = program.value * start.values[program.column]
     solution = highspy.HighsSolution()
@@ -227,7 +198,7 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         try:
             from cvxopt import matrix, solvers, spmatrix
@@ -264,7 +235,7 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram, start: Vertex | Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """As the class says."""
         mosek = _mosek()
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:

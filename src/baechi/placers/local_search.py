@@ -7,15 +7,16 @@ or later. It is kept where the step gets shorter, or not much longer (simulated 
 Kirkpatrick, Gelatt, Vecchi, Science 220, 1983). A placement may pass the memory meanwhile, at a
 price that rises while it does, since where memory is tight hardly any single change fits. In a part
 of every cycle the order is made anew after each change of devices, by list scheduling along the
-critical path and under the ports of the clock (`csrc/list_order.cc`), so that devices are found
-first and the order afterwards (`csrc/local_search.cc`).
+critical path and under the ports of the clock (`csrc/search/list_order.cc`), so that devices are
+found first and the order afterwards (`csrc/search/local_search.cc`).
 
 Starts are placements that others have found; list schedules that decide about whole clusters
 (`coarsening.regrouped`); partitions of the groups that balance work and transfers whatever the
-order, found by annealing too (`csrc/partition_search.cc`), for several weights of transfers and in
-several windows of time; and, when thorough, placements grown along time, whose begin is annealed
-before more ops come in (`csrc/growth.cc`). All get a little of the budget, the better ones more,
-and the best most of it (`Budget`): successive halving (Karnin, Koren, Somekh, ICML 2013).
+order, found by annealing too (`csrc/search/partition_search.cc`), for several weights of transfers
+and in several windows of time; and, when thorough, placements grown along time, whose begin is
+annealed before more ops come in (`csrc/search/growth.cc`). All get a little of the budget, the
+better ones more, and the best most of it (`Budget`): successive halving (Karnin, Koren, Somekh,
+ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log

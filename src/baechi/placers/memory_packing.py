@@ -7,16 +7,12 @@ clock, in index order and in list order. The searches, from cheap to dear (`arra
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
    in topological order or best fit decreasing, under the smallest common fill of the devices with
    which everything has a place, and under looser ones;
-3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end;
-4. where assignments are few, all of them (`_every_assignment`), for the sake of list order.
+3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end.
 
 So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
-Complexity: some tens of simulations, the budget of the backtracking, and 2 * `_ASSIGNMENTS` small
-simulations.
+Complexity: some tens of simulations, and the budget of the backtracking.
 """
 
-import itertools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -35,8 +31,6 @@ from baechi.records.placement import Placement
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
-# All of so few assignments are tried.
-_ASSIGNMENTS: Final = 2048
 # A proof that groups have no place is worth its time where they fill so much of the memory.
 _TIGHT: Final = 3 / 4
 # Groups are counted that are larger than this part of the largest memory.
@@ -80,11 +74,7 @@ def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placemen
         found = True
         yield placement
     if not found:
-        for placement in backtracked(problem, Packing.name, patience):
-            found = True
-            yield placement
-    if not found:
-        yield from _every_assignment(problem)
+        yield from backtracked(problem, Packing.name, patience)
 
 
 def packings(problem: Problem) -> Iterator[Placement]:
@@ -179,14 +169,6 @@ def _best_fit(
         room[pool] -= load
         assignment[group] = next(d for d in problem.pool_devices[pool] if may[d])
     return tuple(assignment)
-
-
-def _every_assignment(problem: Problem) -> Iterator[Placement]:
-    """All assignments, where they are few."""
-    choices = [np.flatnonzero(column).tolist() for column in problem.allowed.T]
-    if math.prod(map(len, choices)) <= _ASSIGNMENTS:
-        for assignment in itertools.product(*choices):
-            yield from in_both_orders(problem, assignment, Packing.name)
 
 
 def is_hopeless(problem: Problem) -> bool:

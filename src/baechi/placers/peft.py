@@ -6,8 +6,8 @@ follow at best once i has ended there,
 
     OCT(i, p) = max over children j of min over q of OCT(j, q) + w(j, q) + (c(i, j) if p != q),
 
-with mean transfers c (`optimistic_costs` in `csrc/ranked.cc`). Of the ready ops the one with the
-largest mean OCT is next, and goes to the device with the smallest end + OCT.
+with mean transfers c (`optimistic_costs` in `csrc/schedulers/ranked_schedule.cc`). Of the ready ops
+the one with the largest mean OCT is next, and goes to the device with the smallest end + OCT.
 
 Where we leave the paper: as `placers/heft.py` does; and devices of one kind and speed share a
 column. Where all devices are alike, the table is the longest way to the end without transfers, and

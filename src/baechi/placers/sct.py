@@ -2,7 +2,7 @@
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
 linear program picks favorite children (`placers/favorites.py`), and the list scheduler keeps them
-with their parents (`csrc/list_schedule.cc`). At every step:
+with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
 - A device is *awake* if the favorite child of the op that it took last is ready, and is not
@@ -43,9 +43,8 @@ class MSCT(Placer):
 
     Attributes:
         retries: How often a dead end is met with one more group pinned.
-        solver: `"auto"`, `"interior-point"`, `"highs"`, `"cvxopt"`, `"mosek"`, `"first-order"`,
-            or a solver; see `placers/favorites.py`.
-        exact_size: Up to how many ops and edges `"auto"` may solve the linear program exactly.
+        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see
+            `placers/favorites.py`.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -54,14 +53,12 @@ class MSCT(Placer):
 
     name: ClassVar[str] = "m-sct"
     retries: int = 16
-    solver: str | LinearSolver = "auto"
-    exact_size: int = 500_000
-    tolerance: float = 0.004
+    solver: str | LinearSolver = "first-order"
+    tolerance: float = 0.005
 
     def __post_init__(self) -> None:
         check_solver(self.solver)
         check_count(self.retries, "retries")
-        check_count(self.exact_size, "exact_size")
         if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
@@ -71,7 +68,7 @@ class MSCT(Placer):
         Raises:
             InputError: The solver is not installed or has no licence.
         """
-        favorites = favorite_children(problem, self.solver, self.exact_size, self.tolerance)
+        favorites = favorite_children(problem, self.solver, self.tolerance)
         ratio = rho(problem)
         stats: dict[str, int | float | str] = {
             "favorites": int((favorites.children >= 0).sum()),

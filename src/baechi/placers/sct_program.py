@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.linear_programs import LinearProgram, Point, Vertex
+from baechi.placers.linear_programs import LinearProgram, Point
 from baechi.problem.problem_arrays import Problem
 
 
@@ -187,33 +187,6 @@ def solver_rows(program: FavoriteProgram) -> SolverRows:
     )
 
 
-def matching_vertex(program: FavoriteProgram, rows: SolverRows, taken: NDArray[np.bool_]) -> Vertex:
-    """The vertex of `rows`, which are the program's, at a matching.
-
-    Its x are 0 or 1. Every op starts when the last of its inputs arrives, and that edge's row is
-    tight (the first of equals); w is where the last op ends, and that op's end row is tight. So
-    there is a tight row for each s and w that is not 0: the tight edges are a critical forest.
-    """
-    n, free = len(program.times), program.free
-    heads, _, _ = program.spans(taken.astype(np.float64))
-    slack = heads[program.dst] - heads[program.src] - program.times[program.src]
-    slack -= program.free_cost * ~taken
-    by_slack = np.lexsort((slack, program.dst))
-    children, first = np.unique(program.dst[by_slack], return_index=True)
-    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
-    tight = np.zeros(len(rows.program.limit), np.bool_)
-    tight[by_slack[first]] = True
-    tight[len(slack) + int(np.argmax((heads + program.times)[last]))] = True
-    waits = np.zeros(n + 1, np.bool_)
-    waits[children] = waits[n] = True
-    none = np.zeros(n + 1, np.bool_)
-    return Vertex(
-        low=np.concatenate([taken[free], ~waits]),
-        high=np.concatenate([~taken[free], none]),
-        tight=tight,
-    )
-
-
 def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
     """The point of `rows`, which are the program's, at these shares; every op starts early."""
     heads, _, total = program.spans(shares)
@@ -231,12 +204,6 @@ def capped(program: LinearProgram, point: Point) -> LinearProgram:
     upper = program.upper.copy()
     upper[-1] = point.values[-1]
     return replace(program, upper=upper)
-
-
-def greatest_matching(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """A matching of the largest shares, one after the other."""
-    order = np.lexsort((program.dst, program.src, -shares))
-    return greedy_matching(program, order, shares > 0)
 
 
 def greedy_matching(

@@ -5,15 +5,13 @@ site, not per device. Each bound, with its proof in `docs/bounds.md`:
 
 - path: an op's earliest start at its best site, its time there, and what must follow. Going to
   another site costs the cheapest transfer; and of an op's ancestors either some are on another
-  device and cost a transfer, or all are on its own and run one at a time (`csrc/bounds.cc`).
-- group: the same for the ops of a group, which one device runs one at a time.
+  device and cost a transfer, or all are on its own and run one at a time (`csrc/bounds/bounds.cc`).
+  Nor is a step shorter than a group, which one device runs.
 - work: no device is busier than the makespan, so for weights y(p) >= 0 of the devices the makespan
-  is at least (sum over groups of min over p of y(p) time(group, p)) / (sum over p of y(p)).
-- memory: the same with a price z per byte of memory (`_Prices`), so that what the fast devices
-  have no memory for counts on slower ones. It is the dual of the fractional assignment.
-- interval: work between two times alone, over all devices (Fernandez and Bussell, "Bounds on the
-  number of processors and time for multiprocessor optimal schedules", IEEE TC 1973).
-- guess: a makespan is assumed, ops that it has no time to part are joined, and all of the above
+  is at least (sum over ops of min over p of y(p) time(op, p)) / (sum over p of y(p)); and likewise
+  for what must be done between two times (Fernandez and Bussell, "Bounds on the number of
+  processors and time for multiprocessor optimal schedules", IEEE TC 1973).
+- guess: a makespan is assumed, ops that it has no time to part are joined, and both of the above
   may then contradict it (destructive improvement: Klein and Scholl, EJOR 1999).
 
 Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * sites)) for each guess;
@@ -21,8 +19,6 @@ Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * site
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Final, final
 
 import numpy as np
@@ -34,11 +30,7 @@ from baechi.problem.problem_arrays import LIMIT, Problem
 _FOREVER: Final = np.iinfo(np.int64).max
 # Time grows with the square of the sites.
 _MOST_SITES: Final = 8
-# The prices are looked for on a sample of so many groups, in so many steps, which become shorter
-# after so many without a gain. Any price is a bound.
-_SAMPLE: Final = 4096
-_STEPS: Final = 64
-_PATIENCE: Final = 4
+_NAMES: Final = ("path", "work", "guess")
 
 
 def lower_bound_ns(problem: Problem) -> int:
@@ -53,7 +45,7 @@ def parts(problem: Problem) -> dict[str, int]:
     memory and with free links between all of them.
     """
     if not problem.graph.ops:
-        return {"path": 0, "group": 0, "work": 0, "memory": 0, "interval": 0, "guess": 0}
+        return dict.fromkeys(_NAMES, 0)
     sites = _Sites(problem, limited=True)
     if sites.allowed.any(axis=0).all():
         found = _parts(problem, sites)
@@ -64,18 +56,12 @@ def parts(problem: Problem) -> dict[str, int]:
 
 def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
     weights = [np.ones(len(sites.members), np.int64)]
-    memory = 0
     if len(sites.members) > 1:
-        weights.append(_by_speed(sites.group_times))
-        if sites.limited:
-            prices = _Prices(sites)
-            weights.append(prices.weights)
-            memory = prices.bound()
+        weights.append(_by_speed(sites.durations))
     sums = [sites.weight_sum(row) for row in weights]
     window, thresholds, guesses = _effort(len(problem.graph.ops) * len(sites.members))
     found = _core.lower_bounds(
         problem.core,
-        devices=_usable(problem),
         durations=sites.durations.reshape(-1),
         allowed=sites.allowed.astype(np.uint8).reshape(-1),
         memory=sites.memory,
@@ -83,20 +69,11 @@ def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
         rate=sites.rate.reshape(-1),
         weights=np.concatenate(weights),
         weight_sums=np.array(sums, np.int64),
-        known=memory,
         window=window,
         thresholds=thresholds,
         guesses=guesses,
     )
-    path, group, work, interval, guess = found
-    return {
-        "path": path,
-        "group": group,
-        "work": work,
-        "memory": memory,
-        "interval": interval,
-        "guess": guess,
-    }
+    return dict(zip(_NAMES, found, strict=True))
 
 
 def _effort(size: int) -> tuple[int, int, int]:
@@ -144,7 +121,6 @@ class _Sites:
 
     Attributes:
         problem: The problem.
-        limited: Whether its limits on memory and paths count.
         members: Per site, its devices.
         durations: Per site and op the shortest time.
         allowed: Per site and group, whether it could be on some device there.
@@ -154,7 +130,7 @@ class _Sites:
     """
 
     def __init__(self, problem: Problem, *, limited: bool) -> None:
-        self.problem, self.limited = problem, limited
+        self.problem = problem
         looks = [_look(problem, device) for device in range(len(problem.cluster.devices))]
         latency, rate = _links(problem) if limited else _free_links(len(looks))
         self.members = _members(problem, looks, latency, rate)
@@ -172,15 +148,6 @@ class _Sites:
                 self.allowed[site] = np.any([rows[look] for look in kinds], axis=0)
                 self.memory[site] = max(memory for _, memory, *_ in kinds)
         self.latency, self.rate = _between(self.members, latency, rate)
-
-    @cached_property
-    def group_times(self) -> NDArray[np.int64]:
-        """Per site and group the time of all its ops."""
-        groups = np.array(self.problem.op_group, np.int64)
-        times = np.zeros(self.allowed.shape, np.int64)
-        for site, row in enumerate(self.durations):
-            np.add.at(times[site], groups, row)
-        return times
 
     def weight_sum(self, weights: NDArray[np.int64]) -> int:
         """The largest sum of weights over as many devices as a schedule may use."""
@@ -269,114 +236,7 @@ def _between(
     return latencies, rates
 
 
-def _by_speed(times: NDArray[np.int64]) -> NDArray[np.int64]:
+def _by_speed(durations: NDArray[np.int64]) -> NDArray[np.int64]:
     """Weights proportional to what the sites' devices do of the whole graph in a time."""
-    totals = [max(1, sum(row.tolist())) for row in times]
+    totals = [max(1, sum(row.tolist())) for row in durations]
     return np.array([max(1, min(totals) * 2**10 // total) for total in totals], np.int64)
-
-
-@final
-@dataclass(frozen=True)
-class _Prices:
-    """Prices of a device's time and of a byte, that make the work bound with memory large.
-
-    A group on site s costs weights[s] * time + price * bytes, where memory is priced together for
-    sites that share a pool (`_domains`). All groups cost at most what all time and bytes cost, so
-
-        makespan * (sum of weights) >= sum of the groups' least costs - sum of price * memory.
-
-    Attributes:
-        sites: Where groups may go.
-    """
-
-    sites: _Sites
-
-    @property
-    def weights(self) -> NDArray[np.int64]:
-        """Per site the price of a ns, from 0 to 2**10."""
-        weights, _ = self._found
-        rounded: NDArray[np.int64] = np.rint(weights / weights.max() * 2**10).astype(np.int64)
-        return rounded
-
-    def bound(self) -> int:
-        """The bound, in exact integers."""
-        weights, prices = self._found
-        times, persistent = self.sites.group_times, self._persistent
-        weights = weights / weights.max()
-        prices = prices / self._found[0].max()
-        # The largest scale at which no sum reaches 2**62.
-        nbytes = float(max(persistent.sum(), self._memory.max()))
-        most = float(times.sum(axis=1).max()) + float(prices.max()) * nbytes
-        scale = min(2.0**40, 2.0 ** np.floor(np.log2(2.0**60 / max(most, 1.0))))
-        whole = np.rint(weights * scale).astype(np.int64)
-        price = np.rint(prices * scale).astype(np.int64)
-        total = self.sites.weight_sum(whole)
-        if total == 0:
-            return 0
-        costs = whole[:, None] * times + price[self._domain][:, None] * persistent
-        least = np.where(self.sites.allowed, costs, _FOREVER).min(axis=0)
-        spent = sum(p * m for p, m in zip(price.tolist(), self._memory.tolist(), strict=True))
-        cost: int = sum(least.tolist()) - spent
-        return max(0, -(-cost // total))
-
-    @cached_property
-    def _persistent(self) -> NDArray[np.int64]:
-        return np.array(self.sites.problem.group_persistent, np.int64)
-
-    @cached_property
-    def _domain(self) -> NDArray[np.int64]:
-        """Per site a number that it shares with the sites that it shares a pool with."""
-        domain = list(range(len(self.sites.members)))
-        site_of = {device: s for s, row in enumerate(self.sites.members) for device in row}
-        for pool in self.sites.problem.pool_devices:
-            joined = {domain[site_of[device]] for device in pool}
-            domain = [min(joined) if d in joined else d for d in domain]
-        return np.unique(domain, return_inverse=True)[1].astype(np.int64)
-
-    @cached_property
-    def _memory(self) -> NDArray[np.int64]:
-        """Per domain the memory of its pools, as far as the bytes of a problem can count."""
-        problem = self.sites.problem
-        site_of = {device: s for s, row in enumerate(self.sites.members) for device in row}
-        memory = [0] * int(self._domain.max() + 1)
-        for pool, devices in enumerate(problem.pool_devices):
-            memory[self._domain[site_of[devices[0]]]] += problem.pool_memory[pool]
-        return np.array([min(nbytes, LIMIT) for nbytes in memory], np.int64)
-
-    @cached_property
-    def _found(self) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Weights per site and prices per domain by multiplicative steps on a sample of groups.
-
-        What is too busy becomes dearer. Any outcome is a bound; the best of all steps is returned.
-        """
-        every = -(-len(self._persistent) // _SAMPLE)
-        times = self.sites.group_times[:, ::every].astype(np.float64)
-        sizes = self._persistent[::every].astype(np.float64)
-        allowed = self.sites.allowed[:, ::every]
-        counts = np.array([len(row) for row in self.sites.members], np.float64)
-        memory = np.maximum(self._memory.astype(np.float64) / every, 1.0)
-        columns = np.arange(times.shape[1])
-        weights = _by_speed(self.sites.group_times).astype(np.float64)
-        weights /= weights @ counts
-        prices = np.zeros(len(memory))
-        # The price at which memory costs as much as the slower devices' time.
-        unit = float(times.max(axis=0).sum()) / counts.sum() / memory
-        best, found, since, rate = -np.inf, (weights, prices), 0, 1.0
-        for _ in range(_STEPS):
-            costs = weights[:, None] * times + prices[self._domain][:, None] * sizes
-            choice = np.where(allowed, costs, np.inf).argmin(axis=0)
-            value = float(costs[choice, columns].sum() - prices @ memory)
-            since += 1
-            if value > best:
-                best, found, since = value, (weights, prices), 0
-            elif since == _PATIENCE:
-                # Too wide a step: back to the best with a shorter one.
-                (weights, prices), since, rate = found, 0, rate / 2
-                continue
-            loads = np.bincount(choice, times[choice, columns], len(counts)) / counts
-            full = np.bincount(self._domain[choice], sizes, len(memory)) / memory
-            typical = max(float(loads @ counts / counts.sum()), 1e-9)
-            weights = weights * np.exp(rate * np.clip(loads / typical - 1.0, -1.0, 1.0))
-            weights = weights / (weights @ counts)
-            prices = np.maximum(0.0, prices + rate * unit * np.clip(full - 1.0, -1.0, 1.0))
-        return found

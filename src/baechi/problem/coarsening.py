@@ -1,8 +1,9 @@
 """Coarsening: fuse what no good placement separates, and expand a placement back.
 
 A *part* is a set of ops that become one op of a coarse graph. Every op begins as its own part; a
-round (`csrc/coarsening.cc`) proposes sets of parts and splits those that make a cycle; rounds end
-when nothing changes. With G(u) the group of part u, u and v are joined where a rule says so:
+round (`csrc/coarsening/coarsening.cc`) proposes sets of parts and splits those that make a cycle;
+rounds end when nothing changes. With G(u) the group of part u, u and v are joined where a rule says
+so:
 
 - chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
   G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
@@ -246,7 +247,8 @@ def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:
     """Nested clusters of well-connected groups, for a local search that moves many groups at once.
 
     A cluster may have something between its groups that is not in it: this is no coarse graph. The
-    rules are in `csrc/clusters.cc`; O(pairs of a tensor and a consumer), up to a logarithm.
+    rules are in `csrc/coarsening/clusters.cc`; O(pairs of a tensor and a consumer), up to a
+    logarithm.
 
     Args:
         problem: Whose groups. Those that may not go to the same devices are never in one cluster.

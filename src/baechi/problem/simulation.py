@@ -19,7 +19,8 @@ placer predicted and what the simulator says are the same number. The rules:
 - Constraints say where a group may be, how many devices may be used, and how much of a memory is
   not there.
 
-The account itself is `csrc/timeline.cc`; an independent, slow one is `tests/support/oracle.py`.
+The account itself is `csrc/clock/timeline.cc`; an independent, slow one is
+`tests/support/oracle.py`.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ from torch import fx
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.fx_operators import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name, source_line
 from baechi.tracing.partition import attribute
@@ -196,7 +197,7 @@ class Operators:
     def _values(
         self, node: fx.Node, made: Sequence[torch.Tensor], values: Values, where: str
     ) -> Iterator[Difference]:
-        if node.op == "call_function" and _short(node).startswith(_UNWRITTEN):
+        if node.op == "call_function" and operator_name(node).startswith(_UNWRITTEN):
             return
         for one, two in zip(values.made.get(node.name, ()), made, strict=False):
             text = difference(one, two)
@@ -292,13 +293,6 @@ class _Runner(fx.Interpreter):
             ]
             self._note(node, made, graded)
         return result
-
-
-def _short(node: fx.Node) -> str:
-    """`empty_like` for `aten.empty_like.default`."""
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
-    return name.split(".")[0]
 
 
 def _named(node: fx.Node) -> str:

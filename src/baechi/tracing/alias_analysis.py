@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.tracing.fake_tensor_leaks import taken_out
+from baechi.tracing.fx_operators import node_arguments, schema_arguments
 from baechi.tracing.pytrees import Structure, flatten, tensors_in
 from baechi.tracing.value_guards import CHECK
 
@@ -240,7 +241,7 @@ class _Recorder(fx.Interpreter):
                 for _, buffer in leaf.named_buffers():
                     yield self._world.stand_in(buffer)
         elif any(name in str(n.target) for name in _NORMALIZATIONS):
-            arguments = _named_arguments(n)
+            arguments = node_arguments(n)
             if _is_on(arguments, ("training", "use_input_stats")):
                 for name in ("running_mean", "running_var"):
                     if isinstance(arguments.get(name), fx.Node):
@@ -252,7 +253,7 @@ class _Recorder(fx.Interpreter):
             return any(module.training and _drops(module) for module in leaf.modules())
         if n.op != "call_function":
             return n.op == "call_method" and str(n.target) in _RANDOM_METHODS
-        return _operator_draws(n.target, _named_arguments(n))
+        return _operator_draws(n.target, node_arguments(n))
 
 
 def _is_python(node: fx.Node) -> bool:
@@ -282,7 +283,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, torch._ops.OpOverload):
-            self.drew |= _operator_draws(func, _by_name(func, args, kwargs or {}))
+            self.drew |= _operator_draws(func, schema_arguments(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
@@ -314,26 +315,6 @@ def _drops(module: torch.nn.Module) -> bool:
         isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
         for name in _PROBABILITIES
     )
-
-
-def _named_arguments(node: fx.Node) -> dict[str, Any]:
-    """The node's arguments by name where its operator's schema tells them, defaults included."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload):
-        owner = node.graph.owning_module
-        assert owner is not None  # a traced graph belongs to its module
-        try:
-            normalized = node.normalized_arguments(owner, None, None, True)
-        except RuntimeError:  # several schemas fit, of `torch.tanh` for one
-            normalized = None
-        return dict(normalized.kwargs if normalized else node.kwargs)
-    return _by_name(target, node.args, node.kwargs)
-
-
-def _by_name(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    names = [argument.name for argument in target._schema.arguments]
-    return {**arguments, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:

@@ -26,7 +26,6 @@ from baechi.errors import TraceError
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.gradient_mode import GradientMode
 from baechi.tracing.workarounds.autograd_functions import CustomFunctions
-from baechi.tracing.workarounds.torchscript import run_scripted
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -80,15 +79,12 @@ def refuse_unfaithful(model: nn.Module) -> None:
 
 
 @contextmanager
-def watched(
-    model: nn.Module, mode: GradientMode, *, keep: bool = True
-) -> Iterator[CustomFunctions]:
+def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     """While a tracer runs the model's Python: keep what it would lose, or raise.
 
     Args:
         model: The model.
         mode: The caller's mode of gradients, which the model's code hears.
-        keep: Whether the tracer can take custom autograd functions as nodes.
 
     Yields:
         The custom functions that became nodes.
@@ -98,7 +94,7 @@ def watched(
         TraceError: A hook returned nothing, at the end.
     """
     lost: list[str] = []
-    functions = CustomFunctions(keep)
+    functions = CustomFunctions()
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:
@@ -121,7 +117,6 @@ def watched(
             for name in _SEEDING & vars(owner).keys():
                 replace(owner, name, _refused_to_models(name))
         replace(saved_tensors_hooks, "__enter__", _checked_enter)
-        replace(torch.jit.ScriptFunction, "__call__", lambda _: run_scripted)
         # The one function that every way of asking for gradients calls.
         replace(torch.autograd, "_engine_run_backward", _engine)
         stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))

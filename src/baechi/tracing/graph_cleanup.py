@@ -10,6 +10,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from baechi.tracing.fx_operators import node_arguments
+
 _CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
 _CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
 
@@ -31,9 +33,7 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
 
 def _gives_what_it_gets(cast: fx.Node) -> bool:
     """Whether type, device and layout stay, and neither a copy nor other strides are asked for."""
-    target: Any = cast.target
-    given = dict(cast.kwargs)
-    given.update(zip([a.name for a in target._schema.arguments], cast.args, strict=False))
+    given = node_arguments(cast)
     asked = [given.get("copy"), given.get("memory_format")]
     if any(value not in (None, False, torch.preserve_format) for value in asked):
         return False

@@ -27,7 +27,6 @@ from baechi.tracing.repeated_reads import read_once
 from baechi.tracing.side_effects import refuse_old_buffers, unchanged
 from baechi.tracing.tracers import Capture, ladder, own_modules
 from baechi.tracing.workarounds.ctc_loss import ctc_losses_known
-from baechi.tracing.workarounds.dtype_conversions import effectless_conversions_skipped
 
 
 def trace(
@@ -76,7 +75,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     before = Attributes(model)
     for rung, capture in ladder(mode):
         try:
-            with quiet(), unchanged(model), ctc_losses_known(), effectless_conversions_skipped():
+            with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
                 traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
                 return replace(traced, module=replace(traced.module, gradients=mode.told))

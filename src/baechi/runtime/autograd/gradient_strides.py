@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from baechi.tracing.alias_analysis import NodeFacts, Value
+from baechi.tracing.fx_operators import operator_name
 
 # Of operators, of functions of Python and of torch, and of methods; in place or not.
 _SUMS: Final = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
@@ -53,8 +54,9 @@ def _stays(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts], found: set[fx.Node
     views = [row for row in rows if row[1].storage == results[0].storage]
     if views:
         return any(_is_seen_whole(value, results[0], source in found) for source, value in views)
-    if _name(node) in _HANDS_ON:
-        repeated = prod(results[0].shape) if _name(node) in _SUMS else 0
+    name = operator_name(node).rstrip("_")
+    if name in _HANDS_ON:
+        repeated = prod(results[0].shape) if name in _SUMS else 0
         return any(source in found or prod(value.shape) < repeated for source, value in rows)
     return not isinstance(node.target, torch._ops.OpOverload) or (
         torch.Tag.pointwise not in node.target.tags
@@ -70,9 +72,3 @@ def _is_seen_whole(value: Value, view: Value, stays: bool) -> bool:
     """Whether a view hands its gradient on to what must have it as it lies, or adds it up."""
     whole, seen = prod(value.shape), prod(view.shape)
     return whole < seen or (whole == seen and stays)
-
-
-def _name(node: fx.Node) -> str:
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    return name.partition(".")[0].rstrip("_")

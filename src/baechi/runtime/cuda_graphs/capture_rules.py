@@ -16,10 +16,10 @@ import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
-from baechi.costs.example_inputs import operator_name
 from baechi.errors import InputError
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
+from baechi.tracing.fx_operators import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name
 from baechi.tracing.partition import attribute

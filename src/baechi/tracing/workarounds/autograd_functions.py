@@ -1,7 +1,11 @@
 """Custom autograd functions as nodes of a traced graph, each with its own backward.
 
 A tracer inlines their forward, and autograd would then differentiate that: what a backward written
-by hand says is lost (torch 2.13). So while a tracer runs, `apply` records the function itself.
+by hand says is lost. So while a tracer runs, `apply` records the function itself.
+
+Seen with torch 2.13: https://github.com/pytorch/pytorch/issues/106388. To be removed when
+`test_custom_functions.py::test_torch_still_loses_the_backward` fails on the oldest torch that
+we take.
 """
 
 from collections.abc import Callable
@@ -19,17 +23,12 @@ from torch.utils.checkpoint import CheckpointFunction
 
 @final
 class CustomFunctions:
-    """Those of one capture, as targets of fx nodes.
-
-    Args:
-        keep: Whether the tracer can take them as nodes; else they are refused.
-    """
+    """Those of one capture, as targets of fx nodes."""
 
     # Whose `apply` to replace: the base's, as `apply = Mine.apply` may have been taken long ago.
     BASE: Final[Any] = _SingleLevelFunction
 
-    def __init__(self, keep: bool) -> None:
-        self._keep = keep
+    def __init__(self) -> None:
         self._targets: dict[type, Callable[..., Any]] = {}
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +44,7 @@ class CustomFunctions:
             return _apply(function, *args, **kwargs)
         if function is CheckpointFunction and proxy is None:
             return _run_checkpointed(*args)
-        if not self._keep or function is CheckpointFunction:
+        if function is CheckpointFunction:
             raise RuntimeError(
                 f"the backward of the autograd function {function.__name__} would be lost"
             )

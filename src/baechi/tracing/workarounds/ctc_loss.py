@@ -1,4 +1,7 @@
-"""The shapes of CTC losses with tensors for lengths, which torch's fake tensors lack (2.13).
+"""The shapes of CTC losses with tensors for lengths, which torch's fake tensors lack.
+
+Seen with torch 2.13: https://github.com/pytorch/pytorch/issues/183396. To be removed when
+`test_ctc_loss.py::test_torch_still_lacks_the_shapes` fails on the oldest torch that we take.
 
 What such a loss keeps for its backward depends on the longest target. Here it is as long as all
 targets together, or as a row of them, which is a bound; the loss itself has the right shape.

@@ -78,9 +78,21 @@ class EagerBranches:
             is_torch = _is_torch(sys._getframe(1).f_globals)
             return Shown if mine and not is_torch else FakeTensor
 
+        script = torch.jit.ScriptFunction
+        call = script.__call__
+
+        def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
+            # It asks in C++, as its caller. Told the truth, it runs the Python that was scripted;
+            # else what was made of that, a part of which nobody could differentiate any more.
+            if threading.get_ident() != flag.thread:
+                return call(function, *args, **kwargs)
+            with patch.object(torch.compiler, "_is_exporting_flag", True):
+                return call(function, *args, **kwargs)
+
         with (
             patch.object(torch.compiler, "_is_compiling_flag", flag),
             patch.object(torch.compiler, "_is_exporting_flag", flag),
+            patch.object(script, "__call__", scripted),
             _seen_through(torch._subclasses, "FakeTensor", seen),
             known,
         ):

@@ -1,0 +1,387 @@
+// The core as a Python module. Arrays come in as NumPy, results leave as lists.
+#include "bindings/bindings.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "bounds/bounds.h"
+#include "clock/core.h"
+#include "coarsening/coarse.h"
+#include "schedulers/backtracking.h"
+#include "search/local_search.h"
+
+using namespace nanobind::literals;
+
+namespace baechi {
+namespace {
+
+int32_t size_of(size_t size) { return static_cast<int32_t>(size); }
+
+std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows_of(
+    const LargeVector<Span>& spans) {
+  std::vector<std::tuple<int32_t, int32_t, int64_t, int64_t>> rows;
+  rows.reserve(spans.size());
+  for (const Span& s : spans) rows.emplace_back(s.op, s.device, s.start, s.end);
+  return rows;
+}
+
+std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows_of(
+    const LargeVector<Transfer>& transfers) {
+  std::vector<std::tuple<int32_t, int32_t, int32_t, int64_t, int64_t>> rows;
+  rows.reserve(transfers.size());
+  for (const Transfer& t : transfers) rows.emplace_back(t.tensor, t.src, t.dst, t.start, t.end);
+  return rows;
+}
+
+// One member of every row, as an array that shares the rows.
+template <typename T, typename R>
+nb::ndarray<nb::numpy, T, nb::ndim<1>> column(const std::shared_ptr<LargeVector<R>>& rows,
+                                              T R::* member) {
+  static_assert(sizeof(R) % sizeof(T) == 0);
+  using Kept = std::shared_ptr<LargeVector<R>>;
+  nb::capsule owner(new Kept(rows), [](void* p) noexcept { delete static_cast<Kept*>(p); });
+  const int64_t stride = sizeof(R) / sizeof(T);
+  T* first = rows->empty() ? nullptr : &(rows->front().*member);
+  return {first, {rows->size()}, owner, {stride}};
+}
+
+void init_graph(Graph* graph, Array<int64_t> workspace, Array<int32_t> group,
+                Array<int64_t> group_persistent, Array<int32_t> producer, Array<int64_t> nbytes,
+                Array<uint8_t> kept, Array<int64_t> consumer_begin, Array<int32_t> consumers) {
+  new (graph) Graph();
+  graph->ops = size_of(workspace.shape(0));
+  graph->tensors = size_of(producer.shape(0));
+  graph->groups = size_of(group_persistent.shape(0));
+  graph->workspace = vector_of(workspace);
+  graph->group = vector_of(group);
+  graph->group_persistent = vector_of(group_persistent);
+  graph->producer = vector_of(producer);
+  graph->nbytes = vector_of(nbytes);
+  graph->kept = vector_of(kept);
+  graph->consumers = Rows{vector_of(consumer_begin), vector_of(consumers)};
+  graph->derive();
+}
+
+void init_problem(Problem* problem, const Graph& graph, Array<int32_t> device_class,
+                  Array<int64_t> durations, Array<int32_t> pool, Array<int64_t> memory,
+                  Array<int64_t> latency, Array<int64_t> rate, Array<int64_t> overhead, int ports,
+                  Array<uint8_t> allowed, int32_t max_devices) {
+  new (problem) Problem();
+  static_cast<Graph&>(*problem) = graph;
+  problem->devices = size_of(device_class.shape(0));
+  problem->pools = size_of(memory.shape(0));
+  problem->device_class = vector_of(device_class);
+  problem->durations = vector_of(durations);
+  problem->pool = vector_of(pool);
+  problem->memory = vector_of(memory);
+  problem->latency = {vector_of(latency)};
+  problem->rate = {vector_of(rate)};
+  problem->overhead = {vector_of(overhead)};
+  problem->ports = static_cast<Ports>(ports);
+  problem->allowed = vector_of(allowed);
+  problem->max_devices = max_devices;
+  problem->finish();
+}
+
+// Commits `order` as `devices` says; the op that could not be committed, or -1.
+int32_t fold(Timeline& timeline, Array<int32_t> devices, Array<int32_t> order) {
+  nb::gil_scoped_release unlocked;
+  return timeline.fold(devices.data(), order.data(), size_of(order.shape(0)));
+}
+
+// A tuple of integers that are not negative; what is larger than int32 can hold is as much as it
+// can hold.
+OutArray<int32_t> indices(nb::tuple values) {
+  const size_t count = values.size();
+  std::vector<int32_t> row(count);
+  for (size_t i = 0; i < count; ++i) {
+    const int64_t value = PyLong_AsLongLong(PyTuple_GET_ITEM(values.ptr(), i));
+    if (value == -1 && PyErr_Occurred()) throw nb::python_error();
+    row[i] = static_cast<int32_t>(std::min<int64_t>(value, INT32_MAX));
+  }
+  return array_of(std::move(row));
+}
+
+bool schedule(Timeline& timeline, Array<int32_t> favorites) {
+  const std::vector<int32_t> children = vector_of(favorites);
+  nb::gil_scoped_release unlocked;
+  return list_schedule(timeline, children);
+}
+
+// Devices and order, and what they take: makespan, overflow, evaluations.
+std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> search(
+    const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
+    const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed,
+    const Halt* halt) {
+  const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
+  std::vector<std::vector<int32_t>> levels;
+  for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+  Found found;
+  {
+    nb::gil_scoped_release unlocked;
+    found = local_search(problem, start, launches, levels, budget, target, seed, 0, halt);
+  }
+  return {array_of(std::move(found.devices)), array_of(std::move(found.order)), found.makespan,
+          found.overflow, found.evaluations};
+}
+
+std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> clusters_of(const Problem& problem,
+                                                                      Array<int32_t> color) {
+  const std::vector<int32_t> colors = vector_of(color);
+  std::vector<std::vector<int32_t>> levels;
+  {
+    nb::gil_scoped_release unlocked;
+    levels = group_clusters(problem, colors);
+  }
+  std::vector<nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>> arrays;
+  for (std::vector<int32_t>& level : levels) arrays.push_back(array_of(std::move(level)));
+  return arrays;
+}
+
+bool schedule_by_rank(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  nb::gil_scoped_release unlocked;
+  return ranked_schedule(timeline, rank, after);
+}
+
+bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64_t> future,
+                           Array<int64_t> loads) {
+  const std::vector<int64_t> rank = vector_of(ranks), after = vector_of(future);
+  const std::vector<int64_t> load = vector_of(loads);
+  nb::gil_scoped_release unlocked;
+  return insertion_schedule(timeline, rank, after, load);
+}
+
+// Per level the part of every op, and the first part of every part's group.
+std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> coarse_levels(const Problem& problem,
+                                                                           Array<uint8_t> idle,
+                                                                           Array<int32_t> color,
+                                                                           int64_t limit,
+                                                                           Array<int32_t> targets) {
+  std::vector<CoarseLevel> levels;
+  {
+    nb::gil_scoped_release unlocked;
+    levels = coarsen(problem, vector_of(idle), vector_of(color), limit, vector_of(targets));
+  }
+  std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> arrays;
+  for (CoarseLevel& level : levels) {
+    arrays.emplace_back(array_of(std::move(level.part_of)), array_of(std::move(level.group)));
+  }
+  return arrays;
+}
+
+// The workspace of every part; the tensors that leave their part; and the parts that consume them,
+// as rows behind each other.
+std::tuple<OutArray<int64_t>, OutArray<int32_t>, OutArray<int64_t>, OutArray<int32_t>>
+coarse_arrays(const Problem& problem, Array<int32_t> part_of, int32_t parts) {
+  std::vector<int64_t> workspace;
+  CoarseTensors tensors;
+  {
+    nb::gil_scoped_release unlocked;
+    const std::vector<int32_t> part = vector_of(part_of);
+    workspace = coarse_workspace(problem, part, parts);
+    tensors = coarse_tensors(problem, part, parts);
+  }
+  return {array_of(std::move(workspace)), array_of(std::move(tensors.tensors)),
+          array_of(std::move(tensors.consumers.begin)),
+          array_of(std::move(tensors.consumers.values))};
+}
+
+std::vector<std::vector<int32_t>> split_line(const Problem& problem, int32_t blocks,
+                                             Array<int32_t> block, Array<int64_t> loads,
+                                             Array<int64_t> costs, Array<int32_t> devices,
+                                             Array<int64_t> caps, Array<uint8_t> allowed,
+                                             bool bottleneck) {
+  const Line line{
+      blocks,          vector_of(block),  vector_of(loads), vector_of(costs), vector_of(devices),
+      vector_of(caps), vector_of(allowed)};
+  nb::gil_scoped_release unlocked;
+  return contiguous_splits(problem, line, bottleneck);
+}
+
+std::tuple<int64_t, int64_t, int64_t> bounds_of(const Problem& problem, Array<int64_t> durations,
+                                                Array<uint8_t> allowed, Array<int64_t> memory,
+                                                Array<int64_t> latency, Array<int64_t> rate,
+                                                Array<int64_t> weights, Array<int64_t> weight_sums,
+                                                int32_t window, int32_t thresholds,
+                                                int32_t guesses) {
+  const Sites sites{size_of(memory.shape(0)), vector_of(durations),  vector_of(allowed),
+                    vector_of(memory),        vector_of(latency),    vector_of(rate),
+                    vector_of(weights),       vector_of(weight_sums)};
+  nb::gil_scoped_release unlocked;
+  const Bounds bounds = lower_bounds(problem, sites, {window, thresholds, guesses});
+  return {bounds.path, bounds.work, bounds.guess};
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  // A graph keeps its rows as long as it lives, be it to the end of the process: no leak to warn
+  // of.
+  nb::set_leak_warnings(false);
+
+  nb::class_<Graph>(m, "Graph")
+      .def("__init__", &init_graph, nb::kw_only(), "workspace"_a, "group"_a, "group_persistent"_a,
+           "producer"_a, "nbytes"_a, "kept"_a, "consumer_begin"_a, "consumers"_a);
+
+  nb::class_<Problem>(m, "Problem")
+      .def("__init__", &init_problem, nb::kw_only(), "graph"_a, "device_class"_a, "durations"_a,
+           "pool"_a, "memory"_a, "latency"_a, "rate"_a, "overhead"_a, "ports"_a, "allowed"_a,
+           "max_devices"_a);
+
+  nb::class_<Halt>(m, "Halt")
+      .def(nb::init<>())
+      .def("close", [](Halt& halt) { halt.asked = true; })
+      .def_prop_ro("closed", [](const Halt& halt) { return halt.asked.load(); });
+
+  nb::class_<Timeline>(m, "Timeline")
+      .def(nb::init<const Problem&>(), "problem"_a, nb::keep_alive<1, 2>())
+      .def("committed", &Timeline::committed, "op"_a)
+      .def("waits_for", &Timeline::waits_for, "op"_a)
+      .def("group_device", &Timeline::group_device, "op"_a)
+      .def("earliest_start", &Timeline::earliest_start, "op"_a, "device"_a)
+      .def(
+          "fits",
+          [](const Timeline& timeline, int32_t op, int32_t device) {
+            return timeline.fit(op, device) == Fit::kFits;
+          },
+          "op"_a, "device"_a)
+      .def("allows", &Timeline::allows, "op"_a, "device"_a)
+      .def("reserve", &Timeline::reserve, "op"_a, "device"_a)
+      .def("hold_back", &Timeline::hold_back, "pool"_a, "nbytes"_a)
+      .def(
+          "commit",
+          [](Timeline& timeline, int32_t op, int32_t device) {
+            const Span& span = timeline.commit(op, device);
+            return std::make_pair(span.start, span.end);
+          },
+          "op"_a, "device"_a)
+      .def("fold", &fold, "devices"_a, "order"_a)
+      .def("list_schedule", &schedule, "favorites"_a)
+      .def("ranked_schedule", &schedule_by_rank, "ranks"_a, "future"_a)
+      .def("insertion_schedule", &schedule_by_insertion, "ranks"_a, "future"_a, "loads"_a)
+      .def("spans", [](const Timeline& timeline) { return rows_of(timeline.spans()); })
+      .def("transfers", [](const Timeline& timeline) { return rows_of(timeline.transfers()); })
+      .def("span_columns",
+           [](const Timeline& timeline) {
+             const auto& rows = timeline.kept_spans();
+             return std::make_tuple(column(rows, &Span::op), column(rows, &Span::device),
+                                    column(rows, &Span::start), column(rows, &Span::end));
+           })
+      .def("transfer_columns",
+           [](const Timeline& timeline) {
+             const auto& rows = timeline.kept_transfers();
+             return std::make_tuple(column(rows, &Transfer::tensor), column(rows, &Transfer::src),
+                                    column(rows, &Transfer::dst), column(rows, &Transfer::start),
+                                    column(rows, &Transfer::end));
+           })
+      .def("makespan", &Timeline::makespan)
+      .def("peaks", &Timeline::peaks)
+      .def("left", &Timeline::left)
+      .def("need", &Timeline::need, "op"_a);
+
+  m.def("indices", &indices, "values"_a);
+  m.def(
+      "partition_search",
+      [](const Problem& problem, Array<int32_t> devices,
+         const std::vector<Array<int32_t>>& clusters, Array<int64_t> loads, double cut_weight,
+         int32_t windows, int64_t moves, uint64_t seed, const Halt* halt) {
+        const std::vector<int32_t> start = vector_of(devices);
+        const std::vector<int64_t> load = vector_of(loads);
+        std::vector<std::vector<int32_t>> levels;
+        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        std::vector<int32_t> result;
+        {
+          nb::gil_scoped_release unlocked;
+          result = partition_search(problem, start, levels, load, cut_weight, windows, moves, seed,
+                                    halt);
+        }
+        return array_of(std::move(result));
+      },
+      "problem"_a, "devices"_a, "clusters"_a, "loads"_a, "cut_weight"_a, "windows"_a, "moves"_a,
+      "seed"_a, "halt"_a.none() = nb::none());
+  m.def(
+      "list_order",
+      [](const Problem& problem, Array<int32_t> devices) {
+        const std::vector<int32_t> row = vector_of(devices);
+        std::vector<int32_t> order;
+        {
+          nb::gil_scoped_release unlocked;
+          order = list_order(problem, row, ranks(problem, row));
+        }
+        return array_of(std::move(order));
+      },
+      "problem"_a, "devices"_a);
+  m.def(
+      "backtrack",
+      [](const Problem& problem, Array<int32_t> order, int64_t budget, uint64_t seed) {
+        const std::vector<int32_t> launches = vector_of(order);
+        Backtracked found;
+        {
+          nb::gil_scoped_release unlocked;
+          found = backtrack(problem, launches, budget, seed);
+        }
+        return std::make_pair(array_of(std::move(found.devices)), found.proven);
+      },
+      "problem"_a, "order"_a, "budget"_a, "seed"_a);
+  m.def(
+      "grown",
+      [](const Problem& problem, const std::vector<Array<int32_t>>& clusters, int32_t stretch,
+         int64_t budget, uint64_t seed, const Halt* halt) {
+        std::vector<std::vector<int32_t>> levels;
+        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        Found found;
+        {
+          nb::gil_scoped_release unlocked;
+          found = grown(problem, levels, stretch, budget, seed, halt);
+        }
+        return std::tuple(array_of(std::move(found.devices)), array_of(std::move(found.order)),
+                          found.evaluations);
+      },
+      "problem"_a, "clusters"_a, "stretch"_a, "budget"_a, "seed"_a, "halt"_a.none() = nb::none());
+  m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
+        "target"_a, "seed"_a, "halt"_a.none() = nb::none());
+
+  m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
+  m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
+  m.def(
+      "contracted",
+      [](const Problem& problem, Array<int32_t> part_of, Array<int32_t> group_of) {
+        nb::gil_scoped_release unlocked;
+        return contracted(problem, vector_of(part_of), vector_of(group_of));
+      },
+      "problem"_a, "part_of"_a, "group_of"_a);
+  m.def(
+      "restricted",
+      [](const Problem& problem, Array<int32_t> devices) {
+        nb::gil_scoped_release unlocked;
+        return restricted(problem, vector_of(devices));
+      },
+      "problem"_a, "devices"_a);
+  m.def(
+      "regrouped",
+      [](const Problem& problem, Array<int32_t> cluster) {
+        nb::gil_scoped_release unlocked;
+        return regrouped(problem, vector_of(cluster));
+      },
+      "problem"_a, "cluster"_a);
+  m.def("group_clusters", &clusters_of, "problem"_a, "color"_a);
+  const auto unlocked = nb::call_guard<nb::gil_scoped_release>();
+  m.def("mean_transfers", &mean_transfers, "problem"_a, unlocked);
+  m.def("upward_ranks", &upward_ranks, "problem"_a, unlocked);
+  m.def("contiguous_splits", &split_line, "problem"_a, nb::kw_only(), "blocks"_a, "block"_a,
+        "loads"_a, "costs"_a, "devices"_a, "caps"_a, "allowed"_a, "bottleneck"_a);
+  m.def("optimistic_costs", &optimistic_costs, "problem"_a, unlocked);
+  m.def("lower_bounds", &bounds_of, "problem"_a, nb::kw_only(), "durations"_a, "allowed"_a,
+        "memory"_a, "latency"_a, "rate"_a, "weights"_a, "weight_sums"_a, "window"_a, "thresholds"_a,
+        "guesses"_a);
+  bind_favorites(m);
+}
+
+}  // namespace baechi

@@ -1,0 +1,43 @@
+// Lower bounds on the makespan of every valid schedule; `docs/bounds.md` has the proofs.
+//
+// A site is a set of devices that the bounds do not tell apart. An op runs at one site, and what it
+// costs there, or to get from one site to another, is at most what it costs on any of its devices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "clock/core.h"
+
+namespace baechi {
+
+struct Sites {
+  int32_t count = 0;
+  std::vector<int64_t> durations;  // durations[site * ops + op]
+  std::vector<uint8_t> allowed;    // allowed[site * groups + group]
+  std::vector<int64_t> memory;     // per site, the largest
+  // To another device, per [from * count + to], the same site included: the latency, kForever where
+  // there is no path, and bytes per second, 0 where bytes cost nothing.
+  std::vector<int64_t> latency, rate;
+  // One row per choice of weights: weights[row * count + site], and the sum over all devices that a
+  // schedule may use at once.
+  std::vector<int64_t> weights, weight_sums;
+};
+
+// How hard to look; time grows with each of them.
+struct Effort {
+  int32_t window;      // ancestors that are looked at for one op's earliest start
+  int32_t thresholds;  // times between which work is added up
+  int32_t guesses;     // makespans that are tried to be refuted
+};
+
+// Each is at most the makespan of every valid schedule. kForever: there is none.
+struct Bounds {
+  int64_t path;   // an op's earliest start, its time and what must follow; or a whole group's time
+  int64_t work;   // the work that must be done between two times, over all devices
+  int64_t guess;  // the shortest makespan that could not be refuted
+};
+
+Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& effort);
+
+}  // namespace baechi

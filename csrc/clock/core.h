@@ -1,0 +1,366 @@
+// The clock and the list schedulers, without Python.
+//
+// A Problem is an operator graph and a cluster as flat arrays: immutable, checked by its maker
+// (`baechi.problem.problem_arrays`), which also proves that no sum of times or bytes here reaches
+// 2^62. A Timeline is the one account of time and memory: `commit` places one op, everything else
+// only asks. Times are ns, sizes are bytes, both int64_t; ops, tensors, devices, pools and groups
+// are indices.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "clock/copy_on_write.h"
+#include "clock/large_pages.h"
+
+namespace baechi {
+
+constexpr int64_t kForever = INT64_MAX;
+
+enum class Ports { kDuplex, kShared, kNone };
+
+// Rows of indices behind each other: row i is values[begin[i]] .. values[begin[i + 1] - 1].
+struct Rows {
+  std::vector<int64_t> begin;
+  std::vector<int32_t> values;
+
+  const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
+  const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
+  int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
+};
+
+// Rows that nobody changes any more; copies share them.
+struct SharedRows {
+  Shared<int64_t> begin;
+  Shared<int32_t> values;
+
+  SharedRows() = default;
+  SharedRows(Rows&& rows) : begin(std::move(rows.begin)), values(std::move(rows.values)) {}
+
+  const int32_t* first(int32_t row) const { return values.data() + begin[row]; }
+  const int32_t* last(int32_t row) const { return values.data() + begin[row + 1]; }
+  int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
+};
+
+// Lets a range-for walk one row.
+struct Row {
+  const int32_t *from, *to;
+  template <typename AnyRows>
+  Row(const AnyRows& rows, int32_t row) : from(rows.first(row)), to(rows.last(row)) {}
+  const int32_t* begin() const { return from; }
+  const int32_t* end() const { return to; }
+};
+
+// A number per source and destination: table[src * devices + dst], or one number for all of them.
+struct PairTable {
+  std::vector<int64_t> values;
+
+  int64_t operator[](int64_t at) const {
+    return values[values.size() == 1 ? 0 : static_cast<size_t>(at)];
+  }
+};
+
+// What a problem knows of the graph alone. Copies share its rows, so that all problems of one graph
+// have them once.
+struct Graph {
+  int32_t ops = 0, tensors = 0, groups = 0;
+
+  Shared<int64_t> workspace;         // per op; below 0 where outputs take the room of its inputs
+  Shared<int32_t> group;             // per op; an op without a group is alone in its own
+  Shared<int64_t> group_persistent;  // per group, the sum of its ops
+  SharedRows group_ops;              // per group, ops ascending
+  SharedRows inputs, outputs;        // per op, tensors ascending
+  Shared<int64_t> output_bytes;      // per op, the sum of its outputs
+
+  Shared<int32_t> producer;  // per tensor
+  Shared<int64_t> nbytes;    // per tensor
+  Shared<uint8_t> kept;      // per tensor
+  SharedRows consumers;      // per tensor, ops ascending
+
+  // Derives group_ops, inputs, outputs and output_bytes from the rest.
+  void derive();
+};
+
+struct Problem : Graph {
+  int32_t devices = 0, pools = 0;
+
+  std::vector<int32_t> device_class;  // per device: devices of one class take the same times
+  std::vector<int64_t> durations;     // durations[device_class * ops + op]
+  std::vector<int32_t> pool;          // per device; a device without a pool is alone in its own
+  Rows pool_devices;                  // per pool, devices ascending
+  std::vector<int64_t> memory;        // per pool
+  PairTable latency, rate;            // ns, and bytes per second; rate 0 is no path
+  PairTable overhead;                 // ns that a transfer keeps its receiver busy; empty: none do
+  Ports ports = Ports::kDuplex;
+  std::vector<uint8_t> allowed;     // allowed[device * groups + group]; empty: everything is
+  int32_t max_devices = INT32_MAX;  // how many devices may be used
+  std::vector<int32_t> only;        // per group, the one device that is allowed, or -1; or empty
+  std::vector<int64_t> sent_ns;     // per tensor, where all links are equal: its transfer; or empty
+
+  // Derives pool_devices, only and sent_ns from the rest.
+  void finish();
+
+  int64_t duration(int32_t op, int32_t device) const {
+    return durations[static_cast<int64_t>(device_class[device]) * ops + op];
+  }
+  bool allows(int32_t group, int32_t device) const {
+    return allowed.empty() || allowed[static_cast<int64_t>(device) * groups + group];
+  }
+  bool has_path(int32_t src, int32_t dst) const { return rate[link(src, dst)] > 0; }
+  int64_t latency_ns(int32_t src, int32_t dst) const { return latency[link(src, dst)]; }
+  int64_t bytes_per_s(int32_t src, int32_t dst) const { return rate[link(src, dst)]; }
+  int64_t overhead_ns(int32_t src, int32_t dst) const {
+    return overhead.values.empty() ? 0 : overhead[link(src, dst)];
+  }
+  int64_t transfer_ns(int32_t tensor, int32_t src, int32_t dst) const {
+    return sent_ns.empty() ? divided_ns(tensor, link(src, dst)) : sent_ns[tensor];
+  }
+
+ private:
+  int64_t divided_ns(int32_t tensor, int64_t at) const;
+  int64_t link(int32_t src, int32_t dst) const { return static_cast<int64_t>(src) * devices + dst; }
+};
+
+// The memory in use over time.
+//
+// Changes wait in a row until an exact question needs them in a treap, which then takes O(log
+// changes) to add and to ask. Where the cheap `bound` suffices, there never is a treap.
+class Profile {
+ public:
+  void add(int64_t time, int64_t delta) {
+    if (delta == 0) return;
+    waiting_.push_back({time, delta});
+    total_ += delta;
+    if (delta > 0) bound_ += delta;
+  }
+  // Has the processor fetch where changes will be added soon.
+  void fetch_end() const { fetch_after(waiting_); }
+  // Makes room for so many changes more.
+  void expect(size_t changes) { waiting_.reserve(waiting_.size() + changes); }
+  // The level after the last change.
+  int64_t total() const { return total_; }
+  // No level is higher than this.
+  int64_t bound() const { return bound_; }
+  // The highest level in [from, to); where the interval is empty, INT64_MIN.
+  int64_t max_between(int64_t from, int64_t to) const;
+  // The highest level ever, at least 0: nothing is in use before the first change.
+  int64_t max_ever() const;
+  // The highest level in [0, to), at least 0. Linear, without a treap, unless there is one.
+  int64_t peak(int64_t to) const;
+
+ private:
+  struct Change {
+    int64_t time, delta;
+  };
+  struct Node {
+    int64_t time, delta, sum, max_prefix;  // max_prefix: over the non-empty prefixes of the subtree
+    uint64_t priority;
+    int32_t left, right;
+  };
+  void drain() const;
+  int32_t insert(int32_t node, int64_t time, int64_t delta) const;
+  void update(int32_t node) const;
+  int64_t max_in(int32_t node, int64_t after, int64_t before, int64_t level) const;
+
+  int64_t total_ = 0;
+  // To move changes into the treap changes no level.
+  mutable int64_t bound_ = 0;
+  mutable LargeVector<Change> waiting_;
+  mutable std::vector<Node> nodes_;
+  mutable int32_t root_ = -1;
+};
+
+struct Span {
+  int32_t op, device;
+  int64_t start, end;
+};
+
+struct Transfer {
+  int32_t tensor, src, dst;
+  int64_t start, end;
+};
+
+// Whether an op has room on a device, and if not, what could change that.
+enum class Fit {
+  kFits,
+  kNever,    // its group is on another device or not allowed here, an input has no path, or the
+             // device is unused and no more devices may be used; all of that is for ever
+  kFull,     // even the tensors that stay leave no room; some must be freed first
+  kCrowded,  // there is room at some times but not at those that it would need
+};
+
+class Timeline {
+ public:
+  // The problem must outlive the timeline.
+  explicit Timeline(const Problem& problem);
+  Timeline(const Timeline&) = delete;
+  Timeline& operator=(const Timeline&) = delete;
+
+  const Problem& problem() const { return problem_; }
+  bool committed(int32_t op) const { return device_[op] >= 0; }
+  // The first input of `op` whose producer is not committed, or -1.
+  int32_t waits_for(int32_t op) const;
+  int32_t device(int32_t op) const { return device_[op]; }
+  int64_t device_free(int32_t device) const { return device_free_[device]; }
+  int64_t receive_free(int32_t device) const { return receive_free_[device]; }
+  int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
+  int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
+  // Whether some group is placed or reserved there. Nothing ever was on a device that is not used.
+  bool used(int32_t device) const { return used_[device]; }
+  int64_t held_back(int32_t pool) const { return held_back_[pool]; }
+
+  // When all inputs of `op` can be on `device`, nothing when one has no path. All producers of
+  // `op` are committed; so for everything below.
+  std::optional<int64_t> arrival(int32_t op, int32_t device) const;
+  std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
+  // When it would end then, with what it must receive.
+  std::optional<int64_t> earliest_end(int32_t op, int32_t device) const;
+  // How long `device` receives if `op` goes there.
+  int64_t receiving_ns(int32_t op, int32_t device) const;
+  Fit fit(int32_t op, int32_t device) const;
+  // Whether the constraints allow `op` on `device`, now that some devices are in use.
+  bool allows(int32_t op, int32_t device) const;
+
+  // Reserves the persistent bytes of the op's group on `device`; its ops may go only there.
+  void reserve(int32_t op, int32_t device);
+  // From now on `fit` keeps that much of the pool free of groups that are not there yet and have
+  // several ops: room for what the ops that must follow the first of a group will need.
+  void hold_back(int32_t pool, int64_t nbytes) { held_back_[pool] = nbytes; }
+  // Places `op`, which is not committed and has a path; does not ask whether it fits.
+  const Span& commit(int32_t op, int32_t device);
+  // Commits `order` as devices[op], one for every op of the problem, says. What cannot be committed
+  // ends it and is returned, else -1: an op that has no path or leaves its group, comes twice or
+  // before its producers, or an index that is too large. No index is negative.
+  int32_t fold(const int32_t* devices, const int32_t* order, int32_t count);
+
+  const LargeVector<Span>& spans() const { return *spans_; }
+  const LargeVector<Transfer>& transfers() const { return *transfers_; }
+  // The same, for who wants to keep them longer than the timeline.
+  const std::shared_ptr<LargeVector<Span>>& kept_spans() const { return spans_; }
+  const std::shared_ptr<LargeVector<Transfer>>& kept_transfers() const { return transfers_; }
+  // The pools in which the last commit let a tensor go, with repetitions.
+  const std::vector<int32_t>& released() const { return released_; }
+  int64_t makespan() const { return makespan_; }
+  // Per pool: the peak in [0, makespan), exact once every op is committed.
+  std::vector<int64_t> peaks() const;
+  // Per pool: no lower peak can come of what is committed, wherever the other ops go. Ends the
+  // account: nothing may be committed afterwards.
+  std::vector<int64_t> least_peaks();
+  // Per pool: what the tensors that stay and the persistent bytes leave, possibly negative.
+  std::vector<int64_t> left() const;
+  // What `op` adds to a device's memory while it runs there with none of its inputs present.
+  int64_t need(int32_t op) const;
+
+ private:
+  // A tensor in the memory of a pool. `holder` is the device that made or received it. The first
+  // ones in `presences_` are those where the tensors are made, one per tensor; copies follow, in a
+  // list per tensor that begins there.
+  struct Presence {
+    int32_t pool, holder;  // -1 where the tensor is not made yet
+    int32_t next;
+    int32_t remaining;  // consumers that are not committed; of the first ones only
+    int64_t available, last_use;
+  };
+  struct Planned {
+    int32_t tensor, src;
+    int64_t start, end;
+  };
+
+  std::optional<int64_t> plan(int32_t op, int32_t device) const;
+  int32_t find(int32_t tensor, int32_t pool) const;
+  // Commits the op that was planned last, with what `plan` said.
+  void place(int32_t op, int32_t device, int64_t ready);
+  // How long the op that was planned last keeps its device busy: also with what it receives.
+  int64_t busy_ns(int32_t op, int32_t device) const {
+    return problem_.duration(op, device) + overhead_ns_;
+  }
+  void release(int32_t tensor);
+  // Have the processor fetch what `fold` will read soon.
+  void fetch_op(int32_t op, int32_t device) const;
+  void fetch_tensors(int32_t op) const;
+  void fetch_ends(int32_t device) const;
+  // Makes room for what `fold` adds. The first op that is none, or is on no device; or -1.
+  int32_t expect(const int32_t* devices, const int32_t* order, int32_t count);
+
+  const Problem& problem_;
+  std::vector<int32_t> device_;        // per op, -1 until committed
+  std::vector<int32_t> group_device_;  // per group, -1 until reserved
+  LargeVector<Presence> presences_;
+  std::vector<int64_t> device_free_, send_free_, receive_free_;  // per device
+  std::vector<uint8_t> used_;                                    // per device
+  int32_t devices_used_ = 0;
+  std::vector<int64_t> persistent_, held_back_;  // per pool
+  std::vector<Profile> profiles_;                // per pool, all but persistent
+  // With room for all that a step can have, so that no row ever moves.
+  std::shared_ptr<LargeVector<Span>> spans_ = std::make_shared<LargeVector<Span>>();
+  std::shared_ptr<LargeVector<Transfer>> transfers_ = std::make_shared<LargeVector<Transfer>>();
+  std::vector<int32_t> released_;
+  int64_t makespan_ = 0;
+  // The last answer of `arrival`, good until the next commit, the transfers that it needs, what
+  // they keep the device busy, and the tensors that are there already, with their presences.
+  mutable int32_t asked_op_ = -1, asked_device_ = -1;
+  mutable std::optional<int64_t> answer_;
+  mutable std::vector<Planned> planned_;
+  mutable int64_t overhead_ns_ = 0;
+  mutable std::vector<std::pair<int32_t, int32_t>> present_;
+  mutable std::vector<std::pair<int64_t, int64_t>> changes_;
+};
+
+// Per device the first of its twins: devices that only their indices tell apart. Twins have the
+// same class, memory, allowed groups and links to and from all others and each other, and share
+// their pool with nobody.
+std::vector<int32_t> first_twins(const Problem& problem);
+
+// Commits ops to `timeline`, each time the pair with the smallest (earliest start, op, device)
+// among the ready ops and the devices with a path and room that the rule allows, until no pair is
+// left; true when every op is committed. `favorites[op]` is the op's favorite child or -1; with
+// an empty vector the rule is ETF's and allows every pair, otherwise SCT's (`placers/sct.py`).
+bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
+
+// Per tensor, the mean ns of one transfer and of its overhead over all links between pools, rounded
+// down; 0 without any.
+std::vector<int64_t> mean_transfers(const Problem& problem);
+
+// Per op, HEFT's upward rank: its mean time, and the longest way from its end to the end of the
+// step, where every tensor takes its mean transfer.
+std::vector<int64_t> upward_ranks(const Problem& problem);
+
+// PEFT's table[device_class * ops + op] of what must follow at best after the op ran there, and per
+// op its mean over the devices.
+std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Problem& problem);
+
+// Both commit all ops to `timeline`, fresh but for reservations, ready ops of the highest rank
+// first, each to the device with the smallest (end + future[device_class * ops + op], device) of
+// those that allow it; an empty `future` counts for nothing. False, with the timeline half filled,
+// at a dead end.
+//
+// With the end on the timeline, where the op fits. An op without room waits for memory.
+bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
+                     const std::vector<int64_t>& future);
+// With the end in the classical model, without ports and with idle gaps that are filled, where the
+// `loads` of the groups there stay below the memory; then committed in the order of those starts.
+// The timeline may need more memory than there is.
+bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
+                        const std::vector<int64_t>& future, const std::vector<int64_t>& loads);
+
+// Groups in a row, in blocks that stay together, and the devices for the segments of it.
+struct Line {
+  int32_t blocks;
+  std::vector<int32_t> block;    // per group
+  std::vector<int64_t> loads;    // loads[moment * groups + group], bytes
+  std::vector<int64_t> costs;    // per tensor, of bringing it to another device
+  std::vector<int32_t> devices;  // in the order of their segments
+  std::vector<int64_t> caps;     // per entry of `devices`, the most bytes at every moment
+  std::vector<uint8_t> allowed;  // allowed[device * groups + group]; empty allows all
+};
+
+// The device of every block for the best split of the line over the first k devices, for every k
+// that makes it better. Best is the least sum of all segments' incoming costs; with `bottleneck`
+// the smallest maximum over the segments of incoming costs plus time.
+std::vector<std::vector<int32_t>> contiguous_splits(const Problem& problem, const Line& line,
+                                                    bool bottleneck);
+
+}  // namespace baechi

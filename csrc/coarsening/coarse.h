@@ -1,0 +1,56 @@
+// Coarser views of a problem: its ops in parts, its groups in clusters, some of its devices.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "clock/core.h"
+
+namespace baechi {
+
+// A coarse graph: its parts are the ops' sets, counted in topological order.
+struct CoarseLevel {
+  std::vector<int32_t> part_of;  // per op
+  std::vector<int32_t> group;    // per part, the first part of its group
+};
+
+// The parts that the rules of `baechi.problem.coarsening` make, and then, for each of the falling
+// `targets`, the parts contracted further to about so many, if that changes anything. Levels are
+// nested. `idle[op]` says which ops cost nothing; no group gets more than `limit` bytes; groups of
+// the problem with different `color` are not joined, and an empty vector is one color for all.
+std::vector<CoarseLevel> coarsen(const Problem& problem, const std::vector<uint8_t>& idle,
+                                 const std::vector<int32_t>& color, int64_t limit,
+                                 const std::vector<int32_t>& targets);
+
+// Per part, the most bytes of workspaces and of tensors that never leave it, while its ops run in
+// order.
+std::vector<int64_t> coarse_workspace(const Problem& problem, const std::vector<int32_t>& part_of,
+                                      int32_t parts);
+
+// The tensors that do leave their part, and for each the other parts that consume it, ascending.
+struct CoarseTensors {
+  std::vector<int32_t> tensors;
+  Rows consumers;
+};
+CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>& part_of,
+                             int32_t parts);
+
+// The problem whose ops are the parts of a level: a part takes the sum of its ops' durations on
+// every class of devices, and runs them one after the other.
+Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
+                   const std::vector<int32_t>& group_of);
+
+// The same problem, but the groups of one cluster are one group.
+Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
+
+// The problem with these devices alone, counted anew in their order.
+Problem restricted(const Problem& problem, const std::vector<int32_t>& devices);
+
+// Nested clusters of well-connected groups: per level and group its cluster, counted by first
+// group. Level 0 has every group alone, every other level joins clusters of the one before, and the
+// last has a handful. Groups of different `color` are never in one cluster; an empty vector is one
+// color for all.
+std::vector<std::vector<int32_t>> group_clusters(const Problem& problem,
+                                                 const std::vector<int32_t>& color);
+
+}  // namespace baechi

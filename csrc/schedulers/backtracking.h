@@ -1,0 +1,23 @@
+// Search for devices with which everything has room at every time, whatever the step takes.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "clock/core.h"
+
+namespace baechi {
+
+struct Backtracked {
+  std::vector<int32_t> devices;  // per group; empty where none were found
+  bool proven;                   // where none were found: that there are none
+};
+
+// Devices of all groups with which the ops, committed in `order`, stay within the memory. The order
+// is a topological one of all ops. Or it is empty: then devices that hold the persistent bytes and
+// have the links, and where there are none, nothing fits in whatever order. `budget` is counted in
+// ops that are committed and groups that are looked at.
+Backtracked backtrack(const Problem& problem, const std::vector<int32_t>& order, int64_t budget,
+                      uint64_t seed);
+
+}  // namespace baechi
