@@ -26,7 +26,7 @@ import typer
 
 ROOT = Path(__file__).parents[2]
 # A mutant may make tests wait for ever: that is noticed, too.
-PATIENCE_S = {"its tests": 600, "all tests": 3600}
+PATIENCE_S = {"its tests": 1200, "all tests": 3600}
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Copy:
         """Whether the tests pass; else those that failed, or what else happened."""
         shutil.rmtree(self._cache, ignore_errors=True)
         command = [sys.executable, "-m", "pytest", "-q", "--ignore", "tests/mutants", *arguments]
-        command += ["-o", f"cache_dir={self._cache}"]
+        command += ["-o", f"cache_dir={self._cache}", "--hypothesis-profile", "mutants"]
         with self.log.open("w") as log:
             tests = subprocess.Popen(
                 command, cwd=self.tree, env=self._env, stdout=log, stderr=log, process_group=0

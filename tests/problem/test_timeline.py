@@ -87,6 +87,15 @@ def test_what_fits_at_every_commit_fits_in_the_end(data):
         assert peak <= device.memory_bytes
 
 
+def test_memory_that_is_freed_when_other_memory_is_taken_is_not_held_twice():
+    cluster = Cluster.connected([Device(name, 100, pool="p") for name in "ab"], LINK)
+    ops = (Op("makes", 10), Op("waits", 20), Op("reads", 10), Op("takes", 5))
+    timeline = Timeline(OpGraph(ops, (Tensor(0, (2,), 60), Tensor(3, (), 60))), cluster)
+    for op, device in ((0, 0), (1, 1), (3, 1)):
+        timeline.commit(op, device)
+    assert timeline.fits(2, 0)  # at 20 what it reads goes, and the other comes
+
+
 FORK = OpGraph((Op("a", 5), Op("b", 5), Op("c", 5)), (Tensor(0, (1,), 20), Tensor(0, (2,), 30)))
 JOIN = OpGraph((Op("a", 5), Op("b", 9), Op("c", 5)), (Tensor(1, (2,), 20), Tensor(0, (2,), 30)))
 SHARED = OpGraph((Op("a", 5), Op("b", 5), Op("c", 5)), (Tensor(0, (1, 2), 20),))
