@@ -25,9 +25,8 @@ import pytest
 
 import baechi
 from baechi.placers.etf import METF, schedule_list
-from baechi.placers.granularity import rho
 from baechi.placers.linear_programs import Highs
-from baechi.placers.sct import MSCT
+from baechi.placers.sct import MSCT, rho
 from baechi.placers.sct_favorites import favorite_children, first_order, relax, rounded
 from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem

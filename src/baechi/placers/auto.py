@@ -28,11 +28,10 @@ from baechi.placers.baselines import SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_kinds
 from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis
-from baechi.placers.peft import PEFT
 from baechi.placers.placer import Placer, placement_of, timed
 from baechi.placers.sct import MSCT
 from baechi.placers.topo import MTopo

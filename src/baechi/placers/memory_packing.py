@@ -7,7 +7,16 @@ clock, in index order and in list order. The searches, from cheap to dear (`arra
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
    in topological order or best fit decreasing, under the smallest common fill of the devices with
    which everything has a place, and under looser ones;
-3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end.
+3. backtracking over devices with the exact clock (`backtracked`), on small problems to the end.
+
+Backtracking: for a given order of the ops, `csrc/schedulers/backtracking.cc` gives devices to one
+group after the other and goes back where the ops committed so far pass a memory by the exact clock,
+whatever follows. Small problems are searched to the end; of large ones, budgets counted in ops end
+many short searches, each with another rule for the devices. Orders are the ops' own and a
+depth-first one, which uses up what it makes soon, and so holds less at a time (`depth_first`).
+Which order fits is luck where memory is tight, so small problems try random ones, too; together
+they cost as much as one of these. Without an order the same search packs persistent bytes alone:
+where that is impossible, nothing fits in whatever order (`is_unpackable`).
 
 So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
 Complexity: some tens of simulations, and the budget of the backtracking.
@@ -20,13 +29,22 @@ from typing import ClassVar, Final, final
 
 import numpy as np
 
-from baechi.placers.assignments import group_loads, in_both_orders, shortest
-from baechi.placers.backtracking import PATIENT, backtracked, is_unpackable
+from baechi import _core
+from baechi.placers.assignments import (
+    depth_first,
+    group_loads,
+    in_both_orders,
+    in_order,
+    op_devices,
+    shortest,
+    shuffled,
+)
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
-from baechi.placers.placer import Placer
+from baechi.placers.placer import Placer, placement_of
 from baechi.placers.topo import MTopo
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
 # Fills of the devices are tried in steps of 1 / _STEPS of their memory.
@@ -35,6 +53,18 @@ _STEPS: Final = 64
 _TIGHT: Final = 3 / 4
 # Groups are counted that are larger than this part of the largest memory.
 _LARGE: Final = 8
+# Committed ops and groups looked at in all of one search: a fifth of a second.
+PATIENT: Final = 1_000_000
+# The same of one of many searches, for what is missing.
+HASTY: Final = 50_000
+# Random orders besides, and of how many ops at most: a search of few ops ends early.
+_RANDOM: Final = 32
+_FEW_OPS: Final = 64
+# The same of a proof, which is asked for before anything else: some milliseconds.
+_PROOF: Final = 200_000
+# With fewer nodes nothing is proved.
+_NODES: Final = 100
+_SEED: Final = 1
 
 
 @final
@@ -205,3 +235,35 @@ def _too_many(problem: Problem, room: Sequence[int]) -> bool:
     for nbytes, pools in Counter(room).items():
         places += pools * (nbytes // sizes)
     return bool((places < np.arange(1, len(sizes) + 1)).any())
+
+
+def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterator[Placement]:
+    """Placements with the first devices that are found for an order; none where none are found.
+
+    Nor where `PATIENT` searches do not suffice for a device for every group.
+    """
+    ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
+    if groups * (groups + ops) // 2 > PATIENT:
+        return
+    tries = dict.fromkeys([tuple(range(ops)), depth_first(problem)], budget)
+    if ops <= _FEW_OPS:
+        for seed in range(_RANDOM):
+            tries.setdefault(shuffled(problem, seed), budget // _RANDOM)
+    for order, most in tries.items():
+        launches = np.array(order, np.int32)
+        assignment, _ = _core.backtrack(problem.core, launches, most, _SEED)
+        if not len(assignment):
+            continue
+        timeline = problem.timeline()
+        devices = op_devices(problem, assignment.tolist())
+        if in_order(timeline, devices, order) and fits_memory(problem, timeline):
+            yield placement_of(problem, timeline, placer)
+        yield from in_both_orders(problem, assignment.tolist(), placer)
+        return
+
+
+def is_unpackable(problem: Problem) -> bool:
+    """Whether the persistent bytes of all groups were proved to have no place."""
+    if problem.graph.arrays.groups > _PROOF // _NODES:
+        return False
+    return _core.backtrack(problem.core, np.empty(0, np.int32), _PROOF, _SEED)[1]

@@ -1,7 +1,7 @@
 """m-SCT: small communication time, under memory.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
-linear program picks favorite children (`placers/favorites.py`), and the list scheduler keeps them
+linear program picks favorite children (`placers/sct_favorites.py`), and the list scheduler keeps them
 with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
@@ -15,19 +15,21 @@ with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 Of the pairs that this allows, the one with the smallest (earliest start, op, device) is committed.
 Without favorites that is m-ETF.
 
-Where we leave the paper: see `placers/etf.py`, and `placers/favorites.py`.
+Where we leave the paper: see `placers/etf.py`, and `placers/sct_favorites.py`.
 
 `stats` has the number of favorites, the optimum of the linear program or what is proved about it,
-how it was found, and rho (`granularity.py`): the paper's bounds hold for rho <= 1.
+how it was found, and rho, the longest transfer over the shortest op: the paper's bounds
+hold where communication is small, rho <= 1.
 """
 
 import math
 from dataclasses import dataclass
 from typing import ClassVar, final
 
+import numpy as np
+
 from baechi.errors import InputError
 from baechi.placers.etf import schedule_list
-from baechi.placers.granularity import rho
 from baechi.placers.linear_programs import LinearSolver
 from baechi.placers.placer import Placer, placement_of
 from baechi.placers.sct_favorites import check_solver, favorite_children
@@ -44,7 +46,7 @@ class MSCT(Placer):
     Attributes:
         retries: How often a dead end is met with one more group pinned.
         solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see
-            `placers/favorites.py`.
+            `placers/sct_favorites.py`.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -83,3 +85,38 @@ class MSCT(Placer):
         if pins:
             stats["pinned groups"] = pins
         return placement_of(problem, timeline, self.name, stats)
+
+
+def rho(problem: Problem) -> float:
+    """The longest transfer of a tensor, overhead included, over the shortest op of any time.
+
+    Over all links between two memories, and all devices. 0.0 where nothing is ever sent; infinity
+    where something is, but no op takes time. Tensors that no other group consumes are not sent.
+    O(tensors + links + ops).
+    """
+    groups, pools = problem.op_group, problem.device_pool
+    nbytes = np.array(
+        [
+            tensor.nbytes
+            for tensor in problem.graph.tensors
+            if any(groups[consumer] != groups[tensor.producer] for consumer in tensor.consumers)
+        ],
+        np.float64,
+    )
+    links = {
+        link
+        for src, row in enumerate(problem.cluster.links)
+        for dst, link in enumerate(row)
+        if link is not None and pools[src] != pools[dst]
+    }
+    if not nbytes.size or not links:
+        return 0.0
+    largest = float(nbytes.max())
+    longest_ns = max(
+        link.latency_ns + link.overhead_ns + largest * 1e9 / link.bytes_per_s for link in links
+    )
+    times = problem.durations
+    shortest_ns = float(times.min(where=times > 0, initial=np.iinfo(np.int64).max))
+    if not (times > 0).any():
+        return float("inf") if longest_ns else 0.0
+    return longest_ns / shortest_ns

@@ -17,10 +17,9 @@ from typing import Final, NoReturn, TypeVar, final
 from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
-from baechi.placers.backtracking import HASTY
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.memory_packing import arrangements, is_hopeless
+from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.solving import EVERY, ample_bytes, find, grown
 from baechi.problem.allowed_devices import known_to
 from baechi.problem.problem_arrays import Problem

@@ -23,8 +23,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit._script import RecursiveScriptModule
 
 from baechi.errors import TraceError
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.gradient_mode import GradientMode
 from baechi.tracing.workarounds.autograd_functions import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")

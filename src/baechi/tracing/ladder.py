@@ -18,12 +18,12 @@ from baechi.errors import InputError, TraceError
 from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, propagate, quiet
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.attribute_guards import Attributes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.faithfulness import refuse_unfaithful
-from baechi.tracing.gradient_mode import GradientMode
+from baechi.tracing.graph_rewrites import read_once
 from baechi.tracing.lowering import lower
-from baechi.tracing.repeated_reads import read_once
 from baechi.tracing.side_effects import refuse_old_buffers, unchanged
 from baechi.tracing.tracers import Capture, ladder, own_modules
 from baechi.tracing.workarounds.ctc_loss import ctc_losses_known

@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.errors import TraceError
 from baechi.tracing.alias_analysis import Facts, named_state, propagate
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.fake_tensor_leaks import taken_out
 from baechi.tracing.fx_operators import schema_arguments
-from baechi.tracing.gradient_mode import GradientMode
-from baechi.tracing.graph_cleanup import without_effectless
+from baechi.tracing.graph_rewrites import without_effectless
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import Outsiders, buffers_in_place, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
