@@ -1,4 +1,4 @@
-// The linear program behind favorite children (`placers/favorite_program.py`), for graphs that are
+// The linear program behind favorite children (`placers/sct_program.py`), for graphs that are
 // too large for a general solver.
 #pragma once
 

@@ -79,7 +79,7 @@ def policy_named(
         name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
             2, 4, 8, 10, 100, 1000.
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
-            that `LongestPending` and `las.py` name.
+            that `LongestPending` and `cluster_simulation/policies/tiresias.py` name.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
 
     Raises:

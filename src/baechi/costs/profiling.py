@@ -5,7 +5,7 @@ twelve equal layers are measured as one. It is measured in passes, seconds apart
 agree (`passes`). Where a tensor has several readers, adding up their gradients is a part of its
 producer's backward, as it is in autograd.
 
-What was measured is kept in a store (`profile_store`), so a second run measures nothing.
+What was measured is kept in a store (`profile_cache`), so a second run measures nothing.
 
 Complexity: O(distinct operators), about 0.2 s each; with a full store O(operators).
 """

@@ -1,14 +1,15 @@
 """The portfolio: run the candidates in the one simulator, search from the best, keep the best.
 
 Candidates in their order, which breaks ties: every single device, the placers, and what local
-search makes of them (`search.py`). So the result is never worse than the best single device that
-fits, nor than any of the placers, nor than with less effort. Efforts, with their cost on two cores:
+search makes of them (`placers/local_search.py`). So the result is never worse than the best single
+device that fits, nor than any of the placers, nor than with less effort. Efforts, with their cost
+on two cores:
 
 - `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
   split up to 4,000 ops, and a short search; about 0.1 s for 2,000 ops on 8 devices. Where that
   finds nothing, the search is as long as a balanced one.
-- `"balanced"`: all placers, on the coarse graph, too (`coarsening.py`), and a search from eight
-  starts; under 2 s.
+- `"balanced"`: all placers, on the coarse graph, too (`problem/coarsening.py`), and a search from
+  eight starts; under 2 s.
 - `"thorough"`: the same, and a search from 32 starts; under a minute.
 
 Of more than `_MANY_DEVICES` devices, m-ETF and HEFT choose; the others, and the search, see those

@@ -1,10 +1,10 @@
 """HEFT and PEFT: list schedules by rank and earliest finish time, under memory.
 
-HEFT (heterogeneous earliest finish time): Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
-heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1. Take the ops by falling upward rank,
-rank(i) = w(i) + max over children j of (c(i, j) + rank(j)) with mean times w and mean transfers c
-(`upward_ranks` in `csrc/schedulers/ranked_schedule.cc`), each to the device where it ends first, in
-the first gap there that is long enough.
+HEFT (heterogeneous earliest finish time): Topcuoglu, Hariri and Wu, "Performance-effective and
+low-complexity task scheduling for heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1.
+Take the ops by falling upward rank, rank(i) = w(i) + max over children j of (c(i, j) + rank(j))
+with mean times w and mean transfers c (`upward_ranks` in `csrc/schedulers/ranked_schedule.cc`),
+each to the device where it ends first, in the first gap there that is long enough.
 
 PEFT (predict earliest finish time): Arabnejad and Barbosa, "List scheduling algorithm for
 heterogeneous systems by an optimistic cost table" (IEEE TPDS 25(3), 2014), section 4. The table
@@ -17,14 +17,15 @@ mean OCT is next, and goes to the device with the smallest end + OCT. Devices of
 share a column. Where all devices are alike, the table is the longest way to the end without
 transfers, and the device is chosen as by HEFT.
 
-Where we leave the papers: their model has no memory and no ports, and fills gaps between ops that were
-placed before; the exact clock has both and only appends. So there are two candidates, and the one
-with the shorter step is returned (`by_rank`):
+Where we leave the papers: their model has no memory and no ports, and fills gaps between ops that
+were placed before; the exact clock has both and only appends. So there are two candidates, and the
+one with the shorter step is returned (`by_rank`):
 
 - the ranks on the exact clock, without gaps: an op goes to the device where it fits and ends first,
   and one without room waits for memory; dead ends as in `placers/etf.py`;
-- the papers' schedule with gaps, in their own model, where static loads of groups (`distinct_loads`)
-  stand for memory; then its devices and the order of its starts on the exact clock, if it fits.
+- the papers' schedule with gaps, in their own model, where static loads of groups
+  (`distinct_loads`) stand for memory; then its devices and the order of its starts on the exact
+  clock, if it fits.
 
 Means are rounded down to ns. The first op of a group decides for the others.
 Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gaps are few; the table

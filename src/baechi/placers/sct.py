@@ -1,8 +1,8 @@
 """m-SCT: small communication time, under memory.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
-linear program picks favorite children (`placers/sct_favorites.py`), and the list scheduler keeps them
-with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
+linear program picks favorite children (`placers/sct_favorites.py`), and the list scheduler keeps
+them with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
 - A device is *awake* if the favorite child of the op that it took last is ready, and is not

@@ -1,11 +1,11 @@
 """Favorite children: which op should follow which on the same device.
 
-The linear program is in `placers/favorite_program.py`. Solvers: `"first-order"`, the default, finds
+The linear program is in `placers/sct_program.py`. Solvers: `"first-order"`, the default, finds
 a choice and a lower bound that proves how far it is from the optimum
-(`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find
-the optimum, and take longer the larger and wider a graph is. HiGHS starts from what first-order
-found (`near_point`). Where one of them stops before the optimum, the first-order result is the
-answer.
+(`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"`
+(`placers/linear_programs.py`) find the optimum, and take longer the larger and wider a graph is.
+HiGHS starts from what first-order found (`near_point`). Where one of them stops before the optimum,
+the first-order result is the answer.
 
 Optima are many, and a simplex returns one that chooses wherever it may. A favorite child without
 need is harmful: its device waits for it. So shares 1 - x that w does not need are taken back first

@@ -1,7 +1,7 @@
 """From a graph and a cluster to a placement: check, coarsen, place, expand, simulate, guard.
 
-Placers that search do not give up where `placers/packing.py` finds a placement; where nothing is
-found, the error says what is missing (`_explain`).
+Placers that search do not give up where `placers/memory_packing.py` finds a placement; where
+nothing is found, the error says what is missing (`_explain`).
 """
 
 import itertools
@@ -156,7 +156,7 @@ def _attempt_freely(
 
 
 def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
-    """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
+    """What `placers/memory_packing.py` finds; greedy rules may find what they miss where more is open."""
     yield from arrangements(narrowed, patience)
     if narrowed is not problem:
         yield from arrangements(problem, patience)
@@ -283,7 +283,7 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
 
 
 def _is_arranged(problem: Problem) -> bool:
-    """Whether `placers/packing.py` finds a placement."""
+    """Whether `placers/memory_packing.py` finds a placement."""
     rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):

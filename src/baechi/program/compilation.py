@@ -1,7 +1,7 @@
 """From a placement to its program: which lane does what, and what waits for what.
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
-2. `writing` writes the instructions in launch order, and where they wait and free.
+2. `emission` writes the instructions in launch order, and where they wait and free.
 
 Complexity: O((ops + reads) * lanes), with a binary search per free.
 """

@@ -1,6 +1,6 @@
 """A placement that fits with what streams hold, which the clock does not know.
 
-1. Solve. Add what streams hold (`lifetimes`) to the peaks.
+1. Solve. Add what streams hold (`stream_memory`) to the peaks.
 2. Where a memory does not suffice, leave as many bytes of it free as were held there, and solve
    again: what is held changes with the placement, so this is done a few times.
 3. A single device holds nothing, since nothing crosses: it is the last resort.

@@ -1,7 +1,8 @@
 """Where a graph goes of what is left: the question that a scheduler asks most.
 
 `explore` list-schedules the graph (m-ETF and HEFT, in the one clock) on sets of devices in the
-order of `candidates.py`, skips what cannot beat what it has, and returns what is worth choosing
+order of `scheduling/device_sets.py`, skips what cannot beat what it has, and returns what is worth
+choosing
 between: fewer devices, or a shorter step. Where no list schedule fits, dense packings are tried on
 the sets with the most memory, and on all that is left; with more effort than fast the full solver,
 too, which then also betters what is found.
@@ -209,7 +210,7 @@ def _missing(problem: Problem) -> InfeasibleError:
 
     Found by bisection to the byte, for the device with the most memory; for every device, where no
     more of that one helps. A few more steps look whether the denser packings that `solve` tries
-    (`placers/packing.py`) need less; each takes as long as all others.
+    (`placers/memory_packing.py`) need less; each takes as long as all others.
     """
     devices = problem.cluster.devices
     ample = ample_bytes(problem)

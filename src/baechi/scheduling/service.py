@@ -8,10 +8,10 @@
     GET  /v1/snapshot  what is left, and who has the rest
     GET  /healthz, /metrics, /openapi.json, /docs
 
-The messages are those of `messages.py`. Solves run in processes of their own (`workers.py`),
-changes of the ledger one after the other in this one. Answers are pure functions of the request and
-of the ledger's version. An answered reservation is on the disk; what a stop interrupts was not
-answered, and asking again with the same request id tells.
+The messages are those of `messages.py`. Solves run in processes of their own
+(`runtime/executors/cpu_workers.py`), changes of the ledger one after the other in this one. Answers
+are pure functions of the request and of the ledger's version. An answered reservation is on the
+disk; what a stop interrupts was not answered, and asking again with the same request id tells.
 """
 
 import hashlib

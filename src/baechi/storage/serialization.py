@@ -10,7 +10,8 @@ may be too, so that a graph can be written by hand or by a scheduler in another 
 digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
 all.
 
-One codec serves all types (`codec.py`): a new dataclass needs a name in `_KINDS` and nothing else.
+One codec serves all types (`storage/codec.py`): a new dataclass needs a name in `_KINDS` and
+nothing else.
 """
 
 import hashlib

@@ -6,7 +6,8 @@
     gradients of parameters  ->  persistent bytes of i that come late, with i'
     the caller's loss  ->  one op of no time between the outputs and their gradients; where the
                            model returns a loss of its own, that alone has a gradient
-    a checkpointed unit  ->  one op more, its forward again, before its backwards (`recomputation`)
+    a checkpointed unit  ->  one op more, its forward again, before its backwards
+    (`checkpoint_units`)
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
 only forward times were simulated; here the backward and its gradients have their own.

@@ -1,8 +1,9 @@
 """Rewrites of a traced graph: nodes without effect go, and values are read once by an operator.
 
-Without effect (`without_effectless`) are checks, and casts to the type that is there. The checks are of shapes and types, by which a placed module tells its calls apart anyway. A cast
-that gives out the very tensor that it gets separates one reader of that tensor from the others:
-autograd would add up its gradients in another order than the model's, and so round otherwise.
+Without effect (`without_effectless`) are checks, and casts to the type that is there. The checks
+are of shapes and types, by which a placed module tells its calls apart anyway. A cast that gives
+out the very tensor that it gets separates one reader of that tensor from the others: autograd would
+add up its gradients in another order than the model's, and so round otherwise.
 
 Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
 each of the two gradients by itself to those of the value's other readers:

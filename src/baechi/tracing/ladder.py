@@ -1,4 +1,4 @@
-"""From a model to a `Traced`: up the ladder of tracers (`rungs`), until one can.
+"""From a model to a `Traced`: up the ladder of tracers (`tracers`), until one can.
 
 The rung taken, and why those above failed, with the model's own line, are kept in
 `Traced.attempts`.

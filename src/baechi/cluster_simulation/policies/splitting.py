@@ -2,8 +2,9 @@
 
 `Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit another
 job: whole on one where that is possible, else on as few as possible, at most `Job.most_gpus`. What
-the job then takes and holds is told in `steps.py`. A job without a graph is placed as by
-`best-fit`. `AsPlaced` is for comparison: it leaves a graph split as its user has split it.
+the job then takes and holds is told in `runtime/autograd/step_state.py`. A job without a graph is
+placed as by `best-fit`. `AsPlaced` is for comparison: it leaves a graph split as its user has split
+it.
 
 `SplitOrWait` is a policy: a job that is offered a place compares when it would end there with when
 it would end in the place that it would get once the next running jobs have ended, and waits if that

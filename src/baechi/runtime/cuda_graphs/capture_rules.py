@@ -47,7 +47,7 @@ _MASKS: Final = (torch.bool, torch.uint8)
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
-    """Refuse a `cuda_graphs` that means nothing, or that no device can fulfil.
+    """Refuse a `graph_capture` that means nothing, or that no device can fulfil.
 
     Raises:
         InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device.

@@ -9,7 +9,7 @@ tape stays where it is from step to step. The autograd graph of a recorded forwa
 saved tensors are static too, and any backward over it may be recorded later, for other outputs that
 get a gradient, or be replayed twice.
 
-Nothing here is CUDA's own: `cuda_graphs` records on a GPU, and the tests record on a CPU.
+Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
 
 Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd graph after the other.
 """
