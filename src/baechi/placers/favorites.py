@@ -15,9 +15,9 @@ most one of each, whatever the solver returned.
 
 Where we leave the paper: edges inside one group cost nothing and choose nothing; HiGHS instead of
 MOSEK; no favorites without need; the threshold is 1/2 with repair, instead of 0.1 without; c is the
-mean over the links. All solvers run on one thread with fixed seeds, and are bounded by iterations, never by time, so that
-equal input gives equal favorites. Where communication outweighs computation, w is no lower bound on
-the makespan.
+mean over the links. All solvers run on one thread with fixed seeds, and are bounded by iterations,
+never by time, so that equal input gives equal favorites. Where communication outweighs computation,
+w is no lower bound on the makespan.
 Complexity: a linear program of ops + edges rows and columns; first-order takes some hundred passes
 over the edges.
 """
