@@ -214,7 +214,7 @@ def test_reserve_and_release_are_granted_once_per_request_id():
 
 
 def test_a_ledger_that_is_held_by_another_is_no_fault_of_the_request(tmp_path, monkeypatch):
-    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    monkeypatch.setattr("baechi.storage.sqlite_file.PATIENCE", 0.01)
     book = Ledger(GRID, tmp_path / "ledger.sqlite")
     with TestClient(create_app(book, workers=1)) as web:
         holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
