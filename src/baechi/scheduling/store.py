@@ -13,7 +13,7 @@ from typing import Any, Final, final
 from baechi.errors import FormatError, InputError, ReservationError
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.snapshot import Reservation, Site
-from baechi.storage.codec import Refusal, codec
+from baechi.storage.codec import codec
 from baechi.storage.serialization import dumps, loads
 from baechi.storage.sqlite_file import SqliteFile, SqliteFileError
 from baechi.validation import check_path
@@ -106,7 +106,7 @@ class Store:
                 Reservation(job, _CLAIMS.read(json.loads(claims)), version)
                 for job, version, claims in rows
             ]
-        except (Refusal, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise self.damaged(error) from error
 
     def changed(self, place: int) -> int:
@@ -124,7 +124,7 @@ class Store:
         ((question, answer),) = rows
         try:
             return question, _RESERVATION.read(json.loads(answer))
-        except (Refusal, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise self.damaged(error) from error
 
     def keep_answer(self, request_id: str, question: str, answer: Reservation) -> None:
