@@ -516,7 +516,8 @@ def test_the_client_says_what_is_wrong_in_its_words():
     for url in ("http://here:99999", "http://here:x"):
         with pytest.raises(InputError, match="url is"):
             Client(url)
-    assert Client("http://[::1]")._connection.host == "::1"
+    with pytest.raises(ServiceError, match=r"no answer from http://\[::1\]:9"):
+        Client("http://[::1]:9").snapshot()
     with pytest.raises(InputError, match="job is 5"):
         Client().release(5)
     # What answers is no service: it hangs up, and then talks nonsense.
