@@ -156,7 +156,7 @@ def _attempt_freely(
 
 
 def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
-    """What `placers/memory_packing.py` finds; greedy rules may find what they miss where more is open."""
+    """What packing finds; greedy rules may find what they miss where more is open."""
     yield from arrangements(narrowed, patience)
     if narrowed is not problem:
         yield from arrangements(problem, patience)

@@ -1,7 +1,8 @@
-"""Type hints to codecs: the functions that turn a value into plain JSON and back, and refuse.
+"""Codecs from type hints: pairs of functions that turn a value into plain JSON and back.
 
-`codec` reads a hint and builds the pair that writes and reads it: scalars, optionals and unions,
-tuples, mappings from strings, and dataclasses of these.
+Covered are scalars, optionals and unions, tuples, mappings from strings, and dataclasses of these.
+What a hint does not allow is refused on both ways, with the path of the field. docs/design.md has
+why this is no library's.
 """
 
 import math
@@ -9,27 +10,26 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, NamedTuple, Union, final, get_args, get_origin, get_type_hints
 
 from baechi.errors import InputError
 from baechi.validation import INT64_MAX, FrozenDict
 
 
-class Refusal(Exception):  # noqa: N818 (what a FormatError will say)
+@final
+class Refusal(InputError):  # noqa: N818 (its user says what could not be read or written)
     """A wrong value, and where it is; the path is filled from the inside out."""
 
     def __init__(self, reason: str, *, sentence: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        super().__init__(reason, sentence)
         self.sentence = sentence  # the reason stands alone, as those of the constructors do
         self.path: list[str] = []
 
-    def text(self) -> str:
-        """The path of the field and what is wrong with it."""
-        where = "".join(reversed(self.path)).removeprefix(".")
-        if not where:
-            return self.reason if self.sentence else f"value {self.reason}"
-        return f"{where}: {self.reason}" if self.sentence else f"{where} {self.reason}"
+    def __str__(self) -> str:
+        reason, where = str(self.args[0]), "".join(reversed(self.path)).removeprefix(".")
+        if self.sentence:
+            return f"{where}: {reason}" if where else reason
+        return f"{where or 'value'} {reason}"
 
 
 class Codec(NamedTuple):

@@ -1,4 +1,4 @@
-"""Every value as a JSON file that another process, machine or language reads.
+"""JSON files of every public value, for other processes, machines and languages.
 
 A file is one object::
 
@@ -10,8 +10,7 @@ may be too, so that a graph can be written by hand or by a scheduler in another 
 digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
 all.
 
-One codec serves all types (`storage/codec.py`): a new dataclass needs a name in `_KINDS` and
-nothing else.
+One codec serves all types (`codec.py`): a new dataclass needs an entry in `_KINDS` only.
 """
 
 import hashlib
@@ -67,7 +66,7 @@ def dumps(value: object) -> str:
     try:
         raw = codec(kind).write(value)
     except Refusal as refusal:
-        raise InputError(f"cannot save this {kind.__name__}: {refusal.text()}") from refusal
+        raise InputError(f"cannot save this {kind.__name__}: {refusal}") from refusal
     envelope = {"format": "baechi", "type": kind.__name__, "version": VERSION}
     return _layout({**envelope, "digest": _digest(raw), "value": raw}) + "\n"
 
@@ -146,19 +145,22 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 def _parse(text: str, expect: type | None, source: str) -> Any:
     try:
-        raw = _load_json(text)
-        kind, value = _open_envelope(raw, expect)
-        try:
-            return codec(kind).read(value)
-        except Refusal as refusal:
-            raise FormatError(refusal.text()) from refusal
+        kind, value = _open_envelope(parse_json(text), expect)
+        return codec(kind).read(value)
+    except (FormatError, Refusal) as error:
+        raise FormatError(f"{source}: {error}") from error
     except RecursionError as error:
-        raise FormatError(f"{source}: nested too deeply for a Baechi file.") from error
-    except FormatError as error:
-        raise FormatError(f"{source}: {error}") from error.__cause__
+        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
-def _load_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """The plain value of a JSON text.
+
+    Raises:
+        FormatError: It is no JSON, is nested too deeply, or has a key twice or a number that is
+            infinite, none, or of thousands of digits.
+    """
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
@@ -175,8 +177,10 @@ def _load_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-            raise FormatError(f"the JSON ends too early ({where}); the file is cut off.") from error
+            raise FormatError(f"the JSON ends too early ({where}); it is cut off.") from error
         raise FormatError(f"this is not JSON: {error.msg} at {where}.") from error
+    except RecursionError as error:
+        raise FormatError("the JSON is nested too deeply.") from error
     except FormatError:
         raise
     except ValueError as error:  # Python reads no integer of more than 4300 digits

@@ -1,4 +1,4 @@
-"""One function per published format of traces, from a file's text to its entries (`cluster_simulation/traces/readers.py`)."""
+"""One function per published format of traces, from a file's text to its entries."""
 
 import json
 from collections.abc import Callable, Iterator
