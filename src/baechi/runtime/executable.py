@@ -19,15 +19,14 @@ from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.call_guards import SharingGuard, StateGuard
 from baechi.runtime.checkpoint_tickets import is_forgotten
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of, make_executor
-from baechi.runtime.module_identity import Identity
 from baechi.runtime.parameter_devices import homes_of
-from baechi.runtime.shared_arguments import Sharing
 from baechi.runtime.step_function import Plan, StepFunction, Way
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.torch_support.memory_meter import Meter
@@ -109,9 +108,9 @@ class Executable:
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
-        self._sharing = Sharing(self._module)
+        self._sharing_guard = SharingGuard(self._module)
         self._rewritten = _rewritten(self._module)
-        self._identity = Identity(self._module.model, self._module.graph_module)
+        self._state_guard = StateGuard(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
         self.attributes = self._module.attributes.outside(leaves)
@@ -164,7 +163,7 @@ class Executable:
         told = self._module.gradients
         if told is not None and told != torch.is_grad_enabled():
             return False
-        if not self._sharing.allows(call.tensors):
+        if not self._sharing_guard.allows(call.tensors):
             return False
         if not (self.training and torch.is_grad_enabled()):
             return True
@@ -209,7 +208,7 @@ class Executable:
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
-        self._identity.check()
+        self._state_guard.check()
         if self._modes is None or meter is not None:
             return self._run(self._way_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()

@@ -17,12 +17,11 @@ from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.measurement import Measurement
 from baechi.records.placement import Placement, Schedule
-from baechi.runtime.call_lock import Turns
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.placed_methods import Methods
 from baechi.runtime.placement_match import check_placement, check_places, refuse_meta
-from baechi.runtime.specialization import Specialization, Specializations, call_key
+from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
@@ -138,7 +137,7 @@ class PlacedModule(nn.Module):
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
-        self._turns = Turns()
+        self._lock = CallLock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
         self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
@@ -176,14 +175,14 @@ class PlacedModule(nn.Module):
             ExecutionError: An operator failed, or the module was unplaced.
         """
         self._check_open()
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             call = canonical_call(model := self.__dict__["_model"], args, kwargs)
             special = self._specializations.find(call_key(model, call), call)
             if special is not None and (special is self._latest or special.executable.is_settled):
                 self._latest = special
                 return special.executable(call, self._meter)
         executable = self._special(model, call).executable
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             return executable(call, self._meter)
 
     def _check_open(self) -> None:
@@ -191,7 +190,7 @@ class PlacedModule(nn.Module):
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
-        with self._turns.alone():  # of calls from several threads one plans, and the others wait
+        with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
             special = self._specializations.find(key, call)
             if special is None:

@@ -16,8 +16,8 @@ from torch import fx
 from baechi.errors import ExecutionError
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Free, Place, Program
-from baechi.runtime.autograd.gradient_ends import Entry, Output
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
+from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Again
 from baechi.runtime.autograd.shared_outputs import Families
 from baechi.runtime.autograd.step_state import Sizes

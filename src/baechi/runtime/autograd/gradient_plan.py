@@ -21,8 +21,8 @@ from torch import fx
 from baechi.errors import ExecutionError
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
-from baechi.runtime.autograd.gradient_ends import Entry
 from baechi.runtime.autograd.gradient_strides import as_they_lie
+from baechi.runtime.autograd.graph_edges import Entry
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves

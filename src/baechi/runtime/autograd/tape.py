@@ -20,9 +20,10 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.gradient_ends import Entry, Output
 from baechi.runtime.autograd.graph_edges import (
+    Entry,
     Origin,
+    Output,
     compact,
     cut_off,
     detached,

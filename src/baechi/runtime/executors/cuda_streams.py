@@ -39,8 +39,7 @@ from baechi.runtime.cuda_graphs.recorded_tape import Statics
 from baechi.runtime.cuda_graphs.replay import Graphs
 from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
 from baechi.runtime.executors.landing_buffers import Landings, move
-from baechi.runtime.executors.stream_barriers import Fence
-from baechi.runtime.executors.stream_holding import Held
+from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
 
@@ -61,7 +60,7 @@ class _Way:
 
     callers: dict[torch.device, torch.cuda.Stream]
     replayed: bool
-    held: Held = field(default_factory=Held)
+    held: HeldStorages = field(default_factory=HeldStorages)
 
 
 @final
@@ -94,7 +93,7 @@ class CudaExecutor:
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
         # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
         self._busy = threading.RLock()
-        self._fence = Fence()
+        self._barriers = StreamBarriers()
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
@@ -155,7 +154,7 @@ class CudaExecutor:
         """Let the streams of who calls, and of who called the forward, wait for each other."""
         if self._gpus:
             with self._busy:
-                self._fence.join(streams := self._callers(step.own), streams)
+                self._barriers.join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
@@ -374,11 +373,11 @@ class CudaExecutor:
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(way)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._fence.join(callers, [*callers, *lanes])
+        self._barriers.join(callers, [*callers, *lanes])
         try:
             yield
         finally:
-            self._fence.join([*callers, *lanes], [*callers, *lanes])
+            self._barriers.join([*callers, *lanes], [*callers, *lanes])
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
