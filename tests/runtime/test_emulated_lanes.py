@@ -20,7 +20,7 @@ from baechi.runtime.cuda_graphs.replay import WARM_UP
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of
 from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
-from baechi.runtime.step_function import Way
+from baechi.runtime.step_function import Runner
 
 CASES = [
     *(
@@ -71,7 +71,7 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     executable.close()
     gpus: Any = [Gpu() for _ in executable.places]
     executable.program = program
-    executable._way = Way(bound, CudaExecutor(program, bound, gpus, recorded))
+    executable._runner = Runner(bound, CudaExecutor(program, bound, gpus, recorded))
 
 
 def train(module: Any, args: Any, kwargs: Any, steps: int) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 
 
 def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:
@@ -39,6 +40,12 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
 def is_hooked() -> bool:
     """Whether what autograd saves now goes through hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def is_checkpointed() -> bool:
+    """Whether what autograd saves now goes to `torch.utils.checkpoint(use_reentrant=False)`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 
 
 @contextmanager

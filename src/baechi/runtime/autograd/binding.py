@@ -19,7 +19,7 @@ from baechi.records.instructions import Copy, Free, Place, Program
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Again
-from baechi.runtime.autograd.shared_outputs import Families
+from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
 from baechi.runtime.autograd.step_state import Sizes
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
@@ -43,18 +43,22 @@ class Moves:
 
 @final
 @dataclass(frozen=True)
-class Result:
+class BoundResult:
     """A value that the caller gets.
 
     Attributes:
         value: Its number.
-        device: Who makes it.
+        device: The logical device that makes it.
         grads: For each of its tensors the slot of the caller's gradient.
+        sharing: For each of its tensors the memory that it shares.
+        read: Whether the model reads it, too.
     """
 
     value: int
     device: int
     grads: tuple[int, ...]
+    sharing: tuple[Sharing, ...]
+    read: bool
 
 
 @final
@@ -71,7 +75,6 @@ class Bound:
         input_grads: For each of them the gradients to add up, in order.
         parameters: For each its device and the gradients to add up, in order.
         results: By the node that yields it, in the order of a step's results.
-        families: Which results may share memory.
     """
 
     tapes: tuple[TapeCode, ...]
@@ -81,8 +84,7 @@ class Bound:
     input_values: tuple[int, ...]
     input_grads: tuple[tuple[int, ...], ...]
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
-    results: dict[fx.Node, Result]
-    families: Families
+    results: dict[fx.Node, BoundResult]
 
 
 def bind(
@@ -139,11 +141,17 @@ class _Binder:
         """The bound program."""
         layout, gradients = self._layout, self._gradients
         parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
+        made = [node for node in self._returned if node.op not in ("placeholder", "get_attr")]
+        sharing = sharing_of(self._module, made)
         results = {
-            node: Result(self._value(node), layout.device(layout.tape(node)), slots)
-            for node in self._returned
-            if node.op not in ("placeholder", "get_attr")
-            for slots in (gradients.from_caller(node),)
+            node: BoundResult(
+                self._value(node),
+                layout.device(layout.tape(node)),
+                gradients.from_caller(node),
+                sharing[node],
+                bool(layout.users(node)),
+            )
+            for node in made
         }
         number = {node: index for index, node in enumerate(results)}
         for tape, part in enumerate(parts):
@@ -166,7 +174,6 @@ class _Binder:
             tuple(gradients.of_input(node) for node in self._inputs),
             gradients.of_parameters(),
             results,
-            Families.among(self._module, tuple(results)),
         )
 
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
@@ -336,8 +343,7 @@ class _Binder:
             own = node.op == "placeholder"
             given = self._inputs[node] if own else self._layout.attribute(node)
         number = (results[node],) if node in results else ()
-        watched = bool(number and self._layout.users(node))
-        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
+        return Output(result, given, self._value(node), bare, tuple(slots), number)
 
     def _instructions(
         self,

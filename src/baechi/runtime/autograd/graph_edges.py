@@ -147,7 +147,6 @@ class Output:
         bare: Whether it is a tensor and not a structure of several.
         slots: Where it goes.
         results: Where else, for the caller.
-        watched: Whether the caller gets it and the model reads it, too.
     """
 
     result: int
@@ -156,4 +155,3 @@ class Output:
     bare: bool
     slots: tuple[int, ...]
     results: tuple[int, ...]
-    watched: bool = False

@@ -12,7 +12,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from baechi.runtime.autograd.graph_edges import Origin
-from baechi.runtime.autograd.output_hooks import Hooks
 from baechi.runtime.autograd.recompute import Kept
 from baechi.torch_support.memory_meter import Meter
 
@@ -40,14 +39,12 @@ class Step:
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         moved: What is written of the caller's tensors on another device than theirs, by input.
-        hooks: Of outputs that the model reads, too, by result and tensor; and the tape of each.
         own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
         *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
-        "hooks",
         *("__weakref__",),
     )
 
@@ -73,7 +70,6 @@ class Step:
         self.apart = False
         self.graphed: set[int] = set()
         self.moved: dict[int, torch.Tensor] = {}
-        self.hooks: dict[tuple[int, int], tuple[Hooks, int]] = {}
         self.own: Any = None
 
     def write_back(self) -> None:

@@ -9,7 +9,6 @@ only gradient edges are remembered, so no activation lives longer than autograd 
 Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +29,6 @@ from baechi.runtime.autograd.graph_edges import (
     part,
     tensor_slots,
 )
-from baechi.runtime.autograd.output_hooks import share_hooks
 from baechi.runtime.autograd.recompute import Again, dropped
 from baechi.runtime.autograd.step_state import Edges, Record, Step
 from baechi.runtime.failures import located, watched
@@ -159,7 +157,6 @@ class TapeCode:
             for output in (output for output in self.outputs if output.result >= 0):
                 value, tensors = detached(results[output.result])
                 leaving += tensors
-                self._watch(step, output, tensors)
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
             self._remember(step, leaving, entered, apart)
@@ -248,26 +245,16 @@ class TapeCode:
                 leaving.append(value)
                 flags[output.value] = value.requires_grad
                 if value.requires_grad:
-                    self._watch(step, output, [value])
                     value = value.detach()
             else:
                 value, tensors = detached(value)
                 leaving += tensors
-                self._watch(step, output, tensors)
                 flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
         return leaving
-
-    def _watch(self, step: Step, output: Output, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the caller's hooks on an output run on its gradient here, where that is whole."""
-        for leaf, tensor in enumerate(tensors if output.watched else ()):
-            if tensor.requires_grad:
-                place = output.results[0], leaf
-                hooks, _ = step.hooks.setdefault(place, (OrderedDict(), self.index))
-                share_hooks(tensor, hooks)
 
     def _remember(
         self,
