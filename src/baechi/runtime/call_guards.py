@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from baechi.errors import ExecutionError
+from baechi.torch_support.module_internals import buffers_of, parameters_of, submodules_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.subgraph import opaque_leaves
 
@@ -42,8 +43,8 @@ class StateGuard:
         whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
         read = {id(value) for _, _, value, _ in self._rows}
         for path, module in model.named_modules():
-            own = {} if id(module) in whole else module._buffers
-            for holder in (module._parameters, own):
+            own = {} if id(module) in whole else buffers_of(module)
+            for holder in (parameters_of(module), own):
                 for key, value in holder.items():
                     if value is None or id(value) in read:
                         self._add(holder, key, f"{path}.{key}".lstrip("."))
@@ -52,7 +53,7 @@ class StateGuard:
         """What the model holds on the way to what is read under a name, and that itself."""
         owner: Any = model
         for part in name.split("."):
-            holders = (owner._modules, owner._parameters, owner._buffers)
+            holders = (submodules_of(owner), parameters_of(owner), buffers_of(owner))
             holder = next((h for h in holders if h.get(part) is not None), None)
             if holder is None:
                 break  # a constant of the graph, or in a plain attribute (`attributes`)

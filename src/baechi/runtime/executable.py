@@ -28,6 +28,7 @@ from baechi.runtime.executors.executor import graphs_of, make_executor
 from baechi.runtime.parameter_devices import homes_of
 from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
+from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.saved_tensors import is_checkpointed, is_hooked
 from baechi.traced.checkpoint_units import Unit
@@ -212,7 +213,7 @@ class Executable:
             return self._run(self._runner_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()
         parameters = tuple(self._runner.bound.parameters)
-        hooked = any(parameter._backward_hooks for parameter in parameters)
+        hooked = any(gradient_hooks(parameter) for parameter in parameters)
         mode = mode_of(call, parameters, differentiate), hooked
         if mode in self._modes:
             return self._run(self._runner, call, None)
@@ -254,7 +255,7 @@ class Executable:
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
-        hooked = frozenset(parameter for parameter in trained if parameter._backward_hooks)
+        hooked = frozenset(parameter for parameter in trained if gradient_hooks(parameter))
         for parameter in hooked & self._whole if hooked else ():
             name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
             raise ExecutionError(

@@ -21,8 +21,8 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-# Where torch keeps what a compiled module does when it is called; it is never pickled or copied.
-_CALL: Final = "_compiled_call_impl"
+from baechi.torch_support.module_internals import CALL, plain_call
+
 _LOCK: Final = Lock()
 
 
@@ -69,11 +69,11 @@ class Methods:
         """In this thread the model's calls go this way inside the block."""
         slot = vars(self._model)
         with _LOCK:
-            call = slot.get(_CALL)
+            call = slot.get(CALL)
             if isinstance(call, _Switch):
                 switch = call
             else:  # the same one each time: compilers around the call look at which it is
-                switch = slot[_CALL] = self._switch = self._switch or _Switch(self._model)
+                switch = slot[CALL] = self._switch = self._switch or _Switch(self._model)
                 switch.before = call
             ways = switch.ways.setdefault(get_ident(), [])
             ways.append(way)
@@ -84,10 +84,10 @@ class Methods:
                 ways.pop()
                 if not ways:
                     del switch.ways[get_ident()]
-                if not switch.ways and slot.get(_CALL) is switch:
-                    del slot[_CALL]
+                if not switch.ways and slot.get(CALL) is switch:
+                    del slot[CALL]
                     if switch.before is not None:
-                        slot[_CALL] = switch.before
+                        slot[CALL] = switch.before
 
 
 @final
@@ -102,7 +102,7 @@ class _Switch:
     def __init__(self, model: nn.Module) -> None:
         self.before: Callable[..., Any] | None = None
         self.ways: dict[int, list[Callable[..., Any] | None]] = {}
-        self._own: Callable[..., Any] = model._call_impl
+        self._own: Callable[..., Any] = plain_call(model)
         # What a compiler around the call would make of it is no step of a placed model.
         self._call: Callable[..., Any] = torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call]
 

@@ -25,6 +25,7 @@ from baechi.runtime.specialization import CallLock, Specialization, Specializati
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.module_internals import share_state
 from baechi.torch_support.torch_devices import gpus_of, torch_device
 from baechi.traced.step_graph import recomputed
 from baechi.traced.traced_model import Traced
@@ -128,10 +129,7 @@ class PlacedModule(nn.Module):
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
         self.__dict__.update(_model=model, _methods=Methods(model))
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        share_state(self, model)
         self.training = model.training
         self._specializations = Specializations()
         self._specialize = specialize

@@ -15,9 +15,16 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_outputs import OutputFunction, Seeds, Sharing, allow_writes
+from baechi.runtime.autograd.step_outputs import OutputFunction, Seeds, Sharing
 from baechi.runtime.autograd.step_state import Step
 from baechi.runtime.executors.executor import Executor
+from baechi.torch_support.autograd_internals import (
+    allow_writes,
+    gradient_hooks,
+    is_graph_kept,
+    set_version,
+    version_of,
+)
 from baechi.tracing.calling_convention import Call
 
 
@@ -102,7 +109,7 @@ class Plan:
             base = sharing.base(value, self.call.tensors)
             output = OutputFunction.apply(self.seeds, slot, token, value, [base])  # type: ignore[no-untyped-call]
             if base is not None and base is not value:
-                allow_writes(output)
+                allow_writes(output)  # it is the base's history that they change
             found.append(output)
             if read:
                 self._partial.append(weakref.ref(output))
@@ -115,16 +122,16 @@ class Plan:
         already, in what is cut off or, where it needed no gradient before, in the tensor itself.
         """
         origins = self.step.origins
-        known = [[origin.source._version for origin in row] for row in origins]
+        known = [[version_of(origin.source) for origin in row] for row in origins]
         for tensor, graded in ((self.call.tensors[index], self.graded[index]) for index in indices):
             if tensor.requires_grad:
-                version = tensor._version
+                version = version_of(tensor)
                 Rewritten.apply(tensor)  # type: ignore[no-untyped-call]
                 if not graded:
-                    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+                    set_version(tensor, version)
         for row, versions in zip(origins, known, strict=True):
             row[:] = [
-                replace(origin, version=origin.version + origin.source._version - version)
+                replace(origin, version=origin.version + version_of(origin.source) - version)
                 for origin, version in zip(row, versions, strict=True)
             ]
 
@@ -144,7 +151,7 @@ class Plan:
                 "retain_graph=True the first time."
             )
         for parameter in self.trained:
-            if parameter._backward_hooks and parameter not in self.hooked:
+            if gradient_hooks(parameter) and parameter not in self.hooked:
                 raise ExecutionError(
                     f"a hook was registered on the gradient of a parameter (of shape "
                     f"{list(parameter.shape)}) between forward and backward; register it before "
@@ -152,7 +159,7 @@ class Plan:
                 )
         for reference in self._partial:
             output = reference()
-            if output is not None and (output._backward_hooks or output.retains_grad):
+            if output is not None and (gradient_hooks(output) or output.retains_grad):
                 raise ExecutionError(
                     f"an output (of shape {list(output.shape)}) has a hook (register_hook) or "
                     "retains its gradient (retain_grad), and the model reads it itself, too: "
@@ -176,7 +183,7 @@ class Plan:
             else:
                 with step.meter.charged_to(device):
                     result.append(self._taken(slots))
-            if result[-1] is None and parameter._backward_hooks:
+            if result[-1] is None and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
@@ -223,7 +230,7 @@ class StepFunction(torch.autograd.Function):
                 "a placed model has no second derivatives (create_graph=True): differentiate the "
                 "unsplit model, model = placed.unplace(), for a loss that has gradients in it."
             )
-        return (None, None, *ctx.plan.backward(_graph_is_kept()))
+        return (None, None, *ctx.plan.backward(is_graph_kept()))
 
 
 class Rewritten(torch.autograd.Function):
@@ -250,8 +257,3 @@ class Rewritten(torch.autograd.Function):
             "that argument's new values: there is no graph of these outside of the model. Let "
             "forward return them, or give it a copy of the argument (x.clone())."
         )
-
-
-def _graph_is_kept() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -22,6 +22,7 @@ from torch import nn
 from baechi.errors import ExecutionError, InputError
 from baechi.runtime.executable import Executable
 from baechi.runtime.op_by_op import Difference, Operators, Values, difference
+from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name
@@ -131,7 +132,7 @@ class _Verification:
     def run(self, every: bool) -> None:
         """Compare, and name what differs."""
         used = {tape.device for tape in self._executable.program.tapes}
-        hooks = [parameter._backward_hooks for parameter in self._model.parameters()]
+        hooks = [gradient_hooks(parameter) for parameter in self._model.parameters()]
         own = [(rows, dict(rows)) for rows in hooks if rows]
         for rows, _ in own:
             rows.clear()  # the copy has none

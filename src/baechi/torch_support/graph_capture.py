@@ -13,6 +13,8 @@ from typing import Any, ClassVar, final
 
 import torch
 
+from baechi.torch_support.cuda_internals import abandon_pool
+
 
 @final
 class CudaRecorder:
@@ -103,10 +105,8 @@ class CudaRecorder:
         """
         self._failed.append(graph)
         self._pool = torch.cuda.graph_pool_handle()  # as in `_abandon`
-        index = self._place.index
         with contextlib.suppress(RuntimeError):  # it was not begun
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
+            abandon_pool(self._place.index, pool)
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")

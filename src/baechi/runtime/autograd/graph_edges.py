@@ -8,18 +8,16 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from baechi.torch_support.autograd_internals import delayed_error, set_version, version_of
+
 
 def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The same tensors as the beginning of a graph of their own.
 
     Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
-    and keeps nothing. Backward stops at its edges and never runs it.
+    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
     """
-    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
-    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
-    found: Sequence[torch.Tensor] = node(seed, *tensors)
-    return found[1:]
+    return delayed_error("a tape's backward stops here", tensors)
 
 
 @final
@@ -43,14 +41,13 @@ class Origin:
     @classmethod
     def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "Origin":
         """Of a tensor that is cut off now."""
-        return cls(source, cut.detach(), source._version)
+        return cls(source, cut.detach(), version_of(source))
 
     def tell(self) -> None:
         """Count writes to the source as writes to the cut-off tensor: autograd objects, or not."""
-        written = self.source._version - self.version
+        written = version_of(self.source) - self.version
         if written:
-            now = self.cut._version + written
-            torch._C._autograd._unsafe_set_version_counter((self.cut,), (now,))
+            set_version(self.cut, version_of(self.cut) + written)
 
 
 def part(

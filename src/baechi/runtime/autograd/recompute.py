@@ -19,6 +19,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
+from baechi.torch_support.autograd_internals import version_of
+from baechi.torch_support.module_internals import buffers_of
 
 
 @final
@@ -56,7 +58,7 @@ class Again:
             (owner, name, buffer.detach().clone())
             for leaf in self.leaves
             for owner in leaf.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
         random = _random_state(place) if self.random else None
@@ -66,7 +68,7 @@ class Again:
 def _version(value: Any) -> int:
     """How often a tensor was written; -1 for what cannot tell."""
     known = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if known else -1
+    return version_of(value) if known else -1
 
 
 _Autocast = tuple[str, bool, torch.dtype]
@@ -123,8 +125,9 @@ class Kept:
                 stack.callback(_set_random_state, place, _random_state(place))
                 _set_random_state(place, self.random)
             for owner, name, value in self.buffers:
-                stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-                owner._buffers[name] = value.clone()
+                buffers = buffers_of(owner)
+                stack.callback(buffers.__setitem__, name, buffers[name])
+                buffers[name] = value.clone()
             yield
 
 

@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
+from baechi.torch_support.autograd_internals import backward_id
 from baechi.torch_support.memory_meter import Meter
 from baechi.tracing.lowering import TracedModule
 
@@ -28,7 +29,7 @@ class Seeds:
 
     def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
         """Take the caller's gradient of an output."""
-        current = torch._C._current_graph_task_id()
+        current = backward_id()
         if current != self._pass:  # one that failed may have left gradients
             self._pass = current
             self._rows = [None] * len(self._rows)
@@ -146,12 +147,3 @@ class OutputFunction(torch.autograd.Function):
         # of it would look like nobody else's.
         ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
         return (None, None, gradient.new_empty(0), None, None)
-
-
-def allow_writes(view: torch.Tensor) -> None:
-    """Let autograd treat a view that a function made as one that the caller made.
-
-    It refuses writes into the former, since the function's backward would go unused. Here that
-    backward is of the view's values alone; what is written counts for the base.
-    """
-    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)

@@ -16,7 +16,7 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.graph_edges import (
@@ -32,7 +32,9 @@ from baechi.runtime.autograd.graph_edges import (
 from baechi.runtime.autograd.recompute import Again, dropped
 from baechi.runtime.autograd.step_state import Edges, Record, Step
 from baechi.runtime.failures import located, watched
-from baechi.runtime.torch_compile import CompiledTape, keeping
+from baechi.runtime.torch_compile import CompiledTape
+from baechi.torch_support.autograd_internals import gradients
+from baechi.torch_support.compiler_internals import keeping_graphs
 from baechi.torch_support.saved_tensors import Leave
 
 
@@ -330,18 +332,8 @@ class TapeCode:
         if torch.is_anomaly_enabled():
             watch = watched(outputs)
         try:
-            # torch.autograd.grad, without its checks of what is right by construction: they take
-            # as long as the engine itself.
-            with keeping() if kept else nullcontext(), watch as running:
-                found = _engine_run_backward(
-                    outputs,
-                    seeds,
-                    step.keep,
-                    False,
-                    tuple(inputs),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
+            with keeping_graphs() if kept else nullcontext(), watch as running:
+                found = gradients(outputs, seeds, inputs, keep=step.keep)
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device, running) from error
         for (slot, alone), gradient in zip(targets, found, strict=True):

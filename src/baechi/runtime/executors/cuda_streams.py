@@ -40,6 +40,7 @@ from baechi.runtime.cuda_graphs.replay import Graphs
 from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
 from baechi.runtime.executors.landing_buffers import Landings, move
 from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
 
@@ -344,7 +345,7 @@ class CudaExecutor:
         for place, gradients in by_place.items():
             with _on(way.callers.get(place)):
                 fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
-                torch._foreach_copy_(fresh, list(gradients.values()))
+                copy_each(fresh, list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
                 step.grads[slot] = copied
         if by_place:

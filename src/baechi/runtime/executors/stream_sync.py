@@ -22,7 +22,7 @@ from typing import final
 
 import torch
 
-from baechi.torch_support.storages import storages
+from baechi.torch_support.storages import distinct_storages, key_of
 
 
 @final
@@ -65,11 +65,11 @@ class HeldStorages:
         return len(self._strong)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        return any(storage._cdata in self._strong for storage in storages(tensor))
+        return any(key in self._strong for key in distinct_storages([tensor]))
 
     def add(self, tensor: torch.Tensor) -> None:
         """Hold a tensor's storages until `rest` or `wake`'s phase ends."""
-        self._strong.update((storage._cdata, storage) for storage in storages(tensor))
+        self._strong.update(distinct_storages([tensor]))
 
     def rest(self) -> None:
         """Drop all, but remember weakly what others keep alive: every stream has waited."""
@@ -81,5 +81,5 @@ class HeldStorages:
         for reference in self._weak:
             storage = reference()
             if storage is not None:
-                self._strong[storage._cdata] = storage
+                self._strong[key_of(storage)] = storage
         self._weak = []
