@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.costs.single_op import Alone
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import Leave, saved_inside_bytes
+from baechi.torch_support.saved_tensors import TapeEnd, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
 
 
@@ -69,7 +69,7 @@ def _handed_over(
     """A backward that gradients are handed over to, as in a step: each lives until it is used."""
     if not graded:
         return ()
-    end = Leave.apply(seeds, *graded)  # type: ignore[no-untyped-call]
+    end = TapeEnd.apply(seeds, *graded)  # type: ignore[no-untyped-call]
     return alone.differentiated([end], [end.detach()])
 
 

@@ -25,7 +25,7 @@ from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of, make_executor
-from baechi.runtime.parameter_devices import homes_of
+from baechi.runtime.parameter_devices import devices_of_state
 from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.torch_support.autograd_internals import gradient_hooks
@@ -51,7 +51,7 @@ class Executable:
         program: What runs; proved.
         places: The torch device of every logical device.
         graphs: The CUDA graphs of the tapes, if these were asked for.
-        homes: The logical device of every parameter, buffer and constant.
+        state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
         schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
@@ -91,7 +91,7 @@ class Executable:
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self.homes = homes_of(self._module, placement.devices)
+        self.state_devices = devices_of_state(self._module, placement.devices)
         self.settle()
         bound = bind(self._module, self._graph, self.program, places, options)
         self._threads = threads
@@ -144,11 +144,13 @@ class Executable:
     @property
     def is_settled(self) -> bool:
         """Whether every parameter and buffer is where this placement wants it."""
-        return all(tensor.device == self.places[home] for tensor, home in self.homes.items())
+        return all(
+            tensor.device == self.places[home] for tensor, home in self.state_devices.items()
+        )
 
     def settle(self) -> None:
         """Move every parameter and buffer, and its gradient, to where this placement wants it."""
-        for tensor, device in self.homes.items():
+        for tensor, device in self.state_devices.items():
             move(tensor, self.places[device])
         compact(self._module.model)
 

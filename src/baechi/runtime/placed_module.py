@@ -1,4 +1,4 @@
-"""The placed module: the user's model, with another way of running it."""
+"""The placed module: the user's model, run over several devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -138,7 +138,7 @@ class PlacedModule(nn.Module):
         self._lock = CallLock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
-        self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
+        self._original_devices = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
         shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
         if shared:
@@ -208,8 +208,11 @@ class PlacedModule(nn.Module):
             raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
-        if len({tensor.device for tensor, _ in self._homes}) > 1:
-            for tensor, device in self._homes:  # a model is traced where it came from, in one place
+        if len({tensor.device for tensor, _ in self._original_devices}) > 1:
+            for (
+                tensor,
+                device,
+            ) in self._original_devices:  # a model is traced where it came from, in one place
                 move(tensor, device)
         try:
             return self._specialize(model, call, tuple(self._specializations))
@@ -349,7 +352,7 @@ class PlacedModule(nn.Module):
         for special in self._specializations:
             special.executable.close()
         self._closed = True
-        for tensor, device in self._homes:
+        for tensor, device in self._original_devices:
             move(tensor, device)
         return cast(nn.Module, self.__dict__["_model"])
 

@@ -1,4 +1,4 @@
-"""A step as autograd sees it: one node whose inputs are the caller's tensors and every parameter.
+"""The one autograd node of a step: its inputs are the caller's tensors and every parameter.
 
     inputs, parameters -> `StepFunction` -> a token per output -> `OutputFunction` -> output
 
@@ -121,18 +121,18 @@ class Plan:
         What the caller has saved of one is then another. Tapes themselves count these writes
         already, in what is cut off or, where it needed no gradient before, in the tensor itself.
         """
-        origins = self.step.origins
-        known = [[version_of(origin.source) for origin in row] for row in origins]
+        cut_tensors = self.step.cut_tensors
+        known = [[version_of(cut.source) for cut in row] for row in cut_tensors]
         for tensor, graded in ((self.call.tensors[index], self.graded[index]) for index in indices):
             if tensor.requires_grad:
                 version = version_of(tensor)
                 Rewritten.apply(tensor)  # type: ignore[no-untyped-call]
                 if not graded:
                     set_version(tensor, version)
-        for row, versions in zip(origins, known, strict=True):
+        for row, versions in zip(cut_tensors, known, strict=True):
             row[:] = [
-                replace(origin, version=origin.version + version_of(origin.source) - version)
-                for origin, version in zip(row, versions, strict=True)
+                replace(cut, version=cut.version + version_of(cut.source) - version)
+                for cut, version in zip(row, versions, strict=True)
             ]
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:

@@ -1,14 +1,14 @@
-"""Whether a placed model is the unsplit one: one step both ways, and where they part.
+"""Comparison of a placed model with the unsplit one over one step.
 
     the model itself ──step──► outputs, gradients, buffers ◄──step── the placed model
 
-If these differ, the operators of the trace run one by one, unsplit and then on their devices, as
-the program says. Each value, and in backward each value's gradient, is compared when it is made;
-the first one that differs names its operator.
+If these differ, the operators of the trace run one by one, unsplit and then on their devices in the
+order of the program. Each value and each gradient is compared when it is made; the first difference
+names its operator.
 
-Where operators draw random numbers on several devices, the draws come in another order than in the
-unsplit model. There the trace, which draws as the model does, stands for the model, and both ways
-every operator that draws begins from a seed of its own.
+Where operators draw random numbers on several devices, they draw in another order than the unsplit
+model. Then the trace, which draws as the model does, stands in for it, and in both runs every
+operator that draws starts from a seed of its own.
 """
 
 import copy
@@ -114,7 +114,7 @@ class _Outcome:
 
 @final
 class _Verification:
-    """What `verify` knows on its way."""
+    """The state of one verification."""
 
     def __init__(
         self, unsplit: Unsplit, executable: Executable, module: TracedModule, call: Call, seed: int

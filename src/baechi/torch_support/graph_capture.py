@@ -1,4 +1,4 @@
-"""Recording on a GPU: what a lane launches becomes CUDA graphs, which share one pool of memory.
+"""Capture of a lane's launches as CUDA graphs, which share one pool of memory.
 
 All graphs of a lane are captured in the order in which they are replayed, on a stream of their own
 (the caller's may be the default one, which cannot be captured), so they may share a pool; lanes run

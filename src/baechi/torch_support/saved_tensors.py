@@ -72,7 +72,7 @@ def unhooked() -> Iterator[None]:
             push_saved_tensor_hooks(pair)
 
 
-class Leave(torch.autograd.Function):
+class TapeEnd(torch.autograd.Function):
     """The end of a tape's graph: what leaves it, and where its backward begins.
 
     What the engine is given stays alive as long as it runs. So it is given nothing, and this takes

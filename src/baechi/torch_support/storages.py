@@ -1,4 +1,4 @@
-"""What of a tensor must cross between devices: each of its bytes in memory once.
+"""Storages, and the part of a tensor that must cross between devices: each byte once.
 
     expand       a row that stands for many     the row crosses, and is expanded there
     as_strided   windows that overlap           the memory under them crosses, and is cut up there

@@ -18,7 +18,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Free, Place, Program
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
-from baechi.runtime.autograd.recompute import Again
+from baechi.runtime.autograd.recompute import Recomputation
 from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
 from baechi.runtime.autograd.step_state import Sizes
 from baechi.runtime.autograd.tape import TapeCode
@@ -111,7 +111,7 @@ def bind(
 
 @final
 class _Binder:
-    """What `bind` knows on its way."""
+    """The state of one `bind`."""
 
     def __init__(
         self,
@@ -266,7 +266,9 @@ class _Binder:
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             by_hand=any(map(_is_by_hand, nodes)),
             parameters=self._gradients.of_tape(tape),
-            again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
+            recomputation=self._recomputation(tape, part)
+            if self._program.tapes[tape].again >= 0
+            else None,
         )
 
     def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -278,7 +280,7 @@ class _Binder:
         plain = self._extract(tape, boxed=False).function
         return CompiledTape(part.function, plain, self._options, nodes, label)
 
-    def _again(self, tape: int, part: Extract) -> Again:
+    def _recomputation(self, tape: int, part: Extract) -> Recomputation:
         """How a checkpointed tape runs again."""
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
@@ -291,7 +293,7 @@ class _Binder:
                 readers = (other for other, slot in slots.items() if slot == slots[user])
                 crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
         last = {slot: argument for argument, slot, _ in crossing}
-        return Again(
+        return Recomputation(
             copied=tuple(
                 argument
                 for argument, node in enumerate(part.inputs)

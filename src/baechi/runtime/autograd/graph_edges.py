@@ -22,8 +22,8 @@ def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a cut-off tensor came from: memory that the caller may write before the backward.
+class CutTensor:
+    """A cut-off tensor and its source: memory that the caller may write before the backward.
 
     A cut-off tensor counts writes for itself, so autograd would not see that what it has saved was
     written since, and gradients would be silently wrong.
@@ -39,12 +39,12 @@ class Origin:
     version: int
 
     @classmethod
-    def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "Origin":
+    def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "CutTensor":
         """Of a tensor that is cut off now."""
         return cls(source, cut.detach(), version_of(source))
 
-    def tell(self) -> None:
-        """Count writes to the source as writes to the cut-off tensor: autograd objects, or not."""
+    def sync_version(self) -> None:
+        """Count writes to the source for the cut-off tensor, too, where autograd looks."""
         written = version_of(self.source) - self.version
         if written:
             set_version(self.cut, version_of(self.cut) + written)
@@ -52,7 +52,7 @@ class Origin:
 
 def part(
     wanted: Sequence[torch.nn.Parameter], arguments: list[Any]
-) -> tuple[dict[torch.nn.Parameter, GradientEdge], list[Origin]]:
+) -> tuple[dict[torch.nn.Parameter, GradientEdge], list[CutTensor]]:
     """Cut parameters off from the caller's graph; the edges of their gradients.
 
     A parameter's own node belongs to the stream on which it was first used, and a gradient that
@@ -70,14 +70,14 @@ def part(
     found = [parameter for parameter in wanted if places[id(parameter)]]
     bare = cut_off([parameter.detach() for parameter in found]) if found else ()
     edges: dict[torch.nn.Parameter, GradientEdge] = {}
-    origins: list[Origin] = []
+    cut_tensors: list[CutTensor] = []
     for parameter, tensor in zip(found, bare, strict=True):
         assert tensor.grad_fn is not None  # the node that cuts off
         edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
-        origins.append(Origin.of(parameter, tensor))
+        cut_tensors.append(CutTensor.of(parameter, tensor))
         for place in places[id(parameter)]:
             arguments[place] = tensor
-    return edges, origins
+    return edges, cut_tensors
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:
@@ -121,7 +121,7 @@ class Entry:
         value: Whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
         given: Whether it is the caller's tensor.
-        as_it_lies: Whether its gradient goes on as it lies in memory (`strided`).
+        keeps_strides: Whether its gradient is handed on without a dense copy (`gradient_strides`).
     """
 
     argument: int
@@ -129,7 +129,7 @@ class Entry:
     value: int
     grad: int
     given: bool = False
-    as_it_lies: bool = False
+    keeps_strides: bool = False
 
 
 @final

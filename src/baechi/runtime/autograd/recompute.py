@@ -1,4 +1,4 @@
-"""What a checkpointed tape keeps to run forward again, bit for bit, and nothing else.
+"""Recomputation of a checkpointed tape, bit for bit, from the inputs that it keeps.
 
     forward     arguments ──► generated code, whose graph keeps nothing ──► slots
                     └── kept, with the state of the world then ──┐
@@ -25,7 +25,7 @@ from baechi.torch_support.module_internals import buffers_of
 
 @final
 @dataclass(frozen=True)
-class Again:
+class Recomputation:
     """How a tape runs again.
 
     Attributes:
@@ -46,7 +46,7 @@ class Again:
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]
 
-    def keep(self, arguments: Sequence[Any], place: torch.device) -> "Kept":
+    def keep(self, arguments: Sequence[Any], place: torch.device) -> "RecomputeInputs":
         """What the tape needs to run again with these arguments, before it runs."""
         rows = list(arguments)
         for argument in self.copied:
@@ -62,7 +62,7 @@ class Again:
             if buffer is not None
         ]
         random = _random_state(place) if self.random else None
-        return Kept(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
+        return RecomputeInputs(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
 
 
 def _version(value: Any) -> int:
@@ -76,7 +76,7 @@ _Autocast = tuple[str, bool, torch.dtype]
 
 @final
 @dataclass
-class Kept:
+class RecomputeInputs:
     """What a tape needs to run again.
 
     Attributes:
@@ -93,7 +93,7 @@ class Kept:
     random: torch.Tensor | None
     autocast: tuple[_Autocast, ...]
 
-    def taken(self, again: Again, crossing: dict[int, Any]) -> list[Any]:
+    def taken(self, again: Recomputation, crossing: dict[int, Any]) -> list[Any]:
         """The arguments, for the function to empty; what it may write is copied once more.
 
         Raises:

@@ -20,8 +20,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.graph_edges import (
+    CutTensor,
     Entry,
-    Origin,
     Output,
     compact,
     cut_off,
@@ -29,13 +29,13 @@ from baechi.runtime.autograd.graph_edges import (
     part,
     tensor_slots,
 )
-from baechi.runtime.autograd.recompute import Again, dropped
+from baechi.runtime.autograd.recompute import Recomputation, dropped
 from baechi.runtime.autograd.step_state import Edges, Record, Step
-from baechi.runtime.failures import located, watched
+from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.torch_support.autograd_internals import gradients
 from baechi.torch_support.compiler_internals import keeping_graphs
-from baechi.torch_support.saved_tensors import Leave
+from baechi.torch_support.saved_tensors import TapeEnd
 
 
 @final
@@ -65,7 +65,7 @@ class TapeCode:
         by_hand: Whether an operator's backward is somebody's Python.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
-        again: How it runs again, if it is checkpointed.
+        recomputation: How it runs again, if it is checkpointed.
     """
 
     index: int
@@ -87,7 +87,7 @@ class TapeCode:
     by_hand: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     sums: tuple[tuple[int, int], ...] = ()
-    again: Again | None = None
+    recomputation: Recomputation | None = None
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
@@ -110,7 +110,7 @@ class TapeCode:
         for argument, index in self.given:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
-        again = self.again if step.differentiate else None
+        again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         apart = self._part(step, arguments) if step.differentiate and step.apart else {}
@@ -139,13 +139,13 @@ class TapeCode:
         Raises:
             ExecutionError: An operator failed, or what it read was written since.
         """
-        kept, again = step.kept[self.index], self.again
+        kept, again = step.kept[self.index], self.recomputation
         if kept is None or again is None:
             return
         if not step.keep:
             step.kept[self.index] = None
         arguments = kept.taken(again, step.crossing)
-        step.origins[self.index] = []
+        step.cut_tensors[self.index] = []
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
@@ -211,7 +211,7 @@ class TapeCode:
         if not tensors:
             return edges
         found = cut_off(tensors)
-        step.origins[self.index] += [Origin.of(tensors[i], found[i]) for i in outer]
+        step.cut_tensors[self.index] += [CutTensor.of(tensors[i], found[i]) for i in outer]
         for number, tensor in zip(taken, found, strict=True):
             entry = self.entries[number]
             assert tensor.grad_fn is not None  # the node that cuts off
@@ -228,8 +228,8 @@ class TapeCode:
     def _part(self, step: Step, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
         """Cut parameters off from the caller's graph; the edges of their gradients."""
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
-        edges, origins = part(wanted, arguments)
-        step.origins[self.index] += origins
+        edges, cut_tensors = part(wanted, arguments)
+        step.cut_tensors[self.index] += cut_tensors
         return edges
 
     def _publish(
@@ -277,7 +277,7 @@ class TapeCode:
         published = [None if tensor is None else get_gradient_edge(tensor) for tensor in ends]
         record = step.records[self.index] = Record(entered, published, apart)
         if self.large or step.meter is not None:  # small models are metered as large ones run
-            end = Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            end = TapeEnd.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
@@ -309,17 +309,17 @@ class TapeCode:
             return
         if not step.keep:
             step.records[self.index] = None
-        for origin in step.origins[self.index]:
-            origin.tell()
+        for cut in step.cut_tensors[self.index]:
+            cut.sync_version()
         if not step.keep:
-            step.origins[self.index] = []
+            step.cut_tensors[self.index] = []
         outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
         targets: list[tuple[int, bool]] = []  # a slot, and whether its gradient gets its own room
         for edge, entry in zip(record.entered, self.entries, strict=False):
             if edge is not None:
                 inputs.append(edge)
-                targets.append((entry.grad, not entry.as_it_lies))
+                targets.append((entry.grad, not entry.keeps_strides))
         for parameter, slot in self.parameters:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
@@ -330,7 +330,7 @@ class TapeCode:
         kept = step.keep and isinstance(self.function, CompiledTape)
         watch: AbstractContextManager[Any] = nullcontext(())
         if torch.is_anomaly_enabled():
-            watch = watched(outputs)
+            watch = running_node(outputs)
         try:
             with keeping_graphs() if kept else nullcontext(), watch as running:
                 found = gradients(outputs, seeds, inputs, keep=step.keep)
