@@ -327,7 +327,7 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))
     assert seen == [0]  # all on one device
-    placed._homes[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
+    placed._original_devices[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
     placed.eval()
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))

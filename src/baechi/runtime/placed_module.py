@@ -1,4 +1,4 @@
-"""The placed module: the user's model, with another way of running it."""
+"""The placed module: the user's model, run over several devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,15 +17,15 @@ from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.measurement import Measurement
 from baechi.records.placement import Placement, Schedule
-from baechi.runtime.call_lock import Turns
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.placed_methods import Methods
 from baechi.runtime.placement_match import check_placement, check_places, refuse_meta
-from baechi.runtime.specialization import Specialization, Specializations, call_key
+from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.module_internals import share_state
 from baechi.torch_support.torch_devices import gpus_of, torch_device
 from baechi.traced.step_graph import recomputed
 from baechi.traced.traced_model import Traced
@@ -129,19 +129,16 @@ class PlacedModule(nn.Module):
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
         self.__dict__.update(_model=model, _methods=Methods(model))
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        share_state(self, model)
         self.training = model.training
         self._specializations = Specializations()
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
-        self._turns = Turns()
+        self._lock = CallLock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
-        self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
+        self._original_devices = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
         shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
         if shared:
@@ -176,14 +173,14 @@ class PlacedModule(nn.Module):
             ExecutionError: An operator failed, or the module was unplaced.
         """
         self._check_open()
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             call = canonical_call(model := self.__dict__["_model"], args, kwargs)
             special = self._specializations.find(call_key(model, call), call)
             if special is not None and (special is self._latest or special.executable.is_settled):
                 self._latest = special
                 return special.executable(call, self._meter)
         executable = self._special(model, call).executable
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             return executable(call, self._meter)
 
     def _check_open(self) -> None:
@@ -191,7 +188,7 @@ class PlacedModule(nn.Module):
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
-        with self._turns.alone():  # of calls from several threads one plans, and the others wait
+        with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
             special = self._specializations.find(key, call)
             if special is None:
@@ -211,8 +208,11 @@ class PlacedModule(nn.Module):
             raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
-        if len({tensor.device for tensor, _ in self._homes}) > 1:
-            for tensor, device in self._homes:  # a model is traced where it came from, in one place
+        if len({tensor.device for tensor, _ in self._original_devices}) > 1:
+            for (
+                tensor,
+                device,
+            ) in self._original_devices:  # a model is traced where it came from, in one place
                 move(tensor, device)
         try:
             return self._specialize(model, call, tuple(self._specializations))
@@ -352,7 +352,7 @@ class PlacedModule(nn.Module):
         for special in self._specializations:
             special.executable.close()
         self._closed = True
-        for tensor, device in self._homes:
+        for tensor, device in self._original_devices:
             move(tensor, device)
         return cast(nn.Module, self.__dict__["_model"])
 

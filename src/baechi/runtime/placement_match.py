@@ -1,4 +1,4 @@
-"""Whether a placement is one of a traced model, on as many torch devices as it needs."""
+"""Checks that a placement belongs to a traced model, and has enough torch devices."""
 
 from collections.abc import Sequence
 

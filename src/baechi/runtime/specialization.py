@@ -1,7 +1,10 @@
-"""A placed model for one shape of call, and which calls these are."""
+"""Placed models by shape of call, and the lock under which a new one is made."""
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Condition, get_ident
 from typing import Any, final
 
 import torch
@@ -13,6 +16,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.module_internals import global_hooks, hooks_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
@@ -135,7 +139,53 @@ class Specializations:
 def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """Equal keys can run the same specialization: the call's own, submodules, modes and hooks."""
     modules = tuple(model.modules())
-    every = [getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS]
-    own = [getattr(module, kind) for module in modules for kind in HOOKS]
+    every = [global_hooks(kind) for kind in HOOKS]
+    own = [hooks_of(module, kind) for module in modules for kind in HOOKS]
     hooks = tuple(tuple(hooks) for hooks in (*every, *own) if hooks)
     return (call.key, modules, tuple(module.training for module in modules), hooks)
+
+
+@final
+class CallLock:
+    """Calls run side by side; whoever traces runs alone. Reentrant for a thread that is inside.
+
+    A trace replaces parameters, hooks and functions of the model while it lasts, so a call at the
+    same time would see another model.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._calls: Counter[int] = Counter()  # by thread
+        self._planner: int | None = None
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """Run the block when nobody plans."""
+        me = get_ident()
+        with self._changed:
+            while self._planner not in (None, me):
+                self._changed.wait()
+            self._calls[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls[me] -= 1
+                if not self._calls[me]:
+                    del self._calls[me]
+                    self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run the block when no other thread calls or plans."""
+        me = get_ident()
+        with self._changed:
+            while self._planner is not None or self._calls.keys() - {me}:
+                self._changed.wait()
+            self._planner = me
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._planner = None
+                self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Measured steps of a placed model: their times, then, apart from these, their peaks.
+"""Measured steps of a placed model: first their times, then, in other steps, their peaks.
 
     warm-up          not counted: pages, caches, kernels that are chosen at the first call, captures
     timed steps      without a meter, since counting storages slows a CPU down

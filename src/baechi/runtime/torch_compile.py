@@ -23,6 +23,13 @@ import torch
 from torch import fx
 
 from baechi.errors import InputError
+from baechi.torch_support.compiler_internals import (
+    backend_named,
+    inductor_options,
+    keeping_graphs,
+    records_cuda_graphs,
+    refusals,
+)
 from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.op_names import op_name, source_line
@@ -54,12 +61,8 @@ class CompileOptions:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """The compiled graph: torch calls this with what it traced."""
-        from torch._dynamo import lookup_backend
-        from torch._functorch import config
-
-        compiler = lookup_backend(self.backend)  # of a function it is that function
-        # Buffers that a backward writes over would rule a second one (retain_graph=True) out.
-        with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+        compiler = backend_named(self.backend)
+        with keeping_graphs(force_non_lazy_backward_lowering=True):
             return compiler(graph, inputs, **self.keywords)
 
 
@@ -98,8 +101,10 @@ def compile_options(
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     own = dict(options.get("options") or {})
     if backend == "inductor" and mode is not None:
-        own = dict(torch._inductor.list_mode_options(mode))
-    records = backend == "cudagraphs" or (backend == "inductor" and _records(own))
+        own = inductor_options(mode)
+    records = backend == "cudagraphs" or (
+        backend == "inductor" and own.get("triton.cudagraphs", records_cuda_graphs())
+    )
     if records and any(place.type == "cuda" for place in places):
         raise InputError(
             f"compile={options} records CUDA graphs of its own, which reuse memory that other "
@@ -110,13 +115,6 @@ def compile_options(
         return CompileOptions(backend, {"config_patches": {"fallback_random": True, **own}})
     given = {"mode": mode, "options": own}
     return CompileOptions(backend, {key: value for key, value in given.items() if value})
-
-
-def _records(options: dict[str, Any]) -> bool:
-    """Whether inductor records CUDA graphs with these options, or by its own configuration."""
-    from torch._inductor import config
-
-    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
@@ -148,13 +146,11 @@ class CompiledTape:
         nodes: Sequence[fx.Node],
         label: str,
     ) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         self.reason: str | None = None
         self.label = label
         self.generated = generated
         self._nodes = {node.name: node for node in nodes}
-        self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
+        self._refusals = refusals()
         self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
         recurrent = [node.name for node in nodes if str(node.target).startswith(_RECURRENT)]
         if recurrent:
@@ -213,15 +209,6 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
         tuple(fp32_precisions().items()),
         torch.get_default_dtype(),
     )
-
-
-@contextmanager
-def keeping() -> Iterator[None]:
-    """Where a backward runs that leaves its graph for another."""
-    from torch._functorch import config
-
-    with config.patch(donated_buffer=False):  # torch asks again when it runs
-        yield
 
 
 @contextmanager

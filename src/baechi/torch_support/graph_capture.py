@@ -1,4 +1,4 @@
-"""Recording on a GPU: what a lane launches becomes CUDA graphs, which share one pool of memory.
+"""Capture of a lane's launches as CUDA graphs, which share one pool of memory.
 
 All graphs of a lane are captured in the order in which they are replayed, on a stream of their own
 (the caller's may be the default one, which cannot be captured), so they may share a pool; lanes run
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, final
 
 import torch
+
+from baechi.torch_support.cuda_internals import abandon_pool
 
 
 @final
@@ -103,10 +105,8 @@ class CudaRecorder:
         """
         self._failed.append(graph)
         self._pool = torch.cuda.graph_pool_handle()  # as in `_abandon`
-        index = self._place.index
         with contextlib.suppress(RuntimeError):  # it was not begun
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
+            abandon_pool(self._place.index, pool)
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")

@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.torch_support.storages import laid_out, once, storages
+from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
 
 
 @final
@@ -72,7 +72,7 @@ class Meter:
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """Whether the storage is counted."""
-        return storage._cdata in self._known
+        return key_of(storage) in self._known
 
     def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
         """Count a storage once, until it is freed; what it grew by since, too."""
@@ -81,7 +81,7 @@ class Meter:
                 self.hold(account, part)
             return
         storage = what
-        key = storage._cdata
+        key = key_of(storage)
         nbytes = storage.nbytes()
         with self._lock:
             owner, counted = self._known.get(key, (account, 0))
@@ -157,14 +157,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
-            if storage._cdata not in given or self._meter.knows(storage):
+        given = _storages((args, kwargs))
+        for key, storage in _storages(result).items():
+            if key not in given or self._meter.knows(storage):
                 self._meter.hold(self._meter.account, storage)
         return result
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     leaves = pytree.tree_leaves(values)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return [storage for tensor in tensors for storage in storages(tensor)]
+    return distinct_storages(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,4 +1,4 @@
-"""What of a tensor must cross between devices: each of its bytes in memory once.
+"""Storages, and the part of a tensor that must cross between devices: each byte once.
 
     expand       a row that stands for many     the row crosses, and is expanded there
     as_strided   windows that overlap           the memory under them crosses, and is cut up there
@@ -9,7 +9,7 @@ device that gets them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,12 +97,25 @@ def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     return tuple(part.untyped_storage() for part in parts)
 
 
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Equal for all Python objects that stand for one storage, while it lives.
+
+    `_cdata` is torch's private name for the storage's address; seen with torch 2.11 and 2.13.
+    """
+    key: int = storage._cdata
+    return key
+
+
+def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages that some tensors lie in, each once, by key."""
+    return {key_of(part): part for tensor in tensors for part in storages(tensor)}
+
+
 def _memory(tensor: torch.Tensor, number: int) -> Any:
     """What tensors must have in common to be views of one span."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return number
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return key_of(tensor.untyped_storage()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -16,10 +16,10 @@ from torch import fx
 from baechi.errors import ExecutionError
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Free, Place, Program
-from baechi.runtime.autograd.gradient_ends import Entry, Output
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
-from baechi.runtime.autograd.recompute import Again
-from baechi.runtime.autograd.shared_outputs import Families
+from baechi.runtime.autograd.graph_edges import Entry, Output
+from baechi.runtime.autograd.recompute import Recomputation
+from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
 from baechi.runtime.autograd.step_state import Sizes
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
@@ -43,18 +43,22 @@ class Moves:
 
 @final
 @dataclass(frozen=True)
-class Result:
+class BoundResult:
     """A value that the caller gets.
 
     Attributes:
         value: Its number.
-        device: Who makes it.
+        device: The logical device that makes it.
         grads: For each of its tensors the slot of the caller's gradient.
+        sharing: For each of its tensors the memory that it shares.
+        read: Whether the model reads it, too.
     """
 
     value: int
     device: int
     grads: tuple[int, ...]
+    sharing: tuple[Sharing, ...]
+    read: bool
 
 
 @final
@@ -71,7 +75,6 @@ class Bound:
         input_grads: For each of them the gradients to add up, in order.
         parameters: For each its device and the gradients to add up, in order.
         results: By the node that yields it, in the order of a step's results.
-        families: Which results may share memory.
     """
 
     tapes: tuple[TapeCode, ...]
@@ -81,8 +84,7 @@ class Bound:
     input_values: tuple[int, ...]
     input_grads: tuple[tuple[int, ...], ...]
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
-    results: dict[fx.Node, Result]
-    families: Families
+    results: dict[fx.Node, BoundResult]
 
 
 def bind(
@@ -109,7 +111,7 @@ def bind(
 
 @final
 class _Binder:
-    """What `bind` knows on its way."""
+    """The state of one `bind`."""
 
     def __init__(
         self,
@@ -139,11 +141,17 @@ class _Binder:
         """The bound program."""
         layout, gradients = self._layout, self._gradients
         parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
+        made = [node for node in self._returned if node.op not in ("placeholder", "get_attr")]
+        sharing = sharing_of(self._module, made)
         results = {
-            node: Result(self._value(node), layout.device(layout.tape(node)), slots)
-            for node in self._returned
-            if node.op not in ("placeholder", "get_attr")
-            for slots in (gradients.from_caller(node),)
+            node: BoundResult(
+                self._value(node),
+                layout.device(layout.tape(node)),
+                gradients.from_caller(node),
+                sharing[node],
+                bool(layout.users(node)),
+            )
+            for node in made
         }
         number = {node: index for index, node in enumerate(results)}
         for tape, part in enumerate(parts):
@@ -166,7 +174,6 @@ class _Binder:
             tuple(gradients.of_input(node) for node in self._inputs),
             gradients.of_parameters(),
             results,
-            Families.among(self._module, tuple(results)),
         )
 
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
@@ -259,7 +266,9 @@ class _Binder:
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             by_hand=any(map(_is_by_hand, nodes)),
             parameters=self._gradients.of_tape(tape),
-            again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
+            recomputation=self._recomputation(tape, part)
+            if self._program.tapes[tape].again >= 0
+            else None,
         )
 
     def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -271,7 +280,7 @@ class _Binder:
         plain = self._extract(tape, boxed=False).function
         return CompiledTape(part.function, plain, self._options, nodes, label)
 
-    def _again(self, tape: int, part: Extract) -> Again:
+    def _recomputation(self, tape: int, part: Extract) -> Recomputation:
         """How a checkpointed tape runs again."""
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
@@ -284,7 +293,7 @@ class _Binder:
                 readers = (other for other, slot in slots.items() if slot == slots[user])
                 crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
         last = {slot: argument for argument, slot, _ in crossing}
-        return Again(
+        return Recomputation(
             copied=tuple(
                 argument
                 for argument, node in enumerate(part.inputs)
@@ -336,8 +345,7 @@ class _Binder:
             own = node.op == "placeholder"
             given = self._inputs[node] if own else self._layout.attribute(node)
         number = (results[node],) if node in results else ()
-        watched = bool(number and self._layout.users(node))
-        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
+        return Output(result, given, self._value(node), bare, tuple(slots), number)
 
     def _instructions(
         self,

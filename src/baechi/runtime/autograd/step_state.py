@@ -1,4 +1,4 @@
-"""One call of a placed model: the lists that its values, gradients and graphs are in.
+"""The state of one call of a placed model: lists of its values, gradients and graphs.
 
 A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
 of its lists, in the order that the program gives them.
@@ -11,9 +11,8 @@ from typing import Any, final
 import torch
 from torch.autograd.graph import GradientEdge
 
-from baechi.runtime.autograd.graph_edges import Origin
-from baechi.runtime.autograd.output_hooks import Hooks
-from baechi.runtime.autograd.recompute import Kept
+from baechi.runtime.autograd.graph_edges import CutTensor
+from baechi.runtime.autograd.recompute import RecomputeInputs
 from baechi.torch_support.memory_meter import Meter
 
 Edges = list[GradientEdge | None]
@@ -32,7 +31,7 @@ class Step:
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
-        origins: For every tape where what entered it came from, if the caller may write there.
+        cut_tensors: For every tape where what entered it came from, if the caller may write there.
         kept: For every checkpointed tape what it needs to run again; None if it need not.
         crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
@@ -40,14 +39,12 @@ class Step:
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         moved: What is written of the caller's tensors on another device than theirs, by input.
-        hooks: Of outputs that the model reads, too, by result and tensor; and the tape of each.
         own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
-        "hooks",
+        *("records", "cut_tensors", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
         *("__weakref__",),
     )
 
@@ -66,14 +63,13 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
-        self.origins: list[list[Origin]] = [[] for _ in range(sizes.tapes)]
-        self.kept: list[Kept | None] = [None] * sizes.tapes
+        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
+        self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}
         self.keep = False
         self.apart = False
         self.graphed: set[int] = set()
         self.moved: dict[int, torch.Tensor] = {}
-        self.hooks: dict[tuple[int, int], tuple[Hooks, int]] = {}
         self.own: Any = None
 
     def write_back(self) -> None:

@@ -1,4 +1,4 @@
-"""What may become a CUDA graph, and why the rest may not: rules, decided before anything runs.
+"""Rules for what may be captured as a CUDA graph, decided before anything runs.
 
 A CUDA graph is a list of kernels with their addresses and numbers in it. So nothing in it may ask
 the host, take its size from values, or write what is not the graph's own. Most of PyTorch's own
@@ -87,7 +87,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         # torch's setting that allows it is the thread's (`compiled.keeping`), and autograd has a
         # thread for each GPU.
         return "torch.compile keeps no graph for the threads of several devices"
-    if code.again is not None:
+    if code.recomputation is not None:
         return "it runs forward again in the backward"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
     if not runs:

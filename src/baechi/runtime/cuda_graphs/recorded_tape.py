@@ -1,4 +1,4 @@
-"""Tapes that are recorded once and then replayed: static places, what goes in, what comes out.
+"""Tapes that are recorded once and then replayed, with static inputs and outputs.
 
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients

@@ -1,4 +1,4 @@
-"""Which steps of an executable are replayed, and which run eagerly.
+"""Replay of an executable's steps: warm-up, recording, replay.
 
 call 1..3   eager: libraries choose their kernels
 call 4      recorded, tape by tape, and replayed

@@ -1,7 +1,7 @@
-"""What crosses between devices, and where it is put there.
+"""Copies between devices, and the buffers that they arrive in.
 
-    move         slots -> crossings: a tensor each, or the memory under several views of one
-    Landings     rooms for what arrives, and the views that are cut out of them
+    move           slots -> crossings: a tensor each, or the memory under several views of one
+    CopyBuffers    buffers for what arrives, and the views that are cut out of them
 
 A step that is replayed finds both where they were in the last: its CUDA graphs have addresses in
 them, and know a static tensor by its identity.
@@ -24,8 +24,8 @@ Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @final
-class Landings:
-    """The rooms and views of every copy, by its key, where steps are replayed."""
+class CopyBuffers:
+    """The buffers and views of every copy, by its key, where steps are replayed."""
 
     def __init__(self) -> None:
         self._rooms: dict[Hashable, tuple[Any, torch.Tensor, torch.Tensor]] = {}
