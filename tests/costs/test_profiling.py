@@ -465,7 +465,7 @@ def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:
         (index,) = [i for i, op in enumerate(traced.ops) if op.name.endswith("lstm")]
         cost = profile.costs[index]
         graph = traced.graph(profile)
-        backward = graph.ops[graph.op_index[f"backward:{traced.ops[index].name}"]]
+        backward = graph.ops[graph.twins[index]]
         assert backward.reused_bytes == cost.backward_reused_bytes <= cost.saved_bytes
         costs = tuple(replace(cost, backward_reused_bytes=0) for cost in profile.costs)
         other = traced.graph([profile, replace(profile, kind="other", costs=costs)])

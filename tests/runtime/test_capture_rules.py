@@ -47,7 +47,7 @@ def reasons(
     graph = traced.graph(made_up_profile(traced), training=training)
     placement = baechi.solve(graph, cpus(devices), placer=baechi.RandomPlacer(1))
     places = [torch.device("cpu")] * devices
-    executable = Executable(traced, placement, places, training, None)
+    executable = Executable(traced, graph, placement, places, None)
     return {obstacle(traced.module, code, alone=alone) for code in executable._runner.bound.tapes}
 
 

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from baechi.errors import InputError
+from baechi.records.step_structure import Phase, StepStructure
 from baechi.units import check_bytes
 from baechi.validation import (
     INT64_MAX,
@@ -45,6 +46,10 @@ class Op:
             start on: gradients of parameters, which come with the backward.
         reused_bytes: Of what it makes, its tensors and late bytes, as much takes the room of inputs
             that it lets go of while it runs.
+        phase: When in a training step it runs: `"forward"`, `"loss"`, `"backward"`, or
+            `"recompute"` for an op of the backward that runs forward ops again.
+        forward: The forward op (index) that a backward op belongs to; those that a recompute op
+            runs again, ascending.
     """
 
     name: str
@@ -54,6 +59,8 @@ class Op:
     group: str | None = None
     late_bytes: int = 0
     reused_bytes: int = 0
+    phase: Phase = "forward"
+    forward: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -70,6 +77,7 @@ class Op:
             and type(self.reused_bytes) is int
             and 0 <= self.reused_bytes <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
+            and ((self.phase == "forward" and self.forward == ()) or self._has_phase())
         ):
             return
         check_name(self.name, "op name")
@@ -83,6 +91,27 @@ class Op:
                 object.__setattr__(self, attribute, count)
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
+        what = f"forward of op {self.name!r}"
+        object.__setattr__(self, "forward", tuple(sorted(check_counts(self.forward, what))))
+        if not self._has_phase():
+            raise InputError(
+                f"op {self.name!r} is of phase {self.phase!r} with forward={self.forward}; "
+                "a forward op or a loss has none there, a backward op has the one op that it "
+                "belongs to, and a recompute op has those that it runs again."
+            )
+
+    def _has_phase(self) -> bool:
+        """Whether `phase` is one, and `forward` fits it."""
+        if type(self.phase) is not str or type(self.forward) is not tuple:
+            return False
+        n = len(self.forward)
+        fits = {"forward": n == 0, "loss": n == 0, "backward": n == 1, "recompute": n > 0}
+        return fits.get(self.phase, False) and _ascends(self.forward)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether it runs after the loss."""
+        return self.phase in ("backward", "recompute")
 
     @property
     def net_workspace_bytes(self) -> int:
@@ -139,7 +168,7 @@ def _ascends(values: tuple[Any, ...]) -> bool:
 
 @final
 @dataclass(frozen=True)
-class OpGraph:
+class OpGraph(StepStructure):
     """Operators and the tensors between them; index order is a topological order.
 
     Attributes:
@@ -150,8 +179,8 @@ class OpGraph:
     Raises:
         InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
             is produced (a cycle, or no topological order), a group of which more bytes are late
-            than persistent, an op that reuses more than it makes, or a `times` row of another
-            length.
+            than persistent, an op that reuses more than it makes, phases that are no training
+            step, or a `times` row of another length.
     """
 
     ops: tuple[Op, ...]
@@ -165,6 +194,7 @@ class OpGraph:
         self._check_tensors()
         self._check_late()
         self._check_reused()
+        self._check_phases()
         times = {}
         if not isinstance(self.times, Mapping):
             raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
@@ -238,6 +268,22 @@ class OpGraph:
                     "bytes of tensors and late bytes; reused bytes are a part of them."
                 )
 
+    def _check_phases(self) -> None:
+        n, twins = self.n_forward, set[int]()
+        for op in self.ops[n:]:
+            later = op is not self.ops[n]
+            if op.phase == "forward" or (op.phase != "loss") != later:
+                raise InputError(
+                    f"op {op.name!r} of phase {op.phase!r} is out of place; a training step is all "
+                    "forward ops, one loss, then backward and recompute ops."
+                )
+            if any(own >= n for own in op.forward):
+                raise InputError(f"forward of op {op.name!r} is {op.forward}; {n} ops are forward.")
+            if op.phase == "backward" and op.forward[0] in twins:
+                whose = self.ops[op.forward[0]].name
+                raise InputError(f"op {op.name!r} is a second backward of {whose!r}; give one.")
+            twins.update(op.forward if op.phase == "backward" else ())
+
     @cached_property
     def explicit(self) -> "OpGraph":
         """The same graph, with the same digest, in which late bytes are kept tensors of their op.
@@ -270,7 +316,11 @@ class OpGraph:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors)."""
+        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors).
+
+        Without phases: they are no matter of placement, and a graph that was saved before ops had
+        them keeps its digest, and its placements.
+        """
         # What json.dumps with sorted keys and no blanks writes, in half of its time.
         quote = json.encoder.encode_basestring_ascii
         ops = ",".join(
@@ -302,23 +352,6 @@ class OpGraph:
         return FrozenDict({op.name: index for index, op in enumerate(self.ops)})
 
     @cached_property
-    def op_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it consumes, ascending."""
-        rows: list[list[int]] = [[] for _ in self.ops]
-        for index, tensor in enumerate(self.tensors):
-            for consumer in tensor.consumers:
-                rows[consumer].append(index)
-        return tuple(map(tuple, rows))
-
-    @cached_property
-    def op_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it produces, ascending."""
-        rows: list[list[int]] = [[] for _ in self.ops]
-        for index, tensor in enumerate(self.tensors):
-            rows[tensor.producer].append(index)
-        return tuple(map(tuple, rows))
-
-    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """The ops that consume nothing."""
         return tuple(op for op, tensors in enumerate(self.op_inputs) if not tensors)
@@ -327,15 +360,6 @@ class OpGraph:
     def outputs(self) -> tuple[int, ...]:
         """The tensors that are kept."""
         return tuple(index for index, tensor in enumerate(self.tensors) if tensor.kept)
-
-    @cached_property
-    def groups(self) -> Mapping[str, tuple[int, ...]]:
-        """Each group's ops, in the order of their first op."""
-        rows: dict[str, list[int]] = {}
-        for index, op in enumerate(self.ops):
-            if op.group is not None:
-                rows.setdefault(op.group, []).append(index)
-        return FrozenDict({group: tuple(members) for group, members in rows.items()})
 
     def to_networkx(self) -> "networkx.DiGraph[int]":
         """The graph as a `networkx.DiGraph`: ops are nodes, and an edge carries `nbytes`.

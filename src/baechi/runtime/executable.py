@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
@@ -12,11 +11,13 @@ from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError
 from baechi.program.compilation import compile_program
+from baechi.program.memory_fitting import instant_ops, scheduled
 from baechi.program.race_proof import check_program
+from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
-from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule
+from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step_state import Step
 from baechi.runtime.call_guards import SharingGuard, StateGuard
@@ -31,8 +32,7 @@ from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling
 from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.saved_tensors import is_checkpointed, is_hooked
-from baechi.traced.checkpoint_units import Unit
-from baechi.traced.step_graph import operator_graph
+from baechi.torch_support.torch_devices import gpus_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import change
@@ -53,17 +53,16 @@ class Executable:
         graphs: The CUDA graphs of the tapes, if these were asked for.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
         traced: The model, with its module.
-        placement: Of its training graph, or of its inference graph.
+        structure: Of its training step, or of its inference.
+        placement: Of the step.
         places: The torch device of every logical device.
-        training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
-        units: What runs forward again in the backward.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
         cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
+        plan: The graph that was placed, and on what, where they are known.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -72,28 +71,29 @@ class Executable:
     def __init__(
         self,
         traced: Traced,
+        structure: StepStructure,
         placement: Placement,
         places: Sequence[torch.device],
-        training: bool,
         threads: int | None,
-        units: Sequence[Unit] = (),
         options: CompileOptions | None = None,
         cuda_graphs: CudaGraphs = False,
+        plan: tuple[OpGraph, Cluster] | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
-        self.schedule: Callable[[], Schedule] | None = None
+        self._plan = plan
         self._module: TracedModule = traced.module
         self.places = tuple(places)
-        self.training = training
-        self._graph = structure_of(traced, training, units)
-        self._placement = replace(placement, graph_digest=self._graph.digest)
+        self.training = structure.is_training
+        self._structure = structure
+        self._placement = placement
+        self._instant = _instant(self._module, structure)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
         self.state_devices = devices_of_state(self._module, placement.devices)
         self.settle()
-        bound = bind(self._module, self._graph, self.program, places, options)
+        bound = bind(self._module, self._structure, self.program, places, options)
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
         self.graphs: Graphs | None = None
@@ -117,9 +117,24 @@ class Executable:
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
-        program = compile_program(self._graph, self._placement, **options)
+        program = compile_program(
+            self._structure, self._placement, instant=self._instant, **options
+        )
         check_program(program)
         return program
+
+    @cached_property
+    def schedule(self) -> Schedule | None:
+        """What the step is predicted to do, where the plan is known; a metered step goes by it."""
+        if self._plan is None:
+            return None
+        graph, cluster = self._plan
+        return scheduled(
+            *(graph, cluster, self._placement, gpus_of(self.places[: len(cluster.devices)])),
+            replayed=self.graphs is not None,
+            # The plan's is another one where it knows other ops to take no time.
+            program=self.program if self._instant == instant_ops(graph) else None,
+        )
 
     @cached_property
     def _counted(self) -> Runner:
@@ -128,9 +143,8 @@ class Executable:
             return self._runner
         program = self.program
         if not self._streams:
-            schedule = None if self.schedule is None else self.schedule()
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
-        bound = bind(self._module, self._graph, program, self.places)
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
+        bound = bind(self._module, self._structure, program, self.places)
         return Runner(bound, CudaExecutor(program, bound, self.places))
 
     @property
@@ -177,7 +191,7 @@ class Executable:
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
         """Run another code of the same program inside the block, on workers of its own."""
         usual = self._runner
-        bound = change(bind(self._module, self._graph, self.program, self.places))
+        bound = change(bind(self._module, self._structure, self.program, self.places))
         executor = make_executor(self.program, bound, self.places, self._threads)
         self._runner = Runner(bound, executor)
         try:
@@ -315,14 +329,16 @@ def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:
-    """The graph of a step with made-up times: none for what the caller or the model gives."""
-    module: TracedModule = traced.module
-    given = ("placeholder", "get_attr")
-    costs = [int(any(node.op not in given for node in nodes)) for nodes in module.nodes]
-    rows = tuple(OpCost(forward_ns=cost, backward_ns=cost) for cost in costs)
-    profile = Profile(traced.digest, "", rows)
-    return operator_graph(traced, [profile], training=training, optimizer=None, units=units)
+def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
+    """What only hands on what the caller or the model gives, and what goes back there."""
+    kinds = ("placeholder", "get_attr")
+    rows = enumerate(module.nodes)
+    given = {op for op, nodes in rows if all(node.op in kinds for node in nodes)}
+    return frozenset(
+        index
+        for index, op in enumerate(structure.ops)
+        if (index in given if op.phase == "forward" else given.issuperset(op.forward))
+    )
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> None:

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import nn
 
 from baechi.errors import ExecutionError, InputError
-from baechi.problem.simulation import simulate
-from baechi.program.memory_fitting import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
@@ -20,14 +17,13 @@ from baechi.records.placement import Placement, Schedule
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.placed_methods import Methods
-from baechi.runtime.placement_match import check_placement, check_places, refuse_meta
+from baechi.runtime.placement_match import check_places, placed_step, refuse_meta
 from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.module_internals import share_state
-from baechi.torch_support.torch_devices import gpus_of, torch_device
-from baechi.traced.step_graph import recomputed
+from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
@@ -79,8 +75,7 @@ def apply(
             "trace the model again in this process."
         )
     refuse_meta(traced.module.model)
-    units = () if graph is None else tuple(recomputed(graph).values())
-    training = check_placement(traced, placement, graph, len(units))
+    step = placed_step(traced, placement, graph)
     if devices is None:
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
@@ -92,18 +87,10 @@ def apply(
     call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
+    plan = None if graph is None or cluster is None else (graph, cluster)
     executable = Executable(
-        traced,
-        placement,
-        places,
-        training,
-        threads_per_device,
-        sorted(units, key=lambda unit: unit.ops),
-        options,
-        cuda_graphs,
+        traced, step, placement, places, threads_per_device, options, cuda_graphs, plan
     )
-    if graph is not None and cluster is not None:
-        executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
@@ -262,10 +249,9 @@ class PlacedModule(nn.Module):
     @property
     def schedule(self) -> Schedule:
         """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
-        executable = self._current.executable
-        gpus = gpus_of(executable.places[: len(self.cluster.devices)])
-        replayed = executable.graphs is not None
-        return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
+        self._known(self._current.graph, "graph")
+        self._known(self._current.cluster, "cluster")
+        return cast(Schedule, self._current.executable.schedule)
 
     def _known(self, value: Any, what: str) -> Any:
         if value is not None:

@@ -1,8 +1,8 @@
 """Codecs from type hints: pairs of functions that turn a value into plain JSON and back.
 
-Covered are scalars, optionals and unions, tuples, mappings from strings, and dataclasses of these.
-What a hint does not allow is refused on both ways, with the path of the field. docs/design.md has
-why this is no library's.
+Covered are scalars, choices of strings, optionals and unions, tuples, mappings from strings, and
+dataclasses of these. What a hint does not allow is refused on both ways, with the path of the
+field. docs/design.md has why this is no library's.
 """
 
 import math
@@ -10,7 +10,17 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, NamedTuple, Union, final, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Union,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from baechi.errors import InputError
 from baechi.validation import INT64_MAX, FrozenDict
@@ -52,6 +62,8 @@ def codec(hint: Any) -> Codec:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Sequence or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
         return _sequence(codec(arguments[0]), origin)
+    if origin is Literal:
+        return _choice(arguments)
     if origin in (types.UnionType, Union):
         return _union(arguments)
     if origin is Mapping and arguments[0] is str:
@@ -78,6 +90,18 @@ def _scalar(kind: Any) -> Codec:
             raise Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
         if kind is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise Refusal(f"is {show(value)}, which is no Unicode text: it holds a lone surrogate.")
+        return value
+
+    return Codec(name, check, check)
+
+
+def _choice(options: tuple[str, ...]) -> Codec:
+    """One of some strings."""
+    name = " or ".join(map(repr, options))
+
+    def check(value: Any) -> Any:
+        if type(value) is not str or value not in options:
+            raise Refusal(f"is {show(value)}; it must be {name}.")
         return value
 
     return Codec(name, check, check)

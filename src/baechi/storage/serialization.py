@@ -2,13 +2,16 @@
 
 A file is one object::
 
-    {"format": "baechi", "type": "Cluster", "version": 1, "digest": "9f86...", "value": {...}}
+    {"format": "baechi", "type": "Cluster", "version": 2, "digest": "9f86...", "value": {...}}
 
 `value` has the fields of the dataclass of that name, in its order. A field that equals its default
 may be absent, and `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks, ASCII)
 may be too, so that a graph can be written by hand or by a scheduler in another language; where a
 digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
 all.
+
+Version 1 had no phases of ops; its graphs get them from their names, where a training step of
+Baechi wrote these.
 
 One codec serves all types (`codec.py`): a new dataclass needs an entry in `_KINDS` only.
 """
@@ -18,6 +21,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
@@ -31,12 +35,13 @@ from baechi.records.instructions import Program
 from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.records.step_structure import Phase
 from baechi.records.topology import Topology
 from baechi.storage.codec import Refusal, codec
 from baechi.traced.traced_model import Traced
 from baechi.validation import FrozenDict, check_path
 
-VERSION: Final = 1
+VERSION: Final = 2
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
@@ -145,8 +150,10 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 def _parse(text: str, expect: type | None, source: str) -> Any:
     try:
-        kind, value = _open_envelope(parse_json(text), expect)
-        return codec(kind).read(value)
+        raw = parse_json(text)
+        kind, value = _open_envelope(raw, expect)
+        found = codec(kind).read(value)
+        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
     except (FormatError, Refusal) as error:
         raise FormatError(f"{source}: {error}") from error
     except RecursionError as error:
@@ -196,9 +203,9 @@ def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
     version = raw.get("version")
     if type(version) is not int:
         raise FormatError(f"version is {version!r}; it must be an integer.")
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise FormatError(
-            f"written by version {version}, this Baechi reads {VERSION}. "
+            f"written by version {version}, this Baechi reads 1 to {VERSION}. "
             "Write the file again with this Baechi, or install the one that wrote it."
         )
     for name in raw:
@@ -218,6 +225,34 @@ def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
             "If the edit is meant, delete the digest field."
         )
     return kind, raw["value"]
+
+
+def _with_phases(graph: OpGraph) -> OpGraph:
+    """A graph of version 1, its phases told by names; it has one phase if these say no such thing.
+
+    There a backward op was `backward:` and its forward op's name, and `recompute:...` alone read a
+    tensor of each op that it ran again.
+    """
+    n = graph.op_index.get("loss", len(graph.ops))
+    phased: list[tuple[Phase, tuple[int, ...]]] = [("forward", ())] * n
+    if n < len(graph.ops):
+        phased.append(("loss", ()))
+    for op in range(n + 1, len(graph.ops)):
+        kind, _, name = graph.ops[op].name.partition(":")
+        tensors = [graph.tensors[tensor] for tensor in graph.op_inputs[op]]
+        if kind == "backward" and graph.op_index.get(name, n) < n:
+            phased.append(("backward", (graph.op_index[name],)))
+        elif kind == "recompute":
+            ran = {t.producer for t in tensors if t.consumers == (op,)}
+            phased.append(("recompute", tuple(sorted(ran))))
+        else:
+            return graph
+    ops = zip(graph.ops, phased, strict=True)
+    rows = tuple(replace(op, phase=phase, forward=forward) for op, (phase, forward) in ops)
+    try:
+        return OpGraph(rows, graph.tensors, graph.times)
+    except InputError:
+        return graph
 
 
 def _digest(raw: Any) -> str:

@@ -271,7 +271,7 @@ def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
 
 
 def workspace_bytes(
-    unit: Unit,
+    unit: Sequence[int],
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
     costs: Sequence[OpCost],
@@ -282,12 +282,12 @@ def workspace_bytes(
     What it makes and nobody keeps is there from its maker to its last reader inside. What is kept
     counts from the beginning, so what is still to be made is room for the rest.
     """
-    inside = set(unit.ops)
+    inside = set(unit)
     graded = inside & reached
     kept = {t for op in graded for t in ops[op].saves}
     ends: dict[int, int] = {}
-    made: dict[int, int] = dict.fromkeys(unit.ops, 0)
-    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit.ops}
+    made: dict[int, int] = dict.fromkeys(unit, 0)
+    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit}
     for index, tensor in enumerate(tensors):
         if tensor.producer not in inside:
             continue
@@ -298,7 +298,7 @@ def workspace_bytes(
         last = max((c for c in tensor.consumers if c in inside), default=tensor.producer)
         ends[last] = ends.get(last, 0) + tensor.nbytes
     left, live, most = sum(later.values()), 0, 0
-    for op in unit.ops:
+    for op in unit:
         left -= later[op]
         live += made[op]
         most = max(most, live + costs[op].workspace_bytes - left)

@@ -9,6 +9,8 @@
     a checkpointed unit  ->  one op more, its forward again, before its backwards
     (`checkpoint_units`)
 
+The structure comes first, without costs; the graph is the structure with costs.
+
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
 only forward times were simulated; here the backward and its gradients have their own.
 
@@ -18,11 +20,13 @@ Complexity: O(ops + tensors).
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from baechi.errors import InputError
 from baechi.records.graph import Op, OpGraph, Tensor
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.optimizer_state import TrainedParameter, check_optimizer, optimizer_state_bytes
+from baechi.records.step_structure import PlainOp, PlainTensor, StepStructure
 from baechi.traced.checkpoint_units import (
     Unit,
     backward_sequence,
@@ -35,9 +39,27 @@ from baechi.traced.gradient_timing import late_gradients, viewed_whole
 from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
 from baechi.validation import FrozenDict
 
+# For people; `Op.phase` and `Op.forward` say it to everybody else.
 BACKWARD = "backward:"
 LOSS = "loss"
 RECOMPUTE = "recompute:"
+
+
+def step_structure(
+    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
+) -> StepStructure:
+    """The structure of one step of a traced model.
+
+    Args:
+        traced: The model.
+        training: Forward, loss and backward; else the forward alone.
+        checkpoint: Submodules whose forward runs again in a training step's backward, as in
+            `checkpoint_units.named_units`.
+
+    Raises:
+        InputError: A name of `checkpoint` fits nothing, or the step does not train.
+    """
+    return _step(traced, training, checkpoint)[0]
 
 
 def operator_graph(
@@ -47,20 +69,17 @@ def operator_graph(
     training: bool,
     optimizer: str | None,
     checkpoint: str | Iterable[str] | None = None,
-    units: Sequence[Unit] | None = None,
 ) -> OpGraph:
-    """The operator graph of one step of a traced model.
+    """The operator graph of one step of a traced model: its structure with costs.
 
     Args:
         traced: The model.
         profiles: Its costs on one kind of device or more. The first one's are the ops' own; each
             one's times are kept per kind, where it names one, and the workspace of an op is the
             largest of all.
-        training: Forward, loss and backward; else the forward alone.
+        training: As in `step_structure`.
         optimizer: Whose state is persistent when training.
-        checkpoint: Submodules whose forward runs again in a training step's backward, as in
-            `recomputation.named_units`.
-        units: Those units themselves, instead of names.
+        checkpoint: As in `step_structure`.
 
     Raises:
         InputError: Two profiles are of one kind, there is none, the
@@ -69,29 +88,14 @@ def operator_graph(
     _check(profiles)
     costs = _merged(profiles)
     check_optimizer(optimizer)
-    if checkpoint is not None and not training:
-        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
-    if units is None:
-        units = () if checkpoint is None else units_of(traced, checkpoint)
-    groups, unit_of = groups_of(traced.ops, units), unit_of_ops(units)
-    graded = _graded_owners(traced) if training else frozenset()
-    forward = [
-        Op(
-            name=op.name,
-            time_ns=cost.forward_ns,
-            persistent_bytes=persistent_bytes(op, training=index in graded, optimizer=optimizer),
-            workspace_bytes=_forward_workspace(cost, training, index in unit_of),
-            group=groups.get(index, op.group),
-        )
-        for index, (op, cost) in enumerate(zip(traced.ops, costs, strict=True))
-    ]
-    if training:
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs, units)
-    else:
-        ops = forward
-        tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    times = {p.kind: _times(traced, p, training, units) for p in profiles if p.kind}
-    return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
+    structure, sizes = _step(traced, training, checkpoint)
+    tensors = tuple(
+        Tensor(row.producer, row.consumers, _nbytes(size, costs), row.kept)
+        for row, size in zip(structure.tensors, sizes, strict=True)
+    )
+    ops = _ops(traced, structure, tensors, costs, optimizer)
+    times = {p.kind: tuple(_times(structure, p.costs)) for p in profiles if p.kind}
+    return OpGraph(tuple(ops), tensors, FrozenDict(times))
 
 
 def units_of(traced: TracedOperators, checkpoint: str | Iterable[str]) -> tuple[Unit, ...]:
@@ -178,19 +182,58 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
     ]
 
 
-def _times(
-    traced: TracedOperators, profile: Profile, training: bool, units: Sequence[Unit]
-) -> tuple[int, ...]:
-    """The time of every op of the graph by one profile."""
-    if not training:
-        return tuple(cost.forward_ns for cost in profile.costs)
-    forward = [cost.forward_ns for cost in profile.costs]
-    order = backward_sequence(traced.tensors, backward_ops(traced.ops, traced.tensors), units)
-    rows = (
-        profile.costs[row].backward_ns if row >= 0 else sum(forward[op] for op in units[~row].ops)
-        for row in order
-    )
-    return (*forward, 0, *rows)
+def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
+    """The time of every op."""
+    for index, op in enumerate(structure.ops):
+        if op.phase == "backward":
+            yield costs[op.forward[0]].backward_ns
+        else:  # a loss takes none
+            again = (index,) if op.phase == "forward" else op.forward
+            yield sum(costs[own].forward_ns for own in again)
+
+
+def _ops(
+    traced: TracedOperators,
+    structure: StepStructure,
+    tensors: Sequence[Tensor],
+    costs: Sequence[OpCost],
+    optimizer: str | None,
+) -> Iterator[Op]:
+    """The ops of a structure with their costs."""
+    ops, training = traced.ops, structure.is_training
+    graded = _graded_owners(traced) if training else frozenset()
+    order = [op for op in range(len(ops))[::-1] if structure.twins[op] >= 0]
+    viewed = viewed_whole(ops, traced.tensors, order)
+    late = late_gradients(ops, traced.tensors, order, viewed)
+    sent = Counter[int]()
+    for tensor in tensors:
+        sent[tensor.producer] += tensor.nbytes
+    again = {op for unit in structure.units.values() for op in unit}
+    times = _times(structure, costs)
+    for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
+        persistent = workspace = late_bytes = reused = 0
+        if row.phase == "forward":
+            persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
+            workspace = _forward_workspace(costs[index], training, index in again)
+        elif row.phase == "recompute":
+            workspace = workspace_bytes(row.forward, ops, traced.tensors, costs, set(order))
+        elif row.phase == "backward":
+            (own,) = row.forward
+            # A shared parameter's gradient of this op, and its sum with that so far.
+            workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            late_bytes = late.get(own, 0)
+            reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+        yield Op(
+            row.name,
+            time_ns,
+            persistent_bytes=persistent,
+            workspace_bytes=workspace,
+            group=row.group,
+            late_bytes=late_bytes,
+            reused_bytes=reused,
+            phase=row.phase,
+            forward=row.forward,
+        )
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -213,48 +256,43 @@ def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> li
     return order
 
 
-def mirrored(graph: OpGraph) -> tuple[int, tuple[int, ...]]:
-    """How many ops of a graph are forward, and the backward op of each of them, or -1.
+class _Edge(NamedTuple):
+    """A tensor of a step."""
 
-    An inference graph, which has no loss, is all forward.
-    """
-    n = graph.op_index.get(LOSS, len(graph.ops))
-    twins = [-1] * n
-    for twin in range(n + 1, len(graph.ops)):
-        name = graph.ops[twin].name
-        if not name.startswith(RECOMPUTE):
-            twins[graph.op_index[name.removeprefix(BACKWARD)]] = twin
-    return n, tuple(twins)
+    tensor: PlainTensor
+    size: int
 
 
-def recomputed(graph: OpGraph) -> dict[int, Unit]:
-    """The ops of a graph that run a unit again, and which unit.
+def _step(
+    traced: TracedOperators, training: bool, checkpoint: str | Iterable[str] | None
+) -> tuple[StepStructure, list[int]]:
+    """The structure of a step, and the bytes of its tensors; `~i` is what is kept besides for i."""
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    units = () if checkpoint is None else units_of(traced, checkpoint)
+    groups = groups_of(traced.ops, units)
+    ops = [PlainOp(op.name, groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
+    if training:
+        ops, edges = _mirror(traced.ops, traced.tensors, ops, units)
+    else:
+        edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
+    return StepStructure(tuple(ops), tuple(e.tensor for e in edges)), [e.size for e in edges]
 
-    Whose forward runs again leaves a tensor that nobody else reads.
-    """
-    return {
-        op: Unit(
-            row.name.removeprefix(RECOMPUTE),
-            tuple(
-                sorted(
-                    graph.tensors[tensor].producer
-                    for tensor in graph.op_inputs[op]
-                    if graph.tensors[tensor].consumers == (op,)
-                )
-            ),
-        )
-        for op, row in enumerate(graph.ops)
-        if row.name.startswith(RECOMPUTE)
-    }
+
+def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:
+    return _Edge(PlainTensor(producer, tuple(sorted(set(consumers))), kept), size)
+
+
+def _nbytes(size: int, costs: Sequence[OpCost]) -> int:
+    return size if size >= 0 else costs[~size].saved_bytes
 
 
 def _mirror(
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
-    forward: list[Op],
-    costs: Sequence[OpCost],
+    forward: list[PlainOp],
     units: Sequence[Unit],
-) -> tuple[list[Op], list[Tensor]]:
+) -> tuple[list[PlainOp], list[_Edge]]:
     """Forward ops, the loss, backward ops and what runs again; and the tensors between them."""
     order = backward_ops(ops, tensors)
     sequence = backward_sequence(tensors, order, units)
@@ -266,39 +304,20 @@ def _mirror(
     graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
-    viewed = viewed_whole(ops, tensors, order)
-    late = late_gradients(ops, tensors, order, viewed)
 
-    def backward(op: int) -> Op:
-        return Op(
-            BACKWARD + forward[op].name,
-            costs[op].backward_ns,
-            # A shared parameter's gradient of this op, and its sum with that so far.
-            workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
-            group=grouped[op].group,
-            late_bytes=late.get(op, 0),
-            reused_bytes=min(costs[op].backward_reused_bytes, sent[twin[op]] + late.get(op, 0)),
-        )
-
-    def forward_again(unit: Unit) -> Op:
-        return Op(
-            RECOMPUTE + unit.name,
-            sum(forward[op].time_ns for op in unit.ops),
-            workspace_bytes=workspace_bytes(unit, ops, tensors, costs, twin.keys()),
-            group=forward[unit.ops[0]].group,
-        )
+    def later(row: int) -> PlainOp:
+        if row >= 0:
+            return PlainOp(BACKWARD + forward[row].name, grouped[row].group, "backward", (row,))
+        unit = units[~row]
+        return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
 
     edges = _values(ops, tensors, twin, again, loss)
-    # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
-    edges += [Tensor(again.get(op, op), (twin[op],), costs[op].saved_bytes) for op in order]
-    edges += [Tensor(op, (at,), 0) for op, at in again.items()]
-    edges += _gradients(tensors, twin, again, loss, viewed)
-    sent = Counter[int]()
-    for edge in edges:
-        sent[edge.producer] += edge.nbytes
-    later = [backward(row) if row >= 0 else forward_again(units[~row]) for row in sequence]
-    loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
-    return [*grouped, loss_op, *later], edges
+    # Even where nothing is kept: what a kernel keeps depends on the device, edges do not.
+    edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in order]
+    edges += [_edge(op, (at,), 0) for op, at in again.items()]
+    edges += _gradients(tensors, twin, again, loss, viewed_whole(ops, tensors, order))
+    loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
+    return [*grouped, loss_op, *map(later, sequence)], edges
 
 
 def _values(
@@ -307,7 +326,7 @@ def _values(
     twin: Mapping[int, int],
     again: Mapping[int, int],
     loss: int,
-) -> list[Tensor]:
+) -> list[_Edge]:
     """The tensors of the forward, with all who read them, and those that a unit makes again.
 
     Args:
@@ -329,9 +348,9 @@ def _values(
         others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
         readers = [again[op] for op in tensor.consumers if again.get(op, mine) != mine]
         consumers = (*tensor.consumers, *to_loss, *others, *readers)
-        edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+        edges.append(_edge(tensor.producer, consumers, tensor.nbytes, tensor.kept))
         if own and mine is not None:
-            made_again.append(Tensor(mine, tuple(own), tensor.nbytes))
+            made_again.append(_edge(mine, own, tensor.nbytes))
     return edges + made_again
 
 
@@ -341,7 +360,7 @@ def _gradients(
     again: Mapping[int, int],
     loss: int,
     viewed: Container[int],
-) -> Iterator[Tensor]:
+) -> Iterator[_Edge]:
     """The gradients of tensors, from their readers' backwards or the loss to their producers'.
 
     Args:
@@ -370,10 +389,10 @@ def _gradients(
         for source, theirs, nbytes in sources:
             # A unit begins to run again when all gradients that enter it are there.
             first = () if mine is None or theirs == mine else (mine,)
-            yield Tensor(source, (*first, twin[tensor.producer]), nbytes)
+            yield _edge(source, (*first, twin[tensor.producer]), nbytes)
 
 
-def _with_group(op: Op) -> Op:
+def _with_group(op: PlainOp) -> PlainOp:
     """The op in a group of its own name, for its backward to join, if it is in none."""
     if op.group is not None:
         return op

@@ -14,8 +14,9 @@ from typing import Any, final
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
+from baechi.records.step_structure import StepStructure
 from baechi.traced.operators import Attempt, TracedOperators
-from baechi.traced.step_graph import operator_graph
+from baechi.traced.step_graph import operator_graph, step_structure
 from baechi.validation import check_row
 
 
@@ -54,6 +55,20 @@ class Traced(TracedOperators):
         for tensor in self.tensors:
             made[tensor.producer] += tensor.nbytes
         return tuple(made)
+
+    def structure(
+        self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
+    ) -> StepStructure:
+        """The structure of one step of this model: what `graph` adds costs to.
+
+        Args:
+            training: As in `graph`.
+            checkpoint: As in `graph`.
+
+        Raises:
+            InputError: A name of `checkpoint` fits no submodule.
+        """
+        return step_structure(self, training=training, checkpoint=checkpoint)
 
     def graph(
         self,

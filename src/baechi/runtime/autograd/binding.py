@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Free, Place, Program
+from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Recomputation
@@ -89,7 +89,7 @@ class Bound:
 
 def bind(
     module: TracedModule,
-    graph: OpGraph,
+    structure: StepStructure,
     program: Program,
     places: Sequence[torch.device],
     options: CompileOptions | None = None,
@@ -98,15 +98,15 @@ def bind(
 
     Args:
         module: The model.
-        graph: What was compiled.
-        program: The compiled placement of the graph.
+        structure: What was compiled.
+        program: The compiled placement of it.
         places: The torch device of every logical device.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
 
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
     """
-    return _Binder(module, graph, program, places, options).bound()
+    return _Binder(module, structure, program, places, options).bound()
 
 
 @final
@@ -116,17 +116,17 @@ class _Binder:
     def __init__(
         self,
         module: TracedModule,
-        graph: OpGraph,
+        structure: StepStructure,
         program: Program,
         places: Sequence[torch.device],
         options: CompileOptions | None,
     ) -> None:
         self._options = options
         self._module = module
-        self._graph = graph
+        self._structure = structure
         self._program = program
         self._places = places
-        self._layout = Layout(module, graph, program)
+        self._layout = Layout(module, structure, program)
         self._gradients = Gradients(self._layout)
         nodes = list(self._layout.position)
         self._inputs = {n: i for i, n in enumerate(m for m in nodes if m.op == "placeholder")}
@@ -377,7 +377,7 @@ class _Binder:
 
     def _is_made(self, place: Place) -> bool:
         """Whether a gradient is where its reader made it, and not where it is used."""
-        producer = self._graph.tensors[place.tensor].producer
+        producer = self._structure.tensors[place.tensor].producer
         if producer <= len(self._program.names):
             return True
         forward = self._program.twins.index(producer)

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
+from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_strides import keeping_strides
 from baechi.runtime.autograd.graph_edges import Entry
 from baechi.tracing.lowering import TracedModule
@@ -44,14 +44,14 @@ class Layout:
         between: (producer, consumer) -> the tensors of the graph between them, ascending.
     """
 
-    def __init__(self, module: TracedModule, graph: OpGraph, program: Program) -> None:
+    def __init__(self, module: TracedModule, structure: StepStructure, program: Program) -> None:
         self.module = module
         self.program = program
         self.position = {n: i for i, n in enumerate(module.graph_module.graph.nodes)}
         self.op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
         self.tape_of = {op: i for i, tape in enumerate(program.tapes) for op in tape.ops}
         self.between: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, tensor in enumerate(graph.tensors):
+        for index, tensor in enumerate(structure.tensors):
             for consumer in tensor.consumers:
                 self.between[tensor.producer, consumer].append(index)
 
