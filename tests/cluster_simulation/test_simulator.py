@@ -28,8 +28,7 @@ from baechi.cluster_simulation.policies.policy import Fifo, FitJobFirst, Policy
 from baechi.cluster_simulation.policies.shortest import ShortestTime
 from baechi.cluster_simulation.policies.splitting import AsPlaced, Baechi, SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
-from baechi.cluster_simulation.result_files import cluster_csv, held_gpu_time, job_csv, summary
-from baechi.cluster_simulation.results import ROW
+from baechi.cluster_simulation.results import ROW, cluster_csv, held_gpu_time, job_csv, summary
 from baechi.cluster_simulation.running_job import Run
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.step_time import LISTED
@@ -645,7 +644,7 @@ def test_a_graph_as_its_user_has_split_it_needs_room_for_its_peaks():
 
 
 def test_jobs_that_lose_all_that_they_get_done_are_told(monkeypatch):
-    monkeypatch.setattr("baechi.cluster_simulation.progress._EVENTS", 50)
+    monkeypatch.setattr("baechi.cluster_simulation.running_job._EVENTS", 50)
     jobs = [Job(f"job{i}", 1, 0, 5000) for i in range(3)]
     fleet = Fleet.uniform(1, 1, 2)
     for cost in (120, 700):

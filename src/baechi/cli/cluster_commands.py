@@ -100,7 +100,7 @@ def cluster(
         sharing_named,
     )
     from baechi.cluster_simulation.fleet import Fleet
-    from baechi.cluster_simulation.result_files import write_comparison, write_result
+    from baechi.cluster_simulation.results import write_comparison, write_result
     from baechi.cluster_simulation.simulator import simulate_cluster
     from baechi.cluster_simulation.traces.readers import read_trace
     from baechi.units import parse_bytes
@@ -242,7 +242,7 @@ def _report(results: "Sequence[Result]") -> None:
     """A row per policy, and the jobs that were refused."""
     from rich.table import Table
 
-    from baechi.cluster_simulation.result_files import summary
+    from baechi.cluster_simulation.results import summary
 
     table = Table()
     table.add_column("policy", no_wrap=True)
@@ -272,7 +272,7 @@ def _number(value: float | None) -> str:
 def _draw(results: "Sequence[Result]", path: Path) -> None:
     """The picture, where plotly is there to draw it."""
     try:
-        from baechi.cluster_simulation.charts import write_figure
+        from baechi.cluster_simulation.results import write_figure
 
         write_figure(results, path)
     except InputError as error:

@@ -12,12 +12,13 @@ from baechi.cluster_simulation.placement_schemes import (
     Random,
     Scheme,
 )
-from baechi.cluster_simulation.policies.packing import GandivaPacking, PackingFactor
 from baechi.cluster_simulation.policies.policy import (
     FewestGpusFirst,
     Fifo,
     FitJobFirst,
+    GandivaPacking,
     LongestPending,
+    PackingFactor,
     Policy,
 )
 from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
@@ -79,7 +80,7 @@ def policy_named(
         name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
             2, 4, 8, 10, 100, 1000.
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
-            that `LongestPending` and `las.py` name.
+            that `policies/tiresias.py` names.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
 
     Raises:

@@ -65,6 +65,12 @@ class Job:
                     f"{WHOLE}."
                 )
 
+    @property
+    def shape(self) -> object:
+        """What a scheme looks at: jobs of one shape fit in the same places."""
+        asked = self.gpus, self.memory_bytes, self.compute, self.limit
+        return *asked, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
+
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 | scheme | takes |
 |---|---|
-| `count` | as many GPUs as there are free, wherever (`rooms.Counter`) |
+| `count` | as many GPUs as there are free, wherever (`free_devices.Counter`) |
 | `first-fit` | the first GPUs that have room, in order |
 | `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
 | `random` | any GPUs with room |

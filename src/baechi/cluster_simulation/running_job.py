@@ -1,8 +1,15 @@
-"""A job on its way through the simulated cluster: the one value that changes."""
+"""Jobs on their way through the simulated cluster: their state, their ends, and their progress."""
+
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from typing import Final, final
 
 from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.free_devices import Grant
 from baechi.cluster_simulation.jobs import Job, Outcome
+
+# Events without an arrival or an end between two looks at what is left to do.
+_EVENTS: Final = 10_000
 
 
 class Run:
@@ -52,6 +59,12 @@ class Run:
         self._since = job.submit_time
         self._ran = self._waited = 0
 
+    @property
+    def held(self) -> Grant:
+        """Where it runs, or ran last; after it has started."""
+        assert self.grant is not None, "a job that holds nothing was asked for what it holds"
+        return self.grant
+
     def attained(self, now: int) -> int:
         """For how long it has held GPUs."""
         return self._ran + now - self._since if self.running else self._ran
@@ -100,3 +113,71 @@ class Run:
             self.grant.gpus if self.grant is not None else (),
             tuple(part.memory_bytes for part in self.grant.parts) if self.grant is not None else (),
         )
+
+
+# When it ends, its index and version, which break ties, and the job.
+_End = tuple[int, int, int, Run]
+
+
+class Ends:
+    """The ends of running jobs. Memory is linear in the running jobs."""
+
+    def __init__(self) -> None:
+        self._heap: list[_End] = []
+
+    def add(self, run: Run) -> None:
+        """The end of a job at its present rate; what was known before is void."""
+        heappush(self._heap, (run.ends_at(), run.index, run.version, run))
+
+    def first(self, running: int) -> int | None:
+        """The time of the next end, where so many jobs run; `None` if none does."""
+        heap = self._heap
+        while heap and heap[0][3].version != heap[0][2]:
+            heappop(heap)
+        if len(heap) > 64 + 4 * running:
+            heap[:] = [end for end in heap if end[3].version == end[2]]
+            heapify(heap)
+        return heap[0][0] if heap else None
+
+    def at(self, time: int) -> list[Run]:
+        """Who ends at that time, by arrival."""
+        found = [end[3] for end in self._heap if end[0] == time and end[3].version == end[2]]
+        return sorted(found, key=lambda run: run.index)
+
+    def due(self, now: int) -> list[Run]:
+        """Takes out who has ended by now: by end, and of one moment by arrival."""
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, version, run = heappop(self._heap)
+            if run.version == version:
+                found.append(run)
+        return found
+
+
+@final
+class Progress:
+    """The least that was left to do, in all and of one job, since the last arrival or end."""
+
+    def __init__(self) -> None:
+        self._events = 0
+        self._least: tuple[int, int] | None = None
+
+    def is_stuck(self, runs: Iterable[Run], now: int, *, moves: bool) -> bool:
+        """Whether for many events nothing ended, and no less is left than there was before.
+
+        Args:
+            runs: All jobs.
+            now: The time.
+            moves: Whether a job has just arrived or ended, or will arrive.
+        """
+        if moves:
+            self._events, self._least = 0, None
+            return False
+        self._events += 1
+        if self._events % _EVENTS:
+            return False
+        left = [run.remaining(now) for run in runs if not run.done]
+        here = sum(left), min(left, default=0)
+        before = self._least or (here[0] + 1, here[1] + 1)
+        self._least = min(before[0], here[0]), min(before[1], here[1])
+        return self._least == before

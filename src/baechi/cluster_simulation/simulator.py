@@ -21,15 +21,13 @@ from functools import partial
 from baechi.cluster_simulation.contention import Exclusive, Sharing
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.free_devices import Counter, Grant, Machines, Room
-from baechi.cluster_simulation.job_ends import Ends
-from baechi.cluster_simulation.jobs import WHOLE, Job
-from baechi.cluster_simulation.offers import RoomOffer, admission, held_by, shape_of
+from baechi.cluster_simulation.jobs import WHOLE, Job, Refusal
 from baechi.cluster_simulation.placement_schemes import Scheme
-from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.progress import Progress
+from baechi.cluster_simulation.policies.policy import Offer, Policy
 from baechi.cluster_simulation.results import Result
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.running_job import Ends, Progress, Run
 from baechi.errors import InputError
+from baechi.units import format_bytes
 from baechi.validation import check_count
 
 
@@ -119,7 +117,7 @@ class _Simulation:
 
     def run(self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None) -> Result:
         """Until nothing waits, runs or arrives."""
-        refused, admitted = admission(jobs, self._make_room(), self._gpus)
+        refused, admitted = _admission(jobs, self._make_room(), self._gpus)
         runs = self._runs = [Run(job, index) for index, job in enumerate(admitted)]
         self._policy.begin(self._gpus)
         # Decided once: a policy that selects keeps its own queue from the first event on.
@@ -266,7 +264,7 @@ class _Simulation:
         for rank, run in enumerate(self._queue):
             if run.running or self._begin(run, now):
                 continue
-            shape = shape_of(run.job)
+            shape = run.job.shape
             behind = [other for other in self._queue[rank + 1 :] if other.running]
             if behind and shape not in hopeless and not self._displace(run, behind, now):
                 hopeless.add(shape)
@@ -297,7 +295,7 @@ class _Simulation:
             self._room.take(run.index, run.job, grant)
         lost = []
         for other in behind[len(behind) - away :]:
-            held = held_by(other)
+            held = other.held
             if self._room.place_again(held):
                 self._room.take(other.index, other.job, held)
             else:
@@ -313,14 +311,14 @@ class _Simulation:
     def _clear(self, behind: list[Run], away: int, wanted: int) -> int:
         """Takes away or puts back jobs, so that the last `wanted` are away."""
         for place in range(len(behind) - wanted, len(behind) - away):
-            self._room.give(behind[place].index, behind[place].job, held_by(behind[place]))
+            self._room.give(behind[place].index, behind[place].job, behind[place].held)
         for place in range(len(behind) - away, len(behind) - wanted):
-            self._room.take(behind[place].index, behind[place].job, held_by(behind[place]))
+            self._room.take(behind[place].index, behind[place].job, behind[place].held)
         return wanted
 
     def _begin(self, run: Run, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""
-        shape = shape_of(run.job)
+        shape = run.job.shape
         if shape in self._hopeless:
             return False
         grant = self._room.place(run.job)
@@ -336,7 +334,7 @@ class _Simulation:
             return True
         rate = self._room.rate(grant, joins=True)
         return self._policy.accepts(
-            RoomOffer(run, grant, rate, now, self._running.values(), self._room)
+            Offer(run, grant, rate, now, self._running.values(), self._room)
         )
 
     def _start(self, run: Run, grant: Grant, now: int) -> None:
@@ -359,7 +357,7 @@ class _Simulation:
         self._refresh(run, now)
 
     def _stop(self, run: Run, now: int) -> None:
-        self._room.give(run.index, run.job, held_by(run))
+        self._room.give(run.index, run.job, run.held)
         self._mark_stopped(run, now)
         self._refresh(run, now)
 
@@ -379,21 +377,48 @@ class _Simulation:
         run.version += 1
         del self._running[run.index]
         self._hopeless.clear()
-        self._room.give(run.index, run.job, held_by(run))
+        self._room.give(run.index, run.job, run.held)
 
     def _refresh(self, run: Run, now: int) -> None:
         """New rates for those on the GPUs of a job that came or went."""
         if self._shared:
-            for index in sorted(self._room.neighbors(held_by(run))):
+            for index in sorted(self._room.neighbors(run.held)):
                 neighbor = self._runs[index]
                 if neighbor.running:
                     self._pace(neighbor, now)
 
     def _pace(self, run: Run, now: int) -> None:
         """The rate of a running job, and its end with it."""
-        rate = self._room.rate(held_by(run))
+        rate = self._room.rate(run.held)
         if rate != run.rate:
             run.settle(now)
             run.rate = rate
             run.version += 1
             self._ends.add(run)
+
+
+def _admission(jobs: Sequence[Job], empty: Room, gpus: int) -> tuple[list[Refusal], list[Job]]:
+    """The jobs that never fit a cluster of so many GPUs, empty, and those that do, by arrival."""
+    refused: list[Refusal] = []
+    admitted: list[Job] = []
+    known: dict[object, bool] = {}
+    for job in sorted(jobs, key=lambda job: job.submit_time):
+        shape = job.shape
+        if shape not in known:
+            known[shape] = empty.place(job) is not None
+        if known[shape]:
+            admitted.append(job)
+        else:
+            refused.append(Refusal(job, _reason_for(job, gpus)))
+    return refused, admitted
+
+
+def _reason_for(job: Job, gpus: int) -> str:
+    """Why a job fits no empty cluster of so many GPUs."""
+    if job.gpus > gpus:
+        return f"asks for {job.gpus} GPUs of {gpus}"
+    what = "its operator graph" if job.graph else f"{format_bytes(job.memory_bytes)} on each"
+    return (
+        f"asks for {job.gpus} GPUs with room for {what}; under this scheme not even the empty "
+        "cluster has that"
+    )

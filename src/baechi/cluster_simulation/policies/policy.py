@@ -14,15 +14,18 @@ sort breaks ties as the published simulators do. A policy of your own:
     simulate_cluster(jobs, fleet, MostGpusFirst())
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, final
 
-from baechi.cluster_simulation.free_devices import Grant
+from baechi.cluster_simulation.free_devices import Grant, Room
 from baechi.cluster_simulation.running_job import Run
 
 
-class Offer(ABC):
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
     """A place that a job could have now.
 
     Attributes:
@@ -31,6 +34,7 @@ class Offer(ABC):
         rate: Its work per tick there, among those that are there.
         now: The time.
         running: The jobs that run.
+        room: What is taken and what is free.
     """
 
     run: Run
@@ -38,10 +42,17 @@ class Offer(ABC):
     rate: int
     now: int
     running: Collection[Run]
+    room: Room
 
-    @abstractmethod
     def rate_after(self, ended: Sequence[Run]) -> int:
         """Its work per tick in the place that it would get if others had ended; 0 for none."""
+        for other in ended:
+            self.room.give(other.index, other.job, other.held)
+        grant = self.room.place(self.run.job)
+        rate = self.room.rate(grant, joins=True) if grant is not None else 0
+        for other in reversed(ended):
+            self.room.take(other.index, other.job, other.held)
+        return rate
 
 
 class Policy(ABC):
@@ -138,3 +149,18 @@ class LongestPending(Policy):
 
     def __init__(self, *, passes_over: bool = False) -> None:
         self.passes_over = passes_over
+
+
+@final
+class GandivaPacking(Policy):
+    """Whoever finds room goes, in order of arrival."""
+
+    name = "gandiva-packing"
+
+
+@final
+class PackingFactor(Policy):
+    """In order of arrival; nobody overtakes."""
+
+    name = "big-brain"
+    blocking = True

@@ -2,7 +2,7 @@
 
 `Baechi` is a scheme: it places a job's graph on the residual memory of the GPUs that admit another
 job: whole on one where that is possible, else on as few as possible, at most `Job.most_gpus`. What
-the job then takes and holds is told in `steps.py`. A job without a graph is placed as by
+the job then takes and holds is in `step_time.py`. A job without a graph is placed as by
 `best-fit`. `AsPlaced` is for comparison: it leaves a graph split as its user has split it.
 
 `SplitOrWait` is a policy: a job that is offered a place compares when it would end there with when
@@ -46,7 +46,7 @@ class Baechi(Scheme):
 
     Attributes:
         links: Between GPUs.
-        effort: As `solve`'s, or `steps.LISTED` for simulations of many jobs.
+        effort: As `solve`'s, or `step_time.LISTED` for simulations of many jobs.
         fewest: Whether a job is split over as few GPUs as possible; if not, over as many as make
             its predicted step shortest.
     """

@@ -1,4 +1,4 @@
-"""One function per published format of traces, from a file's text to its entries (`traces.py`)."""
+"""One function per published format of traces, from a file's text to its entries (`readers.py`)."""
 
 import json
 from collections.abc import Callable, Iterator
