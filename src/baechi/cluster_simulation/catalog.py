@@ -24,7 +24,12 @@ from baechi.cluster_simulation.policies.policy import (
 from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
 from baechi.cluster_simulation.policies.splitting import Baechi, SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
-from baechi.cluster_simulation.policies.tiresias import Gittins, LeastAttained, LeastAttainedGpuTime
+from baechi.cluster_simulation.policies.tiresias import (
+    Gittins,
+    LeastAttained,
+    LeastAttainedGpuTime,
+    PublishedLongestPending,
+)
 from baechi.errors import InputError
 
 COMPAT: Final = ("tiresias",)
@@ -43,7 +48,7 @@ _PLAIN: Final[dict[str, Callable[[], Policy]]] = {
 }
 # Those in which the published simulator has defects that its results need.
 _COMPATIBLE: Final[dict[str, Callable[[bool], Policy]]] = {
-    "lpjf": lambda compat: LongestPending(passes_over=compat),
+    "lpjf": lambda compat: PublishedLongestPending() if compat else LongestPending(),
     "dlas": lambda compat: LeastAttained(compat=compat),
     "dlas-gpu": lambda compat: LeastAttainedGpuTime(compat=compat),
 }

@@ -54,7 +54,7 @@ class Run:
         self.start_time = self.end_time = -1
         self.preempt = self.resume = self.promote = self.overhead = 0
         self.rate = 0
-        self.version = 0  # of its end: an event of an older one is void
+        self.version = 0  # of its end: an event of an older one is stale
         self._remaining = job.duration * WORK
         self._since = job.submit_time
         self._ran = self._waited = 0
@@ -119,17 +119,42 @@ class Run:
 _End = tuple[int, int, int, Run]
 
 
-class Ends:
-    """The ends of running jobs. Memory is linear in the running jobs."""
+class Events:
+    """Arrivals, and the ends of running jobs: a heap, in which ends at former rates are stale.
 
-    def __init__(self) -> None:
+    Memory is linear in the jobs that have yet to arrive or run.
+    """
+
+    def __init__(self, arrivals: Iterable[int]) -> None:
+        self._arrivals = sorted(set(arrivals), reverse=True)
         self._heap: list[_End] = []
 
+    @property
+    def arrival(self) -> int | None:
+        """The time of the next arrival."""
+        return self._arrivals[-1] if self._arrivals else None
+
     def add(self, run: Run) -> None:
-        """The end of a job at its present rate; what was known before is void."""
+        """The end of a job at its present rate; what was known before is stale."""
         heappush(self._heap, (run.ends_at(), run.index, run.version, run))
 
-    def first(self, running: int) -> int | None:
+    def next(self, running: int) -> int | None:
+        """The time of the next arrival or end, where so many jobs run; `None` if none is left."""
+        times = (self.arrival, self.first_end(running))
+        return min((time for time in times if time is not None), default=None)
+
+    def take(self, now: int) -> list[Run]:
+        """Takes out what is due: who has ended by now, by end, and of one moment by arrival."""
+        if self._arrivals and self._arrivals[-1] <= now:
+            self._arrivals.pop()
+        found = []
+        while self._heap and self._heap[0][0] <= now:
+            _, _, version, run = heappop(self._heap)
+            if run.version == version:
+                found.append(run)
+        return found
+
+    def first_end(self, running: int) -> int | None:
         """The time of the next end, where so many jobs run; `None` if none does."""
         heap = self._heap
         while heap and heap[0][3].version != heap[0][2]:
@@ -139,19 +164,10 @@ class Ends:
             heapify(heap)
         return heap[0][0] if heap else None
 
-    def at(self, time: int) -> list[Run]:
+    def ending_at(self, time: int) -> list[Run]:
         """Who ends at that time, by arrival."""
         found = [end[3] for end in self._heap if end[0] == time and end[3].version == end[2]]
         return sorted(found, key=lambda run: run.index)
-
-    def due(self, now: int) -> list[Run]:
-        """Takes out who has ended by now: by end, and of one moment by arrival."""
-        found = []
-        while self._heap and self._heap[0][0] <= now:
-            _, _, version, run = heappop(self._heap)
-            if run.version == version:
-                found.append(run)
-        return found
 
 
 @final

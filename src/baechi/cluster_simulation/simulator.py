@@ -6,7 +6,7 @@ With preemption the order is of all jobs, as if the cluster were empty, but a jo
 where nothing more urgent needs them.
 
 A job has `duration * WORK` units of work and does `Run.rate` of them per tick; where jobs share a
-GPU, rates change as they come and go, and the ends with them (an old end in the heap is void). A
+GPU, rates change as they come and go, and the ends with them (an old end in the heap is stale). A
 tick that is not filled by the last work counts whole, so times stay integers.
 
 Cost of an event: O(changes log jobs) under `fifo` and `shortest` where GPUs are only counted, else
@@ -25,7 +25,7 @@ from baechi.cluster_simulation.jobs import WHOLE, Job, Refusal
 from baechi.cluster_simulation.placement_schemes import Scheme
 from baechi.cluster_simulation.policies.policy import Offer, Policy
 from baechi.cluster_simulation.results import Result
-from baechi.cluster_simulation.running_job import Ends, Progress, Run
+from baechi.cluster_simulation.running_job import Progress, Run
 from baechi.errors import InputError
 from baechi.units import format_bytes
 from baechi.validation import check_count
@@ -71,7 +71,7 @@ def simulate_cluster(
             raise InputError(f"two jobs are named {job.name!r}; names must be unique.")
         names.add(job.name)
     sharing = sharing if sharing is not None else Exclusive()
-    scheme = None if policy.only_counts else scheme
+    scheme = policy.scheme(scheme)
     whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
     if scheme is None and (sharing.most > 1 or not whole):
         raise InputError(
@@ -106,8 +106,6 @@ class _Simulation:
         self._asks = type(policy).accepts is not Policy.accepts
         self._queue: list[Run] = []  # that wait, or with preemption all that have not ended
         self._running: dict[int, Run] = {}
-        self._ends = Ends()
-        self._due: list[Run] = []  # see `Policy.ends_with_arrivals`
         self._wake: int | None = None
         self._selects = False
         self._waiting = 0
@@ -125,26 +123,17 @@ class _Simulation:
             chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
             self._selects = chosen is not None
         rows: list[tuple[int, ...]] = []
-        times = {job.submit_time for job in admitted}
-        if self._policy.ends_with_arrivals:
-            times.update(row.job.submit_time for row in refused)
-        arrivals = sorted(times, reverse=True)
-        now = arrivals[-1] if arrivals else 0
+        self._events = self._policy.events(admitted, [row.job for row in refused])
+        now = self._events.arrival or 0
         place = 0
-        while True:
-            moment = self._next(arrivals[-1] if arrivals else None)
-            if moment is None:
-                break
+        while (moment := self._next()) is not None:
             self._byte_ticks += self._room.held_bytes * max(0, moment - now)
             before, now = now, max(now, moment)
             first = place
             while place < len(runs) and runs[place].job.submit_time <= now:
                 place += 1
             arrived = runs[first:place]
-            ended = self._ends.due(now)
-            if arrivals and arrivals[-1] <= now:
-                arrivals.pop()
-                ended, self._due = ended or self._due, []
+            ended = self._events.take(now)
             self._end(ended, now, before)
             self._waiting += len(arrived)
             self._decide(now, arrived, ended)
@@ -170,17 +159,12 @@ class _Simulation:
             byte_ticks=self._byte_ticks,
         )
 
-    def _next(self, arrival: int | None) -> int | None:
+    def _next(self) -> int | None:
         """The time of the next event."""
-        times = [arrival] if arrival is not None else []
-        end = self._ends.first(len(self._running))
-        if end is not None:
-            times.append(end)
-            if end == arrival and self._policy.ends_with_arrivals:
-                self._due = self._ends.at(end)
-        if self._wake is not None and (self._running or self._waiting):
-            times.append(self._wake)
-        return min(times, default=None)
+        moment = self._events.next(len(self._running))
+        if self._wake is None or not (self._running or self._waiting):
+            return moment
+        return self._wake if moment is None else min(moment, self._wake)
 
     def _end(self, ended: list[Run], now: int, before: int) -> None:
         """Ends jobs; one that waits has waited until the event before, as published."""
@@ -238,24 +222,18 @@ class _Simulation:
     def _fill_up(self, now: int) -> None:
         """Without preemption: those that wait, as far as there is room."""
         started = 0
-        prefix = True
         free = self._room.row()[3]
-        queue = iter(self._queue)
-        for run in queue:
+        for run in self._policy.walk(self._queue):
             if not free and not self._shared:
                 break
             if self._begin(run, now):
                 started += 1
                 free = self._room.row()[3]
-                if self._policy.passes_over and next(queue, None) is not None:
-                    prefix = False
             elif self._policy.blocking:
                 break
-            else:
-                prefix = False
-        if started and prefix:
+        if all(run.running for run in self._queue[:started]):
             del self._queue[:started]
-        elif started:
+        else:
             self._queue = [run for run in self._queue if not run.running]
 
     def _deal_out(self, now: int) -> None:
@@ -394,7 +372,7 @@ class _Simulation:
             run.settle(now)
             run.rate = rate
             run.version += 1
-            self._ends.add(run)
+            self._events.add(run)
 
 
 def _admission(jobs: Sequence[Job], empty: Room, gpus: int) -> tuple[list[Refusal], list[Job]]:

@@ -15,12 +15,14 @@ sort breaks ties as the published simulators do. A policy of your own:
 """
 
 from abc import ABC
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
 from baechi.cluster_simulation.free_devices import Grant, Room
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.running_job import Events, Run
 
 
 @final
@@ -62,28 +64,33 @@ class Policy(ABC):
         name: What it is called on the command line and in results.
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
-        only_counts: Whether GPUs are counted, whatever the scheme.
-        passes_over: Whether, without preemption, the job behind one that starts is not looked at.
-        ends_with_arrivals: Whether a job that was to end as the next one arrives does end then,
-            though it lost its GPUs since. A defect of the published simulator, for its results;
-            arrivals are events then even of jobs that are refused.
     """
 
     name: ClassVar[str]
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
-    only_counts: bool = False
-    passes_over: bool = False
-    ends_with_arrivals: bool = False
 
     def begin(self, gpus: int) -> None:
         """Called once, with the size of the cluster."""
         del gpus
 
+    def scheme(self, given: Scheme | None) -> Scheme | None:
+        """The scheme that it uses; that of the simulation, unless it has its own."""
+        return given
+
+    def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
+        """The calendar of a simulation of these jobs, of which some can never run."""
+        del refused
+        return Events(job.submit_time for job in admitted)
+
     def order(self, runs: list[Run], now: int) -> list[Run]:
         """The jobs, most urgent first; all of them."""
         del now
         return runs
+
+    def walk(self, runs: list[Run]) -> Iterator[Run]:
+        """The waiting jobs in turn, without preemption; each is `running` next if it started."""
+        return iter(runs)
 
     def wake(self, runs: Sequence[Run], now: int) -> int | None:
         """When the order changes though no job arrives or ends; `None` if it does not."""
@@ -134,21 +141,14 @@ class FewestGpusFirst(Policy):
         return sorted(runs, key=lambda run: run.job.gpus)
 
 
-@final
 class LongestPending(Policy):
     """Who has waited longest first; nobody overtakes.
 
-    Without preemption the longest waiting job is the first to have arrived, as under `fifo`. The
-    original meant that, but misspells the field that it sorts by, so that it does not sort, and
-    takes jobs out of the list that it walks over, so that the job behind one that starts is passed
-    over until the next event. `compat="tiresias"` does the same.
+    Without preemption the longest waiting job is the first to have arrived, as under `fifo`.
     """
 
     name = "lpjf"
     blocking = True
-
-    def __init__(self, *, passes_over: bool = False) -> None:
-        self.passes_over = passes_over
 
 
 @final

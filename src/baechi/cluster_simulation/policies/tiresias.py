@@ -6,7 +6,14 @@ order; within one, running jobs go before waiting ones, in the order in which th
 `gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
 jobs need: the chance to end within the next `delta` over what that costs.
 
-`compat="tiresias"` repeats what the published simulator does, which its results need:
+`compat="tiresias"` repeats what the published simulator does, which its results need. All of it is
+in this file. In its longest-pending policy (`PublishedLongestPending`):
+
+- the field that it sorts by is misspelled, so it does not sort;
+- it takes jobs out of the list that it walks over, so that the job behind one that starts is passed
+  over until the next event.
+
+In the queues:
 
 - the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
   GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
@@ -15,22 +22,26 @@ jobs need: the chance to end within the next `delta` over what that costs.
 - GPUs are counted, whatever the scheme;
 - who was to end at the moment at which the next job arrives does end then, though a demotion in
   between took its GPUs: the original notes the end with the arrival, and does not take it back
-  unless another end falls on that moment. Its last wait is not counted, for ends go first.
+  unless another end falls on that moment. Its last wait is not counted, for ends go first
+  (`_PublishedEvents`);
+- arrivals are events even of jobs that are refused.
 
 Between the two limits that are used and the third that is written there, the original has three
 queues, so the third is never read; it is left out here.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
 from typing import ClassVar, Final, final
 
-from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.policies.policy import LongestPending, Policy
+from baechi.cluster_simulation.running_job import Events, Run
 from baechi.errors import InputError
 
 LIMITS: Final = (3250, 7200)
@@ -94,6 +105,43 @@ def _rounded(value: float, digits: int) -> float:
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
+@final
+class PublishedLongestPending(LongestPending):
+    """As the published simulator walks over its list."""
+
+    def walk(self, runs: list[Run]) -> Iterator[Run]:
+        """Without the job behind each one that starts."""
+        walk = iter(runs)
+        for run in walk:
+            yield run
+            if run.running:
+                next(walk, None)
+
+
+@final
+class _PublishedEvents(Events):
+    """Ends that fall on the next arrival, as the published simulator notes them."""
+
+    def __init__(self, arrivals: Iterable[int]) -> None:
+        super().__init__(arrivals)
+        self._noted: list[Run] = []
+
+    def next(self, running: int) -> int | None:
+        """As always; notes who is to end with the next arrival."""
+        end = self.first_end(running)
+        if end is not None and end == self.arrival:
+            self._noted = self.ending_at(end)
+        return super().next(running)
+
+    def take(self, now: int) -> list[Run]:
+        """Who was noted ends with the arrival, unless somebody else does."""
+        arrives = self.arrival is not None and self.arrival <= now
+        ended = super().take(now)
+        if arrives:
+            ended, self._noted = ended or self._noted, []
+        return ended
+
+
 class LeastAttained(Policy):
     """Discretized least attained service.
 
@@ -123,12 +171,22 @@ class LeastAttained(Policy):
             raise InputError(f"promote is {promote}; it must not be negative.")
         self._limits = tuple(limits)
         self._promote = promote
-        self._compat = self.only_counts = self.ends_with_arrivals = compat
+        self._compat = compat
         self._index = index
         self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
         self._waited_before: dict[int, int] = {}  # waited when it first ran after that
+
+    def scheme(self, given: Scheme | None) -> Scheme | None:
+        """The original only counts GPUs."""
+        return None if self._compat else given
+
+    def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
+        """In the original, jobs that are refused arrive as well."""
+        if not self._compat:
+            return super().events(admitted, refused)
+        return _PublishedEvents(job.submit_time for job in (*admitted, *refused))
 
     def order(self, runs: list[Run], now: int) -> list[Run]:
         """Queue after queue."""
