@@ -14,9 +14,8 @@ from typing import Any, Final, final
 import torch
 
 from baechi.costs.cpu_timer import CpuTimer, Reading, Run, Timer, no_collections
-from baechi.costs.example_inputs import Operands
+from baechi.costs.example_inputs import ExampleInputs, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
-from baechi.costs.real_inputs import real_operands
 from baechi.costs.single_op import Alone, Setting, evictor
 from baechi.costs.workspace import Sizes, sizes
 from baechi.errors import InputError
@@ -82,7 +81,7 @@ class Bench:
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
             leaf = torch.ones(2, device=self.place, requires_grad=True)
             torch.autograd.grad(leaf.exp().sum(), leaf)
-        self._operands: Operands | None = None
+        self._inputs: ExampleInputs | None = None
         self._timer: Timer | None = None
         self._engine_ns: int | None = None
 
@@ -120,15 +119,15 @@ class Bench:
             InputError: It runs neither alone nor in the model.
         """
         nodes = self._module.nodes[index]
-        if self._operands is None:
-            self._operands = Operands(self._module, self.place)
+        if self._inputs is None:
+            self._inputs = ExampleInputs(self._module, self.place)
         try:
-            return self._measure(self._operands.make, nodes, before)
+            return self._measure(self._inputs.make, nodes, before)
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
-            values = real_operands(self._module, nodes, self.place)
-            operands = self._operands
+            values = real_inputs(self._module, nodes, self.place)
+            operands = self._inputs
 
             def make(node: Any, readers: Any) -> Any:
                 return values[node] if node in values else operands.make(node, readers)

@@ -19,10 +19,10 @@ from typing import Final
 
 import torch
 
+from baechi.costs.example_inputs import value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.repetition import TOLERANCE, is_settled, measure_all, with_pass
-from baechi.costs.value_dependence import value_remark
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import device_kind, torch_device

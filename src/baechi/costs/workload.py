@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.costs.example_inputs import real_inputs
 from baechi.costs.flop_rules import kernel_of
-from baechi.costs.real_inputs import real_operands
 from baechi.errors import InputError
 from baechi.records.efficiency import Kernel
 from baechi.torch_support.memory_meter import Meter
@@ -113,7 +113,7 @@ def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        values = real_operands(module, nodes, _CPU)
+        values = real_inputs(module, nodes, _CPU)
 
         def make(node: fx.Node) -> Any:
             return values[node] if node in values else _fake(module, node)
