@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from baechi.cluster_simulation.fleet import Fleet, Slice
     from baechi.cluster_simulation.jobs import Job
-    from baechi.cluster_simulation.results import Result
+    from baechi.cluster_simulation.results import SimulationResult
     from baechi.cluster_simulation.traces.readers import Trace
 
 
@@ -238,7 +238,7 @@ def _tell(trace: "Trace", fleet: "Fleet") -> None:
         say(f"skipped {len(trace.malformed)} malformed lines in all", error=True)
 
 
-def _report(results: "Sequence[Result]") -> None:
+def _report(results: "Sequence[SimulationResult]") -> None:
     """A row per policy, and the jobs that were refused."""
     from rich.table import Table
 
@@ -269,7 +269,7 @@ def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def _draw(results: "Sequence[Result]", path: Path) -> None:
+def _draw(results: "Sequence[SimulationResult]", path: Path) -> None:
     """The picture, where plotly is there to draw it."""
     try:
         from baechi.cluster_simulation.results import write_figure

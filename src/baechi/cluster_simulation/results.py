@@ -17,7 +17,7 @@ from baechi.cluster_simulation.jobs import Outcome, Refusal
 from baechi.reporting.figures import color, dash, require_plotly
 from baechi.storage.serialization import write_whole
 
-# What `Result.rows` has in each row, after every event.
+# The columns of `SimulationResult.rows`.
 ROW = (
     *("time", "idle_node", "busy_node", "full_node", "idle_gpu", "busy_gpu"),
     *("pending_job", "running_job", "completed_job"),
@@ -31,8 +31,8 @@ _POINTS = 2000  # of a curve at most: more than a screen is wide
 
 @final
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a simulation found.
+class SimulationResult:
+    """The result of a simulation.
 
     Attributes:
         policy: The policy's name.
@@ -53,7 +53,7 @@ class Result:
     byte_ticks: int = 0
 
 
-def job_csv(result: Result) -> str:
+def job_csv(result: SimulationResult) -> str:
     """A row per job that ended. As published, `executed_time` is from first start to end."""
     rows = (
         (
@@ -75,17 +75,17 @@ def job_csv(result: Result) -> str:
     return _table(JOB_COLUMNS, rows)
 
 
-def cluster_csv(result: Result) -> str:
-    """A row per event: what was busy and who waited after it."""
+def cluster_csv(result: SimulationResult) -> str:
+    """A row per event: busy devices and waiting jobs after it."""
     return _table(ROW, result.rows)
 
 
-def summary(result: Result) -> dict[str, Any]:
+def summary(result: SimulationResult) -> dict[str, Any]:
     """The figures that policies are compared by, in ticks.
 
     `p99_jct` is the smallest time that 99 % of the jobs did not exceed; `makespan` is from the
     first arrival to the last end; `utilization` is the part of the GPU-time in between that was
-    held, `memory_utilization` that of memory. Figures are `None` where there is nothing to tell.
+    held, `memory_utilization` that of memory. Figures that no job contributes to are `None`.
     """
     times = sorted(outcome.completion_time for outcome in result.outcomes)
     count = len(times)
@@ -117,7 +117,7 @@ def summary(result: Result) -> dict[str, Any]:
     }
 
 
-def held_gpu_time(result: Result) -> int:
+def held_gpu_time(result: SimulationResult) -> int:
     """GPU-ticks in which a GPU was held by at least one job."""
     total = 0
     for row, following in zip(result.rows, result.rows[1:], strict=False):
@@ -125,7 +125,7 @@ def held_gpu_time(result: Result) -> int:
     return total
 
 
-def write_result(result: Result, folder: Path) -> None:
+def write_result(result: SimulationResult, folder: Path) -> None:
     """Writes `job.csv`, `cluster.csv` and `summary.json`, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "job.csv", job_csv(result))
@@ -133,7 +133,7 @@ def write_result(result: Result, folder: Path) -> None:
     write_whole(folder / "summary.json", json.dumps(summary(result), indent=2) + "\n")
 
 
-def write_comparison(results: Sequence[Result], folder: Path) -> None:
+def write_comparison(results: Sequence[SimulationResult], folder: Path) -> None:
     """Writes `comparison.csv` and `comparison.json`: a row per policy."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [summary(result) for result in results]
@@ -143,7 +143,7 @@ def write_comparison(results: Sequence[Result], folder: Path) -> None:
     write_whole(folder / "comparison.json", json.dumps(rows, indent=2) + "\n")
 
 
-def cluster_figure(results: Sequence[Result]) -> Any:
+def cluster_figure(results: Sequence[SimulationResult]) -> Any:
     """Busy GPUs and waiting jobs over time, and the share of jobs done within a time."""
     require_plotly()
     from plotly.subplots import make_subplots
@@ -190,7 +190,7 @@ def cluster_figure(results: Sequence[Result]) -> Any:
     return figure
 
 
-def write_figure(results: Sequence[Result], path: Path) -> None:
+def write_figure(results: Sequence[SimulationResult], path: Path) -> None:
     """Writes the picture as a page that opens without a network."""
     figure = cluster_figure(results)
     write_whole(path, figure.to_html(include_plotlyjs=True, div_id="cluster"))

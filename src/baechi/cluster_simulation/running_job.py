@@ -1,4 +1,4 @@
-"""Jobs on their way through the simulated cluster: their state, their ends, and their progress."""
+"""The state of a job in the simulated cluster, the calendar of events, and a check for stalls."""
 
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
@@ -8,16 +8,16 @@ from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.free_devices import Grant
 from baechi.cluster_simulation.jobs import Job, Outcome
 
-# Events without an arrival or an end between two looks at what is left to do.
+# Events without an arrival or an end between two looks at the remaining work.
 _EVENTS: Final = 10_000
 
 
-class Run:
-    """What policies see of a job.
+class JobRun:
+    """The state of a job, as policies see it.
 
     Attributes:
-        job: The job; its `duration` is for policies that are told the future.
-        index: Its rank by arrival.
+        job: The job; its `duration` is for policies that know the future.
+        index: Its rank by arrival time.
         running: Whether it holds GPUs.
         done: Whether it has ended.
         grant: The GPUs that it holds or held last.
@@ -61,20 +61,20 @@ class Run:
 
     @property
     def held(self) -> Grant:
-        """Where it runs, or ran last; after it has started."""
-        assert self.grant is not None, "a job that holds nothing was asked for what it holds"
+        """The GPUs that it has, or had last; only after it has started."""
+        assert self.grant is not None, "the job has not started"
         return self.grant
 
     def attained(self, now: int) -> int:
-        """For how long it has held GPUs."""
+        """Ticks for which it has held GPUs."""
         return self._ran + now - self._since if self.running else self._ran
 
     def waited(self, now: int) -> int:
-        """For how long it has waited since it arrived."""
+        """Ticks that it has waited since it arrived."""
         return self._waited if self.running else self._waited + now - self._since
 
     def remaining(self, now: int) -> int:
-        """For how long it would still run on whole GPUs of speed 1, rounded up."""
+        """Ticks that it would still run on whole GPUs of speed 1, rounded up."""
         work = self._remaining
         if self.running:
             work -= self.rate * (now - self._since)
@@ -91,16 +91,16 @@ class Run:
         self._since = now
 
     def add_overhead(self, ticks: int) -> None:
-        """Makes its work longer, for a restart."""
+        """Adds work, for a restart."""
         self.overhead += ticks
         self._remaining += ticks * WORK
 
     def ends_at(self) -> int:
-        """When it ends at its present rate; after `settle`."""
+        """The time of its end at its present rate; after `settle`."""
         return self._since - (-self._remaining // self.rate)
 
     def outcome(self, *, resumes: bool) -> Outcome:
-        """What became of it; after it is done."""
+        """Its outcome; after it is done."""
         return Outcome(
             self.job,
             self.start_time,
@@ -115,8 +115,8 @@ class Run:
         )
 
 
-# When it ends, its index and version, which break ties, and the job.
-_End = tuple[int, int, int, Run]
+# The time of the end; index and version of the job, which break ties; the job.
+_End = tuple[int, int, int, JobRun]
 
 
 class Events:
@@ -134,8 +134,8 @@ class Events:
         """The time of the next arrival."""
         return self._arrivals[-1] if self._arrivals else None
 
-    def add(self, run: Run) -> None:
-        """The end of a job at its present rate; what was known before is stale."""
+    def add(self, run: JobRun) -> None:
+        """The end of a job at its present rate; earlier entries become stale."""
         heappush(self._heap, (run.ends_at(), run.index, run.version, run))
 
     def next(self, running: int) -> int | None:
@@ -143,8 +143,8 @@ class Events:
         times = (self.arrival, self.first_end(running))
         return min((time for time in times if time is not None), default=None)
 
-    def take(self, now: int) -> list[Run]:
-        """Takes out what is due: who has ended by now, by end, and of one moment by arrival."""
+    def take(self, now: int) -> list[JobRun]:
+        """Removes the jobs that have ended by now; by end, and at one time by arrival."""
         if self._arrivals and self._arrivals[-1] <= now:
             self._arrivals.pop()
         found = []
@@ -164,22 +164,25 @@ class Events:
             heapify(heap)
         return heap[0][0] if heap else None
 
-    def ending_at(self, time: int) -> list[Run]:
-        """Who ends at that time, by arrival."""
+    def ending_at(self, time: int) -> list[JobRun]:
+        """The jobs that end at that time, by arrival."""
         found = [end[3] for end in self._heap if end[0] == time and end[3].version == end[2]]
         return sorted(found, key=lambda run: run.index)
 
 
 @final
-class Progress:
-    """The least that was left to do, in all and of one job, since the last arrival or end."""
+class StallDetector:
+    """Notices a simulation that would never end: preemptions cost jobs all that they get done.
+
+    Keeps the least remaining work, in all and of one job, since the last arrival or end.
+    """
 
     def __init__(self) -> None:
         self._events = 0
         self._least: tuple[int, int] | None = None
 
-    def is_stuck(self, runs: Iterable[Run], now: int, *, moves: bool) -> bool:
-        """Whether for many events nothing ended, and no less is left than there was before.
+    def is_stalled(self, runs: Iterable[JobRun], now: int, *, moves: bool) -> bool:
+        """True if for many events nothing has ended and the remaining work has not fallen.
 
         Args:
             runs: All jobs.

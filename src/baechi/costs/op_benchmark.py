@@ -127,10 +127,10 @@ class Bench:
             alone = error
         try:
             values = real_inputs(self._module, nodes, self.place)
-            operands = self._inputs
+            made_up = self._inputs
 
             def make(node: Any, readers: Any) -> Any:
-                return values[node] if node in values else operands.make(node, readers)
+                return values[node] if node in values else made_up.make(node, readers)
 
             measured = self._measure(make, nodes, before)
         except Exception as error:

@@ -1,9 +1,9 @@
-"""Policies: which jobs hold GPUs. The interface, and those that fit in a few lines.
+"""The interface of policies, which choose the jobs that hold GPUs, and the simplest policies.
 
 A policy orders the jobs; the simulator gives GPUs in that order (`simulator.py`). Without
-preemption the order is of the jobs that wait; with it, of all, and those for which nothing is left
-lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a stable
-sort breaks ties as the published simulators do. A policy of your own:
+preemption the order is of the waiting jobs; with it, of all jobs, and those for which nothing is
+left lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a
+stable sort breaks ties as the published simulators do. A policy of your own:
 
     class MostGpusFirst(Policy):
         name = "most-gpus"
@@ -19,41 +19,41 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from baechi.cluster_simulation.free_devices import Grant, Room
+from baechi.cluster_simulation.free_devices import FreeDevices, Grant
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.placement_schemes import Scheme
-from baechi.cluster_simulation.running_job import Events, Run
+from baechi.cluster_simulation.running_job import Events, JobRun
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """A place that a job could have now.
+    """GPUs that a job could have now.
 
     Attributes:
         run: The job.
-        grant: The place.
-        rate: Its work per tick there, among those that are there.
+        grant: The GPUs.
+        rate: Its work per tick on them, beside the jobs that are there.
         now: The time.
         running: The jobs that run.
-        room: What is taken and what is free.
+        devices: The state of the cluster's devices.
     """
 
-    run: Run
+    run: JobRun
     grant: Grant
     rate: int
     now: int
-    running: Collection[Run]
-    room: Room
+    running: Collection[JobRun]
+    devices: FreeDevices
 
-    def rate_after(self, ended: Sequence[Run]) -> int:
-        """Its work per tick in the place that it would get if others had ended; 0 for none."""
+    def rate_after(self, ended: Sequence[JobRun]) -> int:
+        """Its work per tick on the GPUs that it would get if others had ended; 0 for none."""
         for other in ended:
-            self.room.give(other.index, other.job, other.held)
-        grant = self.room.place(self.run.job)
-        rate = self.room.rate(grant, joins=True) if grant is not None else 0
+            self.devices.give(other.index, other.job, other.held)
+        grant = self.devices.place(self.run.job)
+        rate = self.devices.rate(grant, joins=True) if grant is not None else 0
         for other in reversed(ended):
-            self.room.take(other.index, other.job, other.held)
+            self.devices.take(other.index, other.job, other.held)
         return rate
 
 
@@ -61,7 +61,7 @@ class Policy(ABC):
     """Orders jobs.
 
     Attributes:
-        name: What it is called on the command line and in results.
+        name: Its name on the command line and in results.
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
     """
@@ -83,29 +83,29 @@ class Policy(ABC):
         del refused
         return Events(job.submit_time for job in admitted)
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """The jobs, most urgent first; all of them."""
         del now
         return runs
 
-    def walk(self, runs: list[Run]) -> Iterator[Run]:
+    def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
         """The waiting jobs in turn, without preemption; each is `running` next if it started."""
         return iter(runs)
 
-    def wake(self, runs: Sequence[Run], now: int) -> int | None:
-        """When the order changes though no job arrives or ends; `None` if it does not."""
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The time at which the order changes without an arrival or end; `None` if it does not."""
         del runs, now
         return None
 
     def accepts(self, offer: Offer) -> bool:
-        """Whether a job takes free room that it is offered; if not, it waits for the next event."""
+        """True if a job takes the GPUs that it is offered; if not, it waits for the next event."""
         del offer
         return True
 
     def select(
-        self, now: int, arrived: Sequence[Run], ended: Sequence[Run], free: int
-    ) -> tuple[list[Run], list[Run]] | None:
-        """Which jobs stop and which start, where GPUs are only counted; `None`: ask `order`.
+        self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
+    ) -> tuple[list[JobRun], list[JobRun]] | None:
+        """The jobs that stop and those that start, where GPUs are only counted; `None` for `order`.
 
         For policies that need not look at every job at every event.
         """
@@ -115,7 +115,7 @@ class Policy(ABC):
 
 @final
 class Fifo(Policy):
-    """In order of arrival; nobody overtakes."""
+    """In order of arrival, without overtaking."""
 
     name = "fifo"
     blocking = True
@@ -135,14 +135,14 @@ class FewestGpusFirst(Policy):
     name = "sjf"
     preemptive = True
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
 
 
 class LongestPending(Policy):
-    """Who has waited longest first; nobody overtakes.
+    """The longest waiting job first, without overtaking.
 
     Without preemption the longest waiting job is the first to have arrived, as under `fifo`.
     """
@@ -153,14 +153,22 @@ class LongestPending(Policy):
 
 @final
 class GandivaPacking(Policy):
-    """Whoever finds room goes, in order of arrival."""
+    """In order of arrival, but jobs that fit overtake those that do not.
+
+    Gandiva packs a second job on a GPU while the compute of both fits: that is the sharing model's
+    part (`catalog.DEFAULTS`).
+    """
 
     name = "gandiva-packing"
 
 
 @final
 class PackingFactor(Policy):
-    """In order of arrival; nobody overtakes."""
+    """In order of arrival, without overtaking.
+
+    Big Brain puts up to k jobs on each GPU, on those with the fewest, in turns: that is the part of
+    the scheme and the sharing model (`catalog.DEFAULTS`).
+    """
 
     name = "big-brain"
     blocking = True

@@ -41,7 +41,7 @@ from typing import ClassVar, Final, final
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.placement_schemes import Scheme
 from baechi.cluster_simulation.policies.policy import LongestPending, Policy
-from baechi.cluster_simulation.running_job import Events, Run
+from baechi.cluster_simulation.running_job import Events, JobRun
 from baechi.errors import InputError
 
 LIMITS: Final = (3250, 7200)
@@ -109,7 +109,7 @@ def _rounded(value: float, digits: int) -> float:
 class PublishedLongestPending(LongestPending):
     """As the published simulator walks over its list."""
 
-    def walk(self, runs: list[Run]) -> Iterator[Run]:
+    def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
         """Without the job behind each one that starts."""
         walk = iter(runs)
         for run in walk:
@@ -124,17 +124,17 @@ class _PublishedEvents(Events):
 
     def __init__(self, arrivals: Iterable[int]) -> None:
         super().__init__(arrivals)
-        self._noted: list[Run] = []
+        self._noted: list[JobRun] = []
 
     def next(self, running: int) -> int | None:
-        """As always; notes who is to end with the next arrival."""
+        """As always; notes the jobs that are to end with the next arrival."""
         end = self.first_end(running)
         if end is not None and end == self.arrival:
             self._noted = self.ending_at(end)
         return super().next(running)
 
-    def take(self, now: int) -> list[Run]:
-        """Who was noted ends with the arrival, unless somebody else does."""
+    def take(self, now: int) -> list[JobRun]:
+        """Noted jobs end with the arrival, unless others end then."""
         arrives = self.arrival is not None and self.arrival <= now
         ended = super().take(now)
         if arrives:
@@ -173,7 +173,7 @@ class LeastAttained(Policy):
         self._promote = promote
         self._compat = compat
         self._index = index
-        self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
+        self._queues: list[list[JobRun]] = [[] for _ in range(len(self._limits) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
         self._waited_before: dict[int, int] = {}  # waited when it first ran after that
@@ -188,7 +188,7 @@ class LeastAttained(Policy):
             return super().events(admitted, refused)
         return _PublishedEvents(job.submit_time for job in (*admitted, *refused))
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """Queue after queue."""
         for queue in self._queues:
             alive = [run for run in queue if not run.done]
@@ -210,8 +210,8 @@ class LeastAttained(Policy):
                 )
         return [run for queue in self._queues for run in queue]
 
-    def wake(self, runs: Sequence[Run], now: int) -> int | None:
-        """When the first job leaves its queue."""
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The time at which the first job leaves its queue."""
         times = []
         for run in runs:
             level = self._level[run.index]
@@ -224,14 +224,14 @@ class LeastAttained(Policy):
                     times.append(now + left)
         return min(times, default=None)
 
-    def _until_demotion(self, run: Run, ran: int, limit: int) -> int:
+    def _until_demotion(self, run: JobRun, ran: int, limit: int) -> int:
         if not self.by_gpus:
             return limit - ran
         if self._compat:
             return (limit - ran) // run.job.gpus
         return -(-limit // run.job.gpus) - ran
 
-    def _move(self, run: Run, now: int) -> None:
+    def _move(self, run: JobRun, now: int) -> None:
         """To the next queue, or back to the first."""
         level = self._level[run.index]
         ran = self._ran(run, now)
@@ -251,20 +251,20 @@ class LeastAttained(Policy):
             self._waited_before[run.index] = run.waited(now)
             run.promote += 1
 
-    def _change(self, run: Run, level: int) -> None:
+    def _change(self, run: JobRun, level: int) -> None:
         self._queues[self._level[run.index]].remove(run)
         self._queues[level].append(run)
         self._level[run.index] = level
 
-    def _ran(self, run: Run, now: int) -> int:
+    def _ran(self, run: JobRun, now: int) -> int:
         """Ticks on GPUs since it was last put into the first queue."""
         return run.attained(now) - self._ran_before[run.index]
 
-    def _pending(self, run: Run, now: int) -> int:
+    def _pending(self, run: JobRun, now: int) -> int:
         """Ticks waited since it first ran after that."""
         return run.waited(now) - self._waited_before[run.index]
 
-    def _service(self, run: Run, now: int) -> int:
+    def _service(self, run: JobRun, now: int) -> int:
         return self._ran(run, now) * (run.job.gpus if self.by_gpus else 1)
 
 

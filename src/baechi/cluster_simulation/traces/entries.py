@@ -1,4 +1,4 @@
-"""Entries of trace files: the rows of a CSV file, and what is wrong with those that are no job."""
+"""Entries of trace files: rows of CSV files, read as jobs or as errors."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -65,7 +65,7 @@ def jobs_of(
     rows: Iterator[tuple[int, Row]],
     read: Callable[[dict[str, str]], Job],
 ) -> Iterator[Entry]:
-    """Reads rows; what cannot be read goes on as what is wrong with it."""
+    """Reads rows as jobs, or as the error of those that cannot be read."""
     for line, row in rows:
         if isinstance(row, BadEntryError):
             yield line, row
@@ -79,7 +79,7 @@ def jobs_of(
 
 
 def refused(error: InputError) -> BadEntryError:
-    """What is wrong with an entry whose fields are right one by one, but make no job."""
+    """The error of an entry whose fields are right one by one, but make no job."""
     return BadEntryError(str(error).rstrip("."))
 
 

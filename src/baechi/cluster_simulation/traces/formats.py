@@ -1,4 +1,4 @@
-"""One function per published format of traces, from a file's text to its entries (`readers.py`)."""
+"""Published formats of traces: for each a function from a file's text to its entries."""
 
 import json
 from collections.abc import Callable, Iterator
