@@ -1,4 +1,4 @@
-"""The command `baechi cluster`: a trace, a cluster and a policy in; tables and a picture out."""
+"""The command `baechi cluster`: a simulation of a job trace, as tables and a picture."""
 
 import csv
 from pathlib import Path
@@ -119,7 +119,7 @@ def cluster(
         raise InputError(f"cannot write to {out}: it is no folder.")
     out.mkdir(parents=True, exist_ok=True)
     jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
-    _tell(known, fleet)
+    _say_sizes(known, fleet)
     results = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
         with _Progress(each.name, len(jobs)) as progress:
@@ -225,8 +225,8 @@ def _samples(path: Path) -> "Sequence[int]":
         raise InputError(f"cannot read GPU-times from {path}: {reason_of(error)}.") from error
 
 
-def _tell(trace: "Trace", fleet: "Fleet") -> None:
-    """What is going to be run, and what was left out."""
+def _say_sizes(trace: "Trace", fleet: "Fleet") -> None:
+    """Prints the size of the simulation, and the entries that were left out."""
     sizes = ((len(trace.jobs), "job"), (len(fleet.gpus), "GPU"), (fleet.nodes, "node"))
     jobs, gpus, nodes = (f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in sizes)
     say(f"{jobs} on {gpus} of {nodes}")
@@ -270,7 +270,7 @@ def _number(value: float | None) -> str:
 
 
 def _draw(results: "Sequence[SimulationResult]", path: Path) -> None:
-    """The picture, where plotly is there to draw it."""
+    """Writes the picture if plotly is installed."""
     try:
         from baechi.cluster_simulation.results import write_figure
 

@@ -1,4 +1,4 @@
-"""The commands that compute costs instead of measuring them: `estimate` and `calibrate`."""
+"""The commands for computed costs: `baechi estimate` and `baechi calibrate`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,15 +13,13 @@ from baechi.cli.console import (
     OptimizerOption,
     OutOption,
     TraceOption,
-    check_checkpoint,
-    describe,
     say,
     say_costs,
     show,
-    step_graph,
     trace_model,
     write,
 )
+from baechi.cli.named_models import load_model
 from baechi.errors import InputError
 from baechi.records import device_kinds
 from baechi.records.efficiency import DTYPES, Calibration
@@ -30,7 +28,7 @@ from baechi.storage.serialization import load
 from baechi.units import format_ns
 
 if TYPE_CHECKING:
-    from baechi.traced.traced_model import Traced
+    pass
 
 KindsOption = Annotated[
     Path | None, typer.Option("--kinds", help="A TOML file with more device kinds.")
@@ -86,9 +84,7 @@ def estimate(
     fitted = load(calibration, Calibration) if calibration is not None else None
     import baechi
 
-    traced: Traced = trace_model(model)
-    describe(traced, trace_file)
-    check_checkpoint(traced, inference, checkpoint)
+    traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
     say_costs(f"computed for {row.name}", computed)
     unseen = sum(bool(cost.remark) for cost in computed.costs)
@@ -96,7 +92,9 @@ def estimate(
         say(f"  {unseen} operators depend on values; their times are a guess from their bytes")
     write(computed, out)
     if graph is not None:
-        write(step_graph(traced, computed, inference, optimizer, checkpoint), graph)
+        kept = checkpoint or None
+        step = traced.graph(computed, training=not inference, optimizer=optimizer, checkpoint=kept)
+        write(step, graph)
 
 
 def calibrate(
@@ -128,7 +126,10 @@ def calibrate(
     measured = [load(file, Profile) for _, _, file in named]
     import baechi
 
-    pairs = [(trace_model(model), p) for (model, _, _), p in zip(named, measured, strict=True)]
+    pairs = [
+        (baechi.trace(*load_model(model)), p)
+        for (model, _, _), p in zip(named, measured, strict=True)
+    ]
     fitted: Calibration = baechi.calibrate(pairs, kind, kinds_file=kinds)
     say(fitted.table())
     say(f"a kernel takes at least {format_ns(fitted.launch_ns)}")

@@ -1,4 +1,4 @@
-"""`baechi profile`: measures a model's operators, and looks after what was measured before."""
+"""The command `baechi profile`: measured costs of a model, and the cache of them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,13 +13,10 @@ from baechi.cli.console import (
     OptimizerOption,
     OutOption,
     TraceOption,
-    check_checkpoint,
-    describe,
     no_folder,
     say,
     say_costs,
     show,
-    step_graph,
     trace_model,
     write,
 )
@@ -79,7 +76,7 @@ def profile(
     if list_stored or clear:
         if model is not None or no_cache or (list_stored and clear):
             raise InputError("give --list or --clear alone, or with --cache FILE.")
-        _look_after(cache, clear=clear)
+        _show_or_clear(cache, clear=clear)
         return
     if model is None:
         raise InputError("name a model, file.py:function, or give --list or --clear.")
@@ -88,9 +85,7 @@ def profile(
 
     import baechi
 
-    traced = trace_model(model)
-    describe(traced, trace_file)
-    check_checkpoint(traced, inference, checkpoint)
+    traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
     say_costs(f"measured on {device}", measured)
@@ -98,7 +93,9 @@ def profile(
     _say_remarks(list(zip(names, (cost.remark for cost in measured.costs), strict=True)))
     write(measured, out)
     if graph is not None:
-        write(step_graph(traced, measured, inference, optimizer, checkpoint), graph)
+        kept = checkpoint or None
+        step = traced.graph(measured, training=not inference, optimizer=optimizer, checkpoint=kept)
+        write(step, graph)
 
 
 def _say_remarks(rows: list[tuple[str, str]]) -> None:
@@ -112,8 +109,8 @@ def _say_remarks(rows: list[tuple[str, str]]) -> None:
         say(f"  {names[0]}{more}: {remark}")
 
 
-def _look_after(cache: Path | None, *, clear: bool) -> None:
-    """Print what a store has, or empty it; a file that is not there is not made."""
+def _show_or_clear(cache: Path | None, *, clear: bool) -> None:
+    """Prints the contents of a cache, or empties it; a missing file is not made."""
     path = default_path() if cache is None else cache
     if not path.exists():
         say(f"{path}: nothing has been measured yet")
