@@ -164,7 +164,7 @@ class ExampleInputs:
         return tensor.requires_grad_(value.requires_grad)
 
     def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
-        """How many rows `reader` has for its groups, if `node` says where each ends."""
+        """The number of rows of `reader`'s groups, if `node` says where each ends."""
         if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
             return None
         rows, _, ends = _positional(reader)[:3]

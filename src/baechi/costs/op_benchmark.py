@@ -1,7 +1,7 @@
-"""One operator of a model on one device, measured once: its times, and at first its sizes.
+"""One measurement of an operator on one device: its times, and at first its sizes.
 
 An operator runs on tensors made for it. Forward and backward are timed apart, each as it is in a
-step: the forward builds autograd's graph, and memory is as a whole step leaves it (`isolation`).
+step: the forward builds autograd's graph, and memory is as a whole step leaves it (`single_op`).
 Where gradients are wanted torch may choose another kernel, so the scratch of a forward without is
 measured, too. An operator that fails on made-up inputs is measured on the model's own.
 """
@@ -52,7 +52,7 @@ class Addition:
 @final
 @dataclass
 class Bench:
-    """Measures operators of one traced model on one device, one pass at a time (`passes`)."""
+    """Measures operators of one traced model on one device, one pass at a time (`repetition`)."""
 
     traced: Traced
     place: torch.device
@@ -99,7 +99,7 @@ class Bench:
 
     @property
     def engine_ns(self) -> int:
-        """What starting autograd's engine costs, which a segment does once for all its ops."""
+        """The time to start autograd's engine, which a segment does once for all its ops."""
         if self._engine_ns is None:
             leaf = torch.zeros((), device=self.place, requires_grad=True)
             seed = torch.ones((), device=self.place)
@@ -204,7 +204,7 @@ def _brief(error: Exception) -> str:
 
 
 def _library_settings() -> str:
-    """What of torch's settings changes how fast an operator is."""
+    """The settings of torch that change an operator's speed."""
     settings = {
         "dtype": torch.get_default_dtype(),
         **fp32_precisions(),

@@ -1,4 +1,4 @@
-"""What every operator does, from shapes alone: its kernels, their FLOPs and bytes, its scratch.
+"""The work of operators, from shapes alone: kernels, their FLOPs and bytes, and scratch.
 
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
 every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
@@ -49,7 +49,7 @@ _CPU: Final = torch.device("cpu")
 @final
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one operator does.
+    """The work of one operator.
 
     Attributes:
         forward: Its kernels, in order.
@@ -67,7 +67,7 @@ class Workload:
 
 
 def workloads(traced: Traced) -> dict[str, Workload]:
-    """What every distinct operator of a traced model does, by `TracedOp.key`.
+    """The work of every distinct operator of a traced model, by `TracedOp.key`.
 
     Raises:
         InputError: The traced model was loaded from a file.
@@ -203,7 +203,7 @@ class _Leaf(torch.nn.Module):
         self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the leaf does."""
+        """The work of the leaf."""
         return self._run(args, kwargs)
 
 
@@ -236,7 +236,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def scratch_bytes(self) -> int:
-        """What was live inside at its fullest, beyond what is live now."""
+        """The peak of live bytes inside, beyond what is live now."""
         return max(self._meter.peak_bytes[0] - self._meter.live_bytes[0], 0)
 
     def __torch_dispatch__(
