@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baechi import __version__
-from baechi.cli import estimate_commands, profile_commands
+from baechi.cli import cost_commands
 from baechi.cli.cluster_commands import cluster as simulate_jobs
 from baechi.cli.console import (
     ClusterArgument,
@@ -109,9 +109,9 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
     trace_model(model, out)
 
 
-app.command()(profile_commands.profile)
-app.command()(estimate_commands.estimate)
-app.command()(estimate_commands.calibrate)
+app.command()(cost_commands.profile)
+app.command()(cost_commands.estimate)
+app.command()(cost_commands.calibrate)
 
 
 @app.command()

@@ -2,8 +2,8 @@
 
 An operator runs on tensors made for it (`op_benchmark`), so the whole model need never fit one
 device, and twelve equal layers are measured as one. It is measured in passes, seconds apart, until
-two of them agree (`repetition`). Where a tensor has several readers, adding up their gradients is a part of its
-producer's backward, as it is in autograd.
+two of them agree (`repetition`). Where a tensor has several readers, adding up their gradients is a
+part of its producer's backward, as it is in autograd.
 
 What was measured is kept in a file (`profile_cache`), so a second run measures nothing.
 
