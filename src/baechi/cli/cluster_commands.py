@@ -122,7 +122,7 @@ def cluster(
     _say_sizes(known, fleet)
     results = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
-        with _Progress(each.name, len(jobs)) as progress:
+        with _JobBar(each.name, len(jobs)) as progress:
             result = simulate_cluster(
                 jobs,
                 fleet,
@@ -144,7 +144,7 @@ def cluster(
     say(f"wrote {out}")
 
 
-class _Progress:
+class _JobBar:
     """A bar on the terminal while a simulation runs, redrawn for every percent."""
 
     def __init__(self, name: str, jobs: int) -> None:
@@ -157,7 +157,7 @@ class _Progress:
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(name, total=jobs)
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "_JobBar":
         self._bar.start()
         return self
 

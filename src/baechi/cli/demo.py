@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
 STEPS: Final = 5
+LOSSES: Final = tuple(f"loss {step + 1}" for step in range(STEPS))
 COSTS: Final = "Step, peak memory of each device, and bytes moved"
 FALLBACK: Final = "{} alone found none that fits; this is {}'s."
 RESULTS: Final = "The same training: equality with the unsplit model, losses"
@@ -147,16 +148,15 @@ def show(job: Job, out: Path, console: "Console") -> None:
     console.rule(f"[bold]{job.title}")
     torch.manual_seed(0)
     model, args, kwargs = job.build()
-    start = {name: value.clone() for name, value in model.train().state_dict().items()}
     threads = max(1, torch.get_num_threads() // job.devices)
     with console.status("tracing"):
-        traced = baechi.trace(model, args, kwargs)
-    graph = _graph(job, traced, threads, console)
-    alone, cluster = _refuse(job, graph, console)
-
-    costs, results = _tables([device.name for device in cluster.devices])
+        traced = baechi.trace(model.train(), args, kwargs)
+    graph, alone, cluster = _problem(job, traced, threads, console)
+    costs = _table(COSTS, "placer", "", "step", *(d.name for d in cluster.devices), "moved")
+    results = _table(RESULTS, "placer", "placed in", "equal", *LOSSES)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
     known: dict[object, Run] = {}  # by placement: placers may find the same
-    remarks, wrong = [], []
+    wrong, remarks = [], []
     with _bar(console) as bar, torch_threads(threads):
         task = bar.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
         advance = partial(bar.advance, task)
@@ -186,9 +186,9 @@ def show(job: Job, out: Path, console: "Console") -> None:
                     placer, baechi.simulate(graph, cluster, placement), training, close
                 )
             row = known[key]
+            wrong += [] if row.is_close else [placer]
             _add(costs, placer, *row.costs(graph))
             results.add_row(placer, placed_in, equal, *row.training.losses)
-            wrong += [] if row.is_close else [placer]
             if "fallback" in placement.stats:
                 remarks.append(FALLBACK.format(placer, placement.stats["fallback"]))
     console.print(costs)
@@ -202,16 +202,13 @@ def show(job: Job, out: Path, console: "Console") -> None:
         )
 
 
-def _graph(job: Job, traced: Any, threads: int, console: "Console") -> OpGraph:
-    """The graph of one measured step."""
+def _problem(
+    job: Job, traced: Any, threads: int, console: "Console"
+) -> tuple[OpGraph, Schedule, Cluster]:
+    """A measured step, its schedule on one device without a limit, and devices too small for it."""
     _say(console, f"Traced by {traced.rung}: {len(traced.ops)} operators.")
     profile = baechi.profile(traced, device="cpu", threads=threads)
     graph: OpGraph = traced.graph(profile, training=True, optimizer=job.optimizer)
-    return graph
-
-
-def _refuse(job: Job, graph: OpGraph, console: "Console") -> tuple[Schedule, Cluster]:
-    """The step on one device without a limit, and the cluster whose devices are too small."""
     ample = Cluster.uniform(1, 2**62, Link(latency_ns=0, bytes_per_s=10**9))
     alone = baechi.simulate(graph, ample, baechi.solve(graph, ample, placer="single"))
     share_bytes = int(alone.peak_bytes[0] * job.share)
@@ -224,7 +221,7 @@ def _refuse(job: Job, graph: OpGraph, console: "Console") -> tuple[Schedule, Clu
         baechi.solve(graph, cluster, placer="single")
     except InfeasibleError as error:
         _say(console, f"One device: {error}", style="yellow")
-    return alone, cluster
+    return graph, alone, cluster
 
 
 class Training(NamedTuple):
@@ -323,25 +320,15 @@ def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: An
         baechi.dump(value, f"{path}.{kind}.json")
 
 
-def _tables(names: Sequence[str]) -> tuple["Table", "Table"]:
-    """Empty tables of costs, with a column for each device, and of results."""
-    losses = [f"loss {step + 1}" for step in range(STEPS)]
-    return (
-        _table(COSTS, ("placer", ""), ("step", *names, "moved")),
-        _table(RESULTS, ("placer",), ("placed in", "equal", *losses)),
-    )
-
-
-def _table(title: str, columns: Sequence[str], numbers: Sequence[str]) -> "Table":
+def _table(title: str, *columns: str) -> "Table":
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False  # three devices in 80 columns
     for column in columns:
-        table.add_column(column, no_wrap=True)
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
+        justify: Any = "left" if column in {"placer", ""} else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     return table
 
 
@@ -354,6 +341,4 @@ def _bar(console: "Console") -> "Progress":
 
 def _say(console: "Console", text: str, *, style: str = "") -> None:
     """A line of text that is not read as markup."""
-    from rich.text import Text
-
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
