@@ -129,7 +129,7 @@ def test_version():
 
 def test_help_loads_no_torch():
     code = (
-        "import sys, baechi.__main__ as m\n"
+        "import sys, baechi.cli.commands as m\n"
         "try: m.app(['--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'torch', 'plotly', 'numpy', 'networkx'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""CUDA's clock: events on the stream, behind a kernel that spins until everything is queued.
+"""The CUDA timer: events on the stream, behind a kernel that spins until everything is queued.
 
     host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
     stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between

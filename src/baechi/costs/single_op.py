@@ -1,4 +1,4 @@
-"""One operator by itself, made ready to be timed: forward, the same for inference, and backward.
+"""One operator on its own, ready to be timed: forward, inference, and backward.
 
 In a training step of a large model some things are so that a tight loop would hide:
 
@@ -37,7 +37,7 @@ _HELD_BYTES: Final = 1 << 28
 @final
 @dataclass(frozen=True)
 class Setting:
-    """How a whole step treats memory.
+    """The state of memory in a whole step.
 
     Attributes:
         evict: Empties the caches but for what it is given, or `None` where a step's bytes fit.
@@ -147,7 +147,7 @@ class Alone:
 
     @property
     def single(self) -> bool:
-        """Whether every run needs preparing of its own."""
+        """True if every run needs preparing of its own."""
         return self._evict is not None
 
     def forward(self) -> Any:
@@ -171,7 +171,7 @@ class Alone:
 
     @staticmethod
     def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What of a forward's results has a gradient, and gradients for it."""
+        """The results of a forward that have gradients, and gradients for them."""
         outputs = [t for t in tensors_in(results) if t.requires_grad]
         return outputs, [torch.ones_like(tensor) for tensor in outputs]
 

@@ -1,4 +1,4 @@
-"""The memory of one operator besides what it gives out: scratch, and what autograd keeps of it.
+"""The memory of one operator besides its outputs: scratch, and what autograd keeps.
 
 Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
 gradients take its room: that much less is live at the backward's fullest than what was kept and the
@@ -41,7 +41,7 @@ class Sizes:
 
 
 def sizes(alone: Alone, place: torch.device) -> Sizes:
-    """What an operator takes; on CUDA from the allocator, libraries' scratch included.
+    """The memory of an operator; on CUDA from the allocator, with libraries' scratch.
 
     These first runs warm up, too.
     """

@@ -1,4 +1,4 @@
-"""What one more cut between two logical CPU devices really adds to a step.
+"""The cost that one more cut between two logical CPU devices adds to a step.
 
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
@@ -45,7 +45,7 @@ _ROUNDS: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What one hand-over adds to a step, forward and backward taken together.
+    """The time that one hand-over adds to a step, forward and backward together.
 
     Attributes:
         wait_ns: Until the other worker begins.
@@ -121,7 +121,7 @@ def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
 
 
 def _crossings(graph: OpGraph, placement: Placement) -> int:
-    """How many values and gradients are handed over."""
+    """The number of values and gradients that are handed over."""
     device = placement.devices
     return sum(
         len({device[op] for op in tensor.consumers} - {device[tensor.producer]})

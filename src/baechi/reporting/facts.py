@@ -1,4 +1,4 @@
-"""The numbers that every report says, computed once from the values of a plan."""
+"""The figures of a plan that all reports share."""
 
 from collections import Counter
 from dataclasses import dataclass

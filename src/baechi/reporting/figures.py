@@ -1,4 +1,4 @@
-"""The pictures of a plan, with plotly: the graph by device, and the step over time."""
+"""Pictures of a plan, with plotly: the graph by device, and the step over time."""
 
 from html import escape
 from typing import Any, Final

@@ -1,4 +1,4 @@
-"""Where every op stands in the picture of a graph.
+"""Positions of ops in the picture of a graph.
 
 x is the column: the longest path to the op, counted in forward ops, so that a forward step runs
 from left to right; a backward op stands in the column of its forward op, so that the backward runs
