@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import baechi
 from baechi.costs import repetition
-from baechi.costs.example_inputs import ExampleInputs, operator_name, value_remark
+from baechi.costs.example_inputs import ExampleInputs, value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
