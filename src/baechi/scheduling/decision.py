@@ -21,7 +21,7 @@ from baechi.placers.backtracking import HASTY
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import arrangements, is_hopeless
-from baechi.placers.solving import EVERY, ample_bytes, find, grown
+from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
 from baechi.problem.allowed_devices import known_to
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.reachable_devices import linked
@@ -234,14 +234,8 @@ def _missing(problem: Problem) -> InfeasibleError:
     )
     for device, name in ((roomiest, devices[roomiest].name), (EVERY, "every device")):
         if helps(ample, device):
-            low, high = 0, ample
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if helps(middle, device) else (middle, high)
-            low = 0
-            for _ in range(_PACKED):
-                middle = (low + high) // 2
-                low, high = (low, middle) if packs(middle, device) else (middle, high)
+            high = smallest_extra(helps, ample, device)
+            high = smallest_extra(packs, high, device, least=0, steps=_PACKED)
             text += f" Give {format_bytes(high)} more to {name}, wait, or shrink the batch."
             break
     else:
