@@ -267,18 +267,18 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
         device = next(helping, _NONE)
         if device == _NONE:
             return None
-        units = _bisected(solved_fast, units, device)
+        units = smallest_extra(solved_fast, units, device)
     if device != EVERY:
         for other in different:
             if arranged(units - 1, other):
-                units, device = _bisected(arranged, units - 1, other), other
+                units, device = smallest_extra(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
     others = different[:_COMPARED] if exact and device != EVERY else []
     solvers = (solved_fast, solved) if exact else (solved_fast,)
     for succeeds in solvers[-1:] if effort == "fast" else solvers:
         for other in dict.fromkeys((device, *others)):
             if succeeds(units - 1, other):
-                units, device = _bisected(succeeds, units - 1, other), other
+                units, device = smallest_extra(succeeds, units - 1, other), other
     return units * unit, device
 
 
@@ -293,12 +293,19 @@ def _is_arranged(problem: Problem) -> bool:
     return False
 
 
-def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
-    """The extra memory that succeeds where one unit less does not, given that `high` succeeds."""
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
+def smallest_extra(
+    succeeds: Callable[[int, int], bool], high: int, device: int, *, least: int = 1, steps: int = 64
+) -> int:
+    """The extra memory of a device that succeeds where one unit less does not, by bisection.
+
+    `high` is known to succeed, and less than `least` is not tried; after `steps` the best so far is
+    returned.
+    """
+    low = least - 1
+    while high - low > 1 and steps:
+        middle = (max(low, 0) + high) // 2
         low, high = (low, middle) if succeeds(middle, device) else (middle, high)
+        steps -= 1
     return high
 
 
