@@ -63,12 +63,12 @@ def is_graph_kept() -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written in place."""
+    """The number of in-place writes to the tensor's memory."""
     return tensor._version
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set how often the tensor's memory was written in place, for all its aliases."""
+    """Set the number of in-place writes to the tensor's memory, for all its aliases."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
