@@ -53,6 +53,16 @@ def test_an_output_that_the_model_reads_too_has_a_part_of_its_gradient_and_is_re
     outputs[2].sum().backward()
 
 
+def test_a_hook_on_an_output_that_was_dropped_is_refused_too() -> None:
+    module = placed.at_random(Hidden(), (torch.ones(3, 4),), devices=2)
+    hidden, _, last = module(torch.ones(3, 4))
+    loss = hidden.sum() + last.sum()
+    hidden.register_hook(lambda gradient: gradient * 3)
+    del hidden
+    with pytest.raises(baechi.ExecutionError, match="the model reads it itself, too"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("devices", [1, 3])
 @pytest.mark.parametrize("ask", [retain, hook])
 def test_hooks_on_the_last_outputs_are_as_on_the_unsplit_model(

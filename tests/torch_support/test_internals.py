@@ -97,6 +97,20 @@ def test_hooks_of_a_tensor() -> None:
     assert not autograd.gradient_hooks(x)
 
 
+def test_hooks_that_a_tensor_is_given_later() -> None:
+    x, seen = graded(), []
+    y = x * 2
+    hooks = autograd.watch_hooks(y)
+    assert not hooks
+    y.register_hook(seen.append)
+    assert len(hooks) == 1
+    loss = y.sum()
+    del y
+    loss.backward()
+    assert len(seen) == 1
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
 def test_hooks_of_saved_tensors() -> None:
     assert autograd.saved_tensor_hooks() is None
     with saved_tensors_hooks(torch.clone, torch.sin):

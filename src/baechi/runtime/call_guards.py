@@ -50,7 +50,7 @@ class StateGuard:
                         self._add(holder, key, f"{path}.{key}".lstrip("."))
 
     def _add_path(self, model: nn.Module, name: str) -> None:
-        """What the model holds on the way to what is read under a name, and that itself."""
+        """Add the objects on the path to a name that the graph reads, and the value itself."""
         owner: Any = model
         for part in name.split("."):
             holders = (submodules_of(owner), parameters_of(owner), buffers_of(owner))
@@ -93,7 +93,7 @@ class StateGuard:
 
 @final
 class SharingGuard:
-    """What the example's arguments share, and whether a call may run in its place.
+    """The arguments of the example that share memory; allows calls that share alike.
 
     A trace that was given one tensor for two arguments does not tell them apart, and one that
     writes into an argument knows only those readers that shared its memory then.

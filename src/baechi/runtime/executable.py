@@ -138,7 +138,7 @@ class Executable:
 
     @cached_property
     def _counted(self) -> Runner:
-        """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
+        """The runner of metered steps: on CPUs one thread, with copies as between real devices."""
         if self._streams and self._modes is None:
             return self._runner
         program = self.program
@@ -215,7 +215,7 @@ class Executable:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why; what every call must answer like the example."""
+        """Reasons why parts do not run as asked for; answers that must be as in the example."""
         functions = (tape.function for tape in self._runner.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
@@ -302,7 +302,7 @@ class Executable:
 
 
 def _rewritten(module: TracedModule) -> list[int]:
-    """Which of the caller's tensors forward writes into with a gradient."""
+    """The caller's tensors, by index, that forward writes into with a gradient."""
     facts = module.facts.nodes
     storages = {
         value.storage

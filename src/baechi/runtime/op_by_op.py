@@ -178,7 +178,7 @@ class Operators:
     # Comparisons.
 
     def between(self, values: Values, others: Values) -> Iterator[Difference]:
-        """What differs between two unsplit runs."""
+        """The differences between two unsplit runs."""
         for name, made in others.made.items():
             yield from self._values(self.nodes[name], made, values, "")
         for (name, leaf), gradient in others.grads.items():
@@ -232,7 +232,7 @@ class Operators:
         return owners
 
     def _readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Whose backwards make the gradient of what the nodes stand for."""
+        """The nodes whose backwards compute the gradient of the values of these."""
         rows = [user for node in nodes for user in node.users if node.op != "call_module"]
         for row in rows:  # a dropout that drops nothing has no backward
             rows += row.users if row in self._passing else ()

@@ -92,18 +92,18 @@ class Methods:
 
 @final
 class _Switch:
-    """What a model does when it is called: in a thread that runs a method of it, what that wants.
+    """The call of a model, redirected in threads that run one of its methods.
 
     Attributes:
-        before: What it did before, where it was not its own call.
-        targets: Of every thread what its methods want, the innermost last; None is the model's own.
+        before: The call before, where it was not the model's own.
+        targets: The calls that the methods in a thread want, innermost last; None: the model's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.before: Callable[..., Any] | None = None
         self.targets: dict[int, list[Callable[..., Any] | None]] = {}
         self._own: Callable[..., Any] = plain_call(model)
-        # What a compiler around the call would make of it is no step of a placed model.
+        # A compiler around the call would not make a step of a placed model of it.
         self._call: Callable[..., Any] = torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -152,7 +152,7 @@ class PlacedModule(nn.Module):
             setattr(model, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, computed on its devices.
+        """The model's own result, computed on its devices.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
@@ -218,32 +218,32 @@ class PlacedModule(nn.Module):
 
     @property
     def traced(self) -> Traced:
-        """What was traced, for the latest shape of call."""
+        """The trace of the latest shape of call."""
         return self._current.traced
 
     @property
     def placement(self) -> Placement:
-        """Where every operator is, for the latest shape of call."""
+        """The placement of the latest shape of call."""
         return self._current.placement
 
     @property
     def program(self) -> Program:
-        """What runs, proved free of races, for the latest shape of call."""
+        """The program of the latest shape of call, proved free of races."""
         return self._current.executable.program
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why, and which answers of the example must hold."""
+        """Reasons why parts do not run as asked for; answers of the example that must hold."""
         return self._current.executable.remarks
 
     @property
     def graph(self) -> OpGraph:
-        """What was placed."""
+        """The graph that was placed."""
         return cast(OpGraph, self._known(self._current.graph, "graph"))
 
     @property
     def cluster(self) -> Cluster:
-        """What it was placed on."""
+        """The cluster that it was placed on."""
         return cast(Cluster, self._known(self._current.cluster, "cluster"))
 
     @property
@@ -282,7 +282,7 @@ class PlacedModule(nn.Module):
     def measure(
         self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
     ) -> Measurement:
-        """What a step really takes, for the latest shape of call; `report` sets it beside the plan.
+        """Time and peaks of a step of the latest shape, as measured; `report` shows them, too.
 
         The example inputs run forward, and backward where this was placed for training: from the
         model's own loss where it returns a scalar that has a gradient, else from the sum of all

@@ -46,7 +46,7 @@ class Specialization:
 
     @property
     def n_devices(self) -> int:
-        """How many logical devices there are; those that are used, where more are unknown."""
+        """The number of logical devices; of those in use where the cluster is unknown."""
         if self.cluster is not None:
             return len(self.cluster.devices)
         return max(self.placement.devices, default=0) + 1

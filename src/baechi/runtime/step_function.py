@@ -6,7 +6,7 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, final
 
@@ -24,6 +24,7 @@ from baechi.torch_support.autograd_internals import (
     is_graph_kept,
     set_version,
     version_of,
+    watch_hooks,
 )
 from baechi.tracing.calling_convention import Call
 
@@ -61,7 +62,8 @@ class Plan:
         self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
         self._sharing: list[Sharing] = []  # of each with whom it shares memory
         self._read: list[bool] = []  # of each whether the model reads it, too
-        self._partial: list[weakref.ref[torch.Tensor]] = []  # these outputs
+        # These outputs, and the hooks on their gradients.
+        self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
 
@@ -112,7 +114,7 @@ class Plan:
                 allow_writes(output)  # it is the base's history that they change
             found.append(output)
             if read:
-                self._partial.append(weakref.ref(output))
+                self._partial.append((weakref.ref(output), watch_hooks(output)))
         return found
 
     def rewrite(self, indices: Sequence[int]) -> None:
@@ -157,14 +159,14 @@ class Plan:
                     f"{list(parameter.shape)}) between forward and backward; register it before "
                     "the forward."
                 )
-        for reference in self._partial:
+        for reference, hooks in self._partial:
             output = reference()
-            if output is not None and (gradient_hooks(output) or output.retains_grad):
+            if hooks or (output is not None and output.retains_grad):
                 raise ExecutionError(
-                    f"an output (of shape {list(output.shape)}) has a hook (register_hook) or "
-                    "retains its gradient (retain_grad), and the model reads it itself, too: "
-                    "outside of the model its gradient is a part of the whole. Compute such "
-                    "gradients with the unsplit model, model = placed.unplace()."
+                    "an output has a hook (register_hook) or retains its gradient (retain_grad), "
+                    "and the model reads it itself, too: outside of the model its gradient is a "
+                    "part of the whole. Compute such gradients with the unsplit model, model = "
+                    "placed.unplace()."
                 )
         self.spent = not keep
         step, bound = self.step, self.runner.bound

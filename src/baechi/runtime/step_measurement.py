@@ -142,7 +142,7 @@ def _peaks(
 
 
 def _allocated(place: torch.device) -> int:
-    """What is allocated on a GPU, from where its peak now starts anew."""
+    """The bytes allocated on a GPU; its peak is counted from here."""
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     return torch.cuda.memory_allocated(place)

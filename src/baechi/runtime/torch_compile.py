@@ -49,7 +49,7 @@ _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
 @final
 @dataclass(frozen=True)
 class CompileOptions:
-    """Who compiles a graph.
+    """The compiler of a graph.
 
     Attributes:
         backend: A name that torch knows, or a function of a graph and its example inputs.
@@ -70,7 +70,7 @@ def compile_options(
     compile: bool | Mapping[str, Any],  # noqa: A002 (torch's own word)
     places: Sequence[torch.device],
 ) -> CompileOptions | None:
-    """What to give `torch.compile`, or None not to compile.
+    """The options for `torch.compile`, or None not to compile.
 
     For inductor a mode becomes the options that it stands for, and random numbers are drawn by
     torch's own kernels, unless the options say otherwise: so masks equal the unsplit model's.
@@ -118,7 +118,7 @@ def compile_options(
 
 
 def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """What options are tried on; it is never called."""
+    """A function to try options on; it is never called."""
     return x
 
 
@@ -183,7 +183,7 @@ class CompiledTape:
 
     @property
     def remark(self) -> str:
-        """Which tape is not compiled, and why."""
+        """The tape that is not compiled, and the reason."""
         return f"{self.label} runs uncompiled: {self.reason}"
 
 
@@ -221,7 +221,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def compiling(threads: int | None) -> Iterator[None]:
-    """Where a mode's first step runs.
+    """The context of a mode's first step.
 
     Args:
         threads: torch threads of a worker, for which to compile; None for the present number.

@@ -86,14 +86,14 @@ def verify(
 @final
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave: tensors by what they are to the user."""
+    """The outputs, gradients and buffers of a step."""
 
     outputs: tuple[torch.Tensor, ...]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
 
     def difference(self, other: "_Outcome") -> str:
-        """What differs first in the other one; empty if nothing does."""
+        """The first difference from the other one; empty if there is none."""
         rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = [
             (f"output {i}", one, two)
             for i, (one, two) in enumerate(zip(self.outputs, other.outputs, strict=True))

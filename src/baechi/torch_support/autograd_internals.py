@@ -4,6 +4,7 @@ Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_internals.py` n
 new version breaks.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -62,12 +63,12 @@ def is_graph_kept() -> bool:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written in place."""
+    """The number of in-place writes to the tensor's memory."""
     return tensor._version
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set how often the tensor's memory was written in place, for all its aliases."""
+    """Set the number of in-place writes to the tensor's memory, for all its aliases."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
@@ -82,6 +83,18 @@ def allow_writes(view: torch.Tensor) -> None:
 def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
     """The hooks that `register_hook` gave a tensor."""
     return tensor._backward_hooks or {}
+
+
+def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """A dict that gets all hooks that a tensor with a graph is ever given.
+
+    The hooks run though the tensor is dropped, and so does the dict outlive it.
+    """
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
+    assert tensor.grad_fn is not None  # it has a graph
+    tensor.grad_fn._register_hook_dict(tensor)
+    return hooks
 
 
 def saved_tensor_hooks() -> Hooks | None:

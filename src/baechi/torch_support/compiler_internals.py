@@ -37,7 +37,7 @@ def records_cuda_graphs() -> bool:
 
 
 def keeping_graphs(**settings: bool) -> AbstractContextManager[Any]:
-    """Where a function is compiled, or its backward runs, whose graph may be gone over twice.
+    """The context to compile a function, or run its backward, whose graph may be used twice.
 
     Buffers that a backward writes over would rule a second one (`retain_graph=True`) out.
 

@@ -42,7 +42,7 @@ class Meter:
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """What every account holds now."""
+        """The bytes that every account holds now."""
         return tuple(self._live)
 
     def forget_peaks(self) -> None:

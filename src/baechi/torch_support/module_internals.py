@@ -15,7 +15,7 @@ CALL: Final = "_compiled_call_impl"
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """What a module does when it is called, unless it is compiled: hooks and forward."""
+    """The call of a module that is not compiled: hooks and forward."""
     call: Callable[..., Any] = module._call_impl
     return call
 

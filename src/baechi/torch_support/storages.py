@@ -16,7 +16,7 @@ import torch
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
-    """What has each byte under a tensor once; the tensor itself if no elements share memory."""
+    """A view with each byte under a tensor once; itself if no elements share memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor
     stride = tensor.stride()
@@ -38,7 +38,7 @@ def laid_out(moved: torch.Tensor, part: torch.Tensor, tensor: torch.Tensor) -> t
 
 
 def crossings(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
-    """Which tensors cross in one copy: those whose memory is less together than one by one.
+    """Groups of tensors that cross in one copy, since their memory is less than one by one.
 
     Args:
         tensors: By any numbers; each tuple of the result has some of these. O(tensors).
@@ -86,7 +86,7 @@ def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """What a tensor lies in: a sparse one's indices and values each in a storage of its own."""
+    """The storages of a tensor: a sparse one's indices and values have one each."""
     parts: tuple[torch.Tensor, ...] = (tensor,)
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values())
@@ -112,13 +112,13 @@ def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.Untype
 
 
 def _memory(tensor: torch.Tensor, number: int) -> Any:
-    """What tensors must have in common to be views of one span."""
+    """A key that tensors have in common if they may be views of one span."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return number
     return key_of(tensor.untyped_storage()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie from a tensor's first to its last."""
+    """The number of elements of memory from a tensor's first to its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in pairs)

@@ -73,7 +73,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def blas_bytes(major: int, setting: str) -> int:
-    """What cuBLAS keeps for every stream, and for every host thread that launches on it.
+    """Bytes that cuBLAS keeps for every stream and every host thread that launches on it.
 
     Args:
         major: The GPU's compute capability.

@@ -35,7 +35,7 @@ _LARGE_BYTES: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Moves:
-    """What a copy or a free does, for values and for gradients: (from, to), or slots to clear."""
+    """The effect of a copy or free on values and gradients: (from, to), or slots to clear."""
 
     slots: tuple[Any, ...]
     grads: tuple[Any, ...]
@@ -281,7 +281,7 @@ class _Binder:
         return CompiledTape(part.function, plain, self._options, nodes, label)
 
     def _recomputation(self, tape: int, part: Extract) -> Recomputation:
-        """How a checkpointed tape runs again."""
+        """The recomputation of a checkpointed tape."""
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
         leaves = tuple(opaque_leaves(self._module.graph_module, nodes).values())
@@ -350,7 +350,7 @@ class _Binder:
     def _instructions(
         self,
     ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Moves], ...]]:
-        """What the program's copies and frees do, phase by phase."""
+        """The effects of the program's copies and frees, phase by phase."""
         held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
         for (node, tensor, device), slot in self._slots.items():
             held[Place(tensor, device)][node] = slot

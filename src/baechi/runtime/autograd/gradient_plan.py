@@ -56,7 +56,7 @@ class Layout:
                 self.between[tensor.producer, consumer].append(index)
 
     def nodes(self, tape: int) -> list[fx.Node]:
-        """What a tape runs, in program order; or in the tape's, where that is another."""
+        """The nodes of a tape in program order, or in the tape's own where that differs."""
         ops = self.program.tapes[tape].ops
         nodes = [node for op in ops for node in self.module.nodes[op]]
         ascends = all(one < two for one, two in itertools.pairwise(ops))
@@ -67,7 +67,7 @@ class Layout:
         return self.tape_of[self.op_of[node]]
 
     def device(self, tape: int) -> int:
-        """Where a tape is."""
+        """The device of a tape."""
         return self.program.tapes[tape].device
 
     def users(self, node: fx.Node) -> list[fx.Node]:

@@ -81,7 +81,7 @@ def part(
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors are."""
+    """The indices of the tensors."""
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 

@@ -26,7 +26,7 @@ from baechi.torch_support.module_internals import buffers_of
 @final
 @dataclass(frozen=True)
 class Recomputation:
-    """How a tape runs again.
+    """The recomputation of a tape.
 
     Attributes:
         copied: Arguments that are buffers which the model writes.
@@ -47,7 +47,7 @@ class Recomputation:
     leaving: frozenset[int]
 
     def keep(self, arguments: Sequence[Any], place: torch.device) -> "RecomputeInputs":
-        """What the tape needs to run again with these arguments, before it runs."""
+        """The inputs that the tape keeps to run again, before it runs."""
         rows = list(arguments)
         for argument in self.copied:
             rows[argument] = rows[argument].detach().clone()
@@ -66,7 +66,7 @@ class Recomputation:
 
 
 def _version(value: Any) -> int:
-    """How often a tensor was written; -1 for what cannot tell."""
+    """The count of writes to a tensor; -1 where it is not counted."""
     known = isinstance(value, torch.Tensor) and not value.is_inference()
     return version_of(value) if known else -1
 
@@ -77,7 +77,7 @@ _Autocast = tuple[str, bool, torch.dtype]
 @final
 @dataclass
 class RecomputeInputs:
-    """What a tape needs to run again.
+    """The inputs with which a tape runs again.
 
     Attributes:
         arguments: Of its function.
@@ -137,7 +137,7 @@ def dropped() -> saved_tensors_hooks:
 
 
 def _forget(_: torch.Tensor) -> None:
-    """What runs again needs nothing of the first time."""
+    """Drop a saved tensor: the tape runs again."""
 
 
 def _never(_: None) -> torch.Tensor:

@@ -61,7 +61,7 @@ class Sharing:
     others: bool
 
     def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """What the output is made a view of: an argument, itself if writes are refused, or None.
+        """The base of the output's view: an argument, itself if writes are refused, or None.
 
         Args:
             value: The output.

@@ -32,7 +32,7 @@ class Step:
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
         cut_tensors: For every tape where what entered it came from, if the caller may write there.
-        kept: For every checkpointed tape what it needs to run again; None if it need not.
+        kept: For every checkpointed tape its inputs to run again; None if it need not.
         crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
         apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
@@ -83,7 +83,7 @@ class Step:
 @final
 @dataclass(slots=True)
 class Record:
-    """What a tape's backward needs.
+    """The state that a tape's backward needs.
 
     Attributes:
         entered: The edge of every entry that has a gradient, or None.
@@ -103,7 +103,7 @@ class Record:
 @final
 @dataclass(frozen=True)
 class Sizes:
-    """How long the lists of a step are."""
+    """The lengths of a step's lists."""
 
     slots: int
     values: int

@@ -2,7 +2,7 @@
 
     forward     slots -> cut off -> generated code -> publish -> slots
     backward    gradients of what it published -> autograd -> gradients of what entered
-    again       what a checkpointed one kept -> cut off -> generated code -> its graph
+    recompute   what a checkpointed one kept -> cut off -> generated code -> its graph
 
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
 only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
@@ -342,7 +342,7 @@ class TapeCode:
     def _collect(
         self, step: Step, record: Record
     ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-        """Where backward begins, and with which gradients; nobody else holds these any more."""
+        """The edges at which backward begins, and their gradients, which nothing else holds."""
         outputs: list[Any] = []
         seeds: list[torch.Tensor] = []
         grads = step.grads

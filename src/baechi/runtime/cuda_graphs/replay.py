@@ -44,7 +44,7 @@ class _Mode:
 
 @final
 class Graphs:
-    """Which steps of an executable are replayed, and what they replay.
+    """The recordings of an executable, and the choice of the steps that replay them.
 
     A step runs eagerly while it warms up, while it is metered, and while another step, whose
     forward was a replay, has still to go backward: its activations are where this one's would go.
@@ -95,7 +95,7 @@ class Graphs:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How many tapes are no CUDA graphs, for each reason; none if all are, or will be."""
+        """The number of tapes without CUDA graphs, for each reason; none if all have one."""
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
         return tuple(
@@ -150,11 +150,11 @@ class Graphs:
             self._open = None
 
     def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
-        """Who runs a tape of a step that is replayed."""
+        """The runner of a tape in a step that is replayed."""
         return self._modes[step.differentiate].tapes.get(index) or self._codes[index]
 
     def statics(self, step: Step) -> Statics:
-        """What stays where it is from step to step."""
+        """The tensors that stay where they are from step to step."""
         return self._modes[step.differentiate].statics
 
     def _key(self, step: Step) -> tuple[Any, ...]:

@@ -39,7 +39,7 @@ class CopyBuffers:
         key: Hashable,
         statics: Statics | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where `part`, which is `once(tensor)`, is copied; the tensor there.
+        """The buffer that `part`, which is `once(tensor)`, is copied to; the tensor in it.
 
         Args:
             part: What is copied.

@@ -52,7 +52,7 @@ Streams = Sequence[torch.cuda.Stream | None]
 @final
 @dataclass
 class _StepRun:
-    """How one step runs.
+    """The state of one step that runs.
 
     Attributes:
         callers: The caller's stream of every GPU when the forward began.
@@ -146,7 +146,7 @@ class CudaExecutor:
 
     @property
     def graphs(self) -> Graphs | None:
-        """What runs as CUDA graphs."""
+        """The tapes that run as CUDA graphs."""
         return self._graphs
 
     def close(self) -> None:
