@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from baechi.records.graph_arrays import GraphArrays
 
 
+_NONE: tuple[int, ...] = ()
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -60,7 +63,7 @@ class Op:
     late_bytes: int = 0
     reused_bytes: int = 0
     phase: Phase = "forward"
-    forward: tuple[int, ...] = ()
+    forward: tuple[int, ...] = _NONE
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -77,7 +80,7 @@ class Op:
             and type(self.reused_bytes) is int
             and 0 <= self.reused_bytes <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
-            and ((self.phase == "forward" and self.forward == ()) or self._has_phase())
+            and ((self.phase == "forward" and self.forward is _NONE) or self._has_phase())
         ):
             return
         check_name(self.name, "op name")

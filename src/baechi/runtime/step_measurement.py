@@ -29,11 +29,11 @@ from torch.autograd.function import once_differentiable
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.measurement import Measurement
-from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
+from baechi.traced.step_graph import graded_owners, persistent_bytes
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.pytrees import tensors_in
@@ -88,12 +88,11 @@ def planned_state_bytes(
 
     O(ops).
     """
-    free = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
-    bare = traced.graph(free, training=len(graph.ops) > len(traced.ops), optimizer=None)
+    graded = graded_owners(traced) if graph.is_training else frozenset()
     state = [0] * n_devices
-    rows = list(zip(graph.ops, bare.ops, placement.devices, strict=False))[: len(traced.ops)]
-    for op, without, device in rows:  # backward ops own nothing
-        state[device] += max(op.persistent_bytes - without.persistent_bytes, 0)
+    for index, (own, op) in enumerate(zip(traced.ops, graph.ops, strict=False)):
+        without = persistent_bytes(own, training=index in graded, optimizer=None)
+        state[placement.devices[index]] += max(op.persistent_bytes - without, 0)
     return tuple(state)
 
 

@@ -107,7 +107,7 @@ def units_of(traced: TracedOperators, checkpoint: str | Iterable[str]) -> tuple[
     return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
 
 
-def _graded_owners(traced: TracedOperators) -> frozenset[int]:
+def graded_owners(traced: TracedOperators) -> frozenset[int]:
     """The ops that own a parameter which gets a gradient, by their own backward or a later op's.
 
     An optimizer passes over the others, such as what runs under `no_grad`, and has no state.
@@ -201,7 +201,7 @@ def _ops(
 ) -> Iterator[Op]:
     """The ops of a structure with their costs."""
     ops, training = traced.ops, structure.is_training
-    graded = _graded_owners(traced) if training else frozenset()
+    graded = graded_owners(traced) if training else frozenset()
     order = [op for op in range(len(ops))[::-1] if structure.twins[op] >= 0]
     viewed = viewed_whole(ops, traced.tensors, order)
     late = late_gradients(ops, traced.tensors, order, viewed)
