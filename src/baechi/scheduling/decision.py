@@ -19,7 +19,7 @@ from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.memory_packing import arrangements, is_hopeless
+from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
 from baechi.problem.allowed_devices import known_to
 from baechi.problem.problem_arrays import Problem
