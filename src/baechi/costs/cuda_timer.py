@@ -179,7 +179,7 @@ class CudaTimer:
 
 @cache
 def _captures(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which what is timed on a device is captured: one, whoever measures.
+    """The stream on which timed runs of a device are captured: the same for every timer.
 
     torch never gives a stream back, and cuBLAS keeps a workspace for each.
     """

@@ -186,7 +186,7 @@ class PlacedModule(nn.Module):
             return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
-        """Make a specialization that `apply` made the one for its shape of call."""
+        """Use a specialization that `apply` made for its shape of call."""
         self._specializations.add(call_key(self.__dict__["_model"], call), special)
         self._latest = special
 
@@ -233,7 +233,7 @@ class PlacedModule(nn.Module):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Reasons why parts do not run as asked for; answers of the example that must hold."""
+        """Reasons why parts do not run as requested; truth values of the example that must hold."""
         return self._current.executable.remarks
 
     @property
@@ -248,7 +248,7 @@ class PlacedModule(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
+        """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
         self._known(self._current.graph, "graph")
         self._known(self._current.cluster, "cluster")
         return cast(Schedule, self._current.executable.schedule)

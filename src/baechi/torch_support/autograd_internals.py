@@ -58,7 +58,7 @@ def backward_id() -> int:
 
 
 def is_graph_kept() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
+    """True if the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
