@@ -164,7 +164,7 @@ def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
     Args:
         readings_ns: Of several runs each.
         repeats: The runs of a reading.
-        empty_ns: What a run takes that does nothing.
+        empty_ns: The time of a run that does nothing.
     """
     return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
 

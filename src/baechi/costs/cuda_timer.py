@@ -95,7 +95,7 @@ class CudaTimer:
 
         Args:
             runs: What to queue.
-            launch_ns: How long the host takes to queue one, about.
+            launch_ns: The approximate time in which the host queues one.
         """
         pairs = [[_event() for _ in range(2)] for _ in runs]
         torch.cuda.synchronize(self._device)

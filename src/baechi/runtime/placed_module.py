@@ -290,7 +290,7 @@ class PlacedModule(nn.Module):
         state are put back.
 
         Args:
-            steps: How many steps are timed, after some to warm up; the peaks are of others.
+            steps: The number of timed steps, after some to warm up; the peaks are of others.
             optimizer: Whose state counts as memory. Without one, or before its first step, there
                 is no state to be measured, and `absent_bytes` says what the plan keeps for it.
 
@@ -321,7 +321,7 @@ class PlacedModule(nn.Module):
         """Count memory and moved bytes per logical device inside the block; slows it down.
 
         Args:
-            optimizer: Whose state to count on its parameters' devices.
+            optimizer: The optimizer whose state to count on its parameters' devices.
         """
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")

@@ -59,11 +59,11 @@ def measure_steps(
 
     Args:
         executable: What runs; its step is forward and backward if it was placed for training.
-        model: Whose gradients and buffers are put back.
+        model: The model, whose gradients and buffers are put back.
         call: What is run.
         loss_device: The logical device that is charged with the gradients of the outputs.
         metered: Makes the meter of a step, which follows what every device holds.
-        steps: How many are timed.
+        steps: The number of timed steps.
 
     Raises:
         InputError: `steps` is no positive integer.

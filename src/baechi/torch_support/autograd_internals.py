@@ -26,7 +26,7 @@ def gradients(
     Args:
         outputs: Where to begin.
         seeds: The gradient of each output.
-        inputs: What gradients are wanted of; None comes back for one that is not reached.
+        inputs: The tensors to differentiate by; None comes back for one that is not reached.
         keep: Whether to leave the graph for another backward.
     """
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(

@@ -271,7 +271,7 @@ def refuse_new_leaves(
     Args:
         call: The call that is traced.
         inputs: The tracer's tensors for its tensors, after forward.
-        outputs: What forward returned.
+        outputs: The results of forward.
 
     Raises:
         TraceError: It is an argument, or a result that is a leaf.

@@ -37,7 +37,7 @@ def buffers_in_place(
     """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
 
     Args:
-        model: Whose buffers.
+        model: The owner of the buffers.
         keep: Whether what replaces a buffer can be kept.
         replaced: Gets the names of those that were replaced.
 

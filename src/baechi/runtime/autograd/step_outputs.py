@@ -18,7 +18,7 @@ class Seeds:
     """The caller's gradients of a step's outputs, until its backward takes them.
 
     Args:
-        n: How many slots of gradients a step has.
+        n: The number of slots of gradients of a step.
         meter: Counts memory, where there is one.
     """
 
