@@ -45,7 +45,7 @@ class Group(TyperGroup):
 
 
 def _failure(error: BaseException, command: str | None) -> tuple[str, int] | None:
-    """The message and the exit code for an error; `None` for one that nobody expected."""
+    """The message and the exit code for an error; `None` for an unexpected one."""
     needs = f"error: `baechi {command}` needs"
     code = 2
     match error:
@@ -236,7 +236,7 @@ def say_costs(heading: str, profile: Profile) -> None:
 
 
 def write(value: object, out: Path | None) -> None:
-    """Saves a value, and says so, if there is a path."""
+    """Save a value and print its path, if there is one."""
     if out is not None:
         dump(value, out)
         say(f"wrote {out}")

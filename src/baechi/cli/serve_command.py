@@ -136,7 +136,7 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Who comes before the service has started waits for it.
+        # Clients that connect before the service has started wait for it.
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

@@ -1,4 +1,4 @@
-"""The CPU timer: short runs are repeated, an empty loop is subtracted, the median is kept.
+"""The CPU timer: repeats of short runs, less an empty loop, by their median.
 
 A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
 everything that it does itself is outside of the reading.
@@ -32,7 +32,7 @@ MAX_REPEATS: Final = 50
 _LONG_NS: Final = 20 * READING_NS
 # Longer than interrupts and the clocks themselves take, shorter than another process's turn.
 _MAX_AWAY: Final = 0.05
-# A clock of the thread that ticks coarser than this says nothing of a reading.
+# A thread clock with coarser ticks than this is useless for a reading.
 _MAX_TICK_S: Final = 1e-6
 
 
@@ -126,7 +126,7 @@ class CpuTimer:
 
     def _reading(self, samples: Sequence[Sample], repeats: int) -> Reading:
         free = [sample.ns for sample in samples if not sample.held_up]
-        # Where all were held up, the one that was least is nearest.
+        # Where all were held up, the least delayed is nearest.
         readings = free or [min(sample.ns for sample in samples)]
         empty_ns = self._call_ns + self._clock_ns / repeats
         return Reading(summary(readings, repeats, empty_ns), held_up=not free)
@@ -164,7 +164,7 @@ def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
     Args:
         readings_ns: Of several runs each.
         repeats: The runs of a reading.
-        empty_ns: What a run takes that does nothing.
+        empty_ns: The time of a run that does nothing.
     """
     return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
 

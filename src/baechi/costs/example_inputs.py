@@ -159,13 +159,13 @@ class ExampleInputs:
             flat = torch.ones(extent, dtype=torch.bool, device=self._device)
         else:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
-        # Detached, so no view of `flat`: where there is no gradient, operators ask what a view of
-        # a weight is a view of, and choose another kernel if that needs none.
+        # Detached, so no view of `flat`: without gradients, operators look at the base of a weight
+        # that is a view, and choose another kernel if the base needs no gradient.
         tensor = flat.as_strided(value.shape, value.stride).detach()
         return tensor.requires_grad_(value.requires_grad)
 
     def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
-        """The number of rows of `reader`'s groups, if `node` says where each ends."""
+        """The number of rows of `reader`'s groups, if `node` has their ends."""
         if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
             return None
         rows, _, ends = list(node_arguments(reader).values())[:3]
@@ -287,7 +287,7 @@ def value_remark(nodes: Sequence[fx.Node]) -> str:
 
 
 def _has_mask(node: fx.Node) -> bool:
-    """Whether an attention gets more than query, key and value."""
+    """True if an attention gets more than query, key and value."""
     return any(isinstance(a, fx.Node) for a in [*node.args[3:], *node.kwargs.values()])
 
 

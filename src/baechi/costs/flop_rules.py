@@ -65,7 +65,7 @@ def kernel_of(
         func: The operator, as a dispatch mode sees it.
         args: Its positional arguments; the tensors may be fake.
         kwargs: Its keyword arguments.
-        result: What it gave.
+        result: Its result.
     """
     name = func._overloadpacket.__name__
     given, produced = tensors_in((args, kwargs)), tensors_in(result)

@@ -181,7 +181,7 @@ def _tracked(keys: list[str], title: str, jobs: dict[str, Job], progress: bool) 
 
 
 def _additions(traced: Traced) -> list[Counter[Addition]]:
-    """For every op the additions in its backward.
+    """The additions in the backward of every op.
 
     Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
     those of a parameter that later operators read, too.

@@ -50,7 +50,7 @@ def with_pass(before: Measured | None, found: Measured) -> Measured:
     """The measurement with one more pass.
 
     Args:
-        before: What was known; its sizes and its remark stay.
+        before: The costs known so far; its sizes and its remark stay.
         found: The pass. Its spreads are the times themselves where it was held up, and else 0.
     """
     if before is None:

@@ -7,8 +7,8 @@ In a training step of a large model some things are so that a tight loop would h
   to matter, everything is evicted before every reading, and the activations, or the gradients that
   have just arrived, are read once to bring them back. Others run on what is in the caches.
 - Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
-  them after that (`Setting.fresh` is that share) lands in pages that the process has to ask the
-  system for in the next step. So those backwards are measured a second time, with the gradients
+  them after that (`Setting.fresh` is that share) lands in pages that the process has to get
+  from the system in the next step. So those backwards are measured a second time, with gradients
   of parameters of earlier runs held, while those of activations are freed and used again.
 """
 
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """For the key of a stored result."""
+        """The words for the key of a stored result."""
         caches = "warm" if self.evict is None else "cold"
         # A tenth is finer than the difference that it makes.
         return f"caches {caches}, gradients {round(10 * self.fresh)}/10 fresh"
@@ -155,7 +155,7 @@ class Alone:
         return self._function(*self._fresh_inputs())
 
     def inference(self) -> Any:
-        """One forward on activations that want no gradient, for a caller who wants none."""
+        """One forward on activations that need no gradient, as for inference."""
         return self._function(*self._plain_inputs())
 
     def _fresh_inputs(self) -> list[Any]:
@@ -165,7 +165,7 @@ class Alone:
         return [v.clone() if over else v for v, over in pairs]
 
     def _plain_inputs(self) -> list[Any]:
-        """The inputs as they are where none is wanted; parameters still say that they need one."""
+        """The inputs without gradients; parameters keep `requires_grad`."""
         pairs = zip(self._fresh_inputs(), self._stays, strict=True)
         return [v if stays else tree_map_only(torch.Tensor, _detached, v) for v, stays in pairs]
 

@@ -56,7 +56,7 @@ class Workload:
         backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         backward_workspace_bytes: The same of its backward.
-        remark: What a reader should know of these; empty for most.
+        remark: A note for the reader; empty for most.
     """
 
     forward: tuple[Kernel, ...] = ()

@@ -158,7 +158,7 @@ def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> 
 
 
 def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
-    """(name or device, capacity or None) of every device asked for."""
+    """(name or device, capacity or None) of every requested device."""
     if devices is None:
         n = torch.cuda.device_count()
         return [(f"cuda:{i}", None) for i in range(n)] or [("cpu:0", None)]

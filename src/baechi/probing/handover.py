@@ -3,11 +3,10 @@
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of small operators runs on two workers of the runtime itself, forward and backward. What the
-second placement takes longer, per hand-over that it has more, is the price of one. What of it is
-time of a processor is the work of handing over, which no other work hides: the Python that leaves
-and enters a segment, and autograd that begins and ends there. The rest is the wait for a thread
-that wakes. No bytes are copied.
+A chain of small operators runs on two workers of the runtime itself, forward and backward. The cost
+of a hand-over is the extra time of the second placement per extra hand-over. Its processor time is
+the work of handing over, which no other work hides: Python that leaves and enters a segment, and
+autograd that begins and ends there. The rest is the wait for a thread to wake. No bytes are copied.
 """
 
 import time

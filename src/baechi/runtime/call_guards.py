@@ -2,8 +2,8 @@
 
 A placed model runs the tensors that it was traced with. If the caller replaces one instead of
 writing into it, unties a weight that has several names, or gives a layer the bias that it lacked,
-the model that is trained or loaded is no longer the one that runs. `model.half()` keeps the object,
-but the plan is for the type that it had.
+the caller trains or loads another model than the placed one. `model.half()` keeps the object, but
+the plan is for its former type.
 """
 
 from collections.abc import Sequence
@@ -95,8 +95,8 @@ class StateGuard:
 class SharingGuard:
     """The arguments of the example that share memory; allows calls that share alike.
 
-    A trace that was given one tensor for two arguments does not tell them apart, and one that
-    writes into an argument knows only those readers that shared its memory then.
+    A trace with one tensor for two arguments does not distinguish them, and one that writes into an
+    argument covers only the readers that shared its memory then.
 
     Args:
         module: The traced model.
@@ -122,7 +122,7 @@ class SharingGuard:
         ]
 
     def allows(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether what was one is one, and what is written is nobody else's memory."""
+        """True if identical arguments still are, and written memory is not newly shared."""
         if any(tensors[i] is not tensors[j] for i, j in self._one):
             return False
         return not any(_share(tensors[i], tensors[j]) for i, j in self._apart)

@@ -50,7 +50,7 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
-        graphs: The CUDA graphs of the tapes, if these were asked for.
+        graphs: The CUDA graphs of the tapes, if these were requested.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
 
@@ -125,14 +125,14 @@ class Executable:
 
     @cached_property
     def schedule(self) -> Schedule | None:
-        """What the step is predicted to do, where the plan is known; a metered step goes by it."""
+        """The predicted schedule of a step, where the plan is known; a metered step follows it."""
         if self._plan is None:
             return None
         graph, cluster = self._plan
         return scheduled(
             *(graph, cluster, self._placement, gpus_of(self.places[: len(cluster.devices)])),
             replayed=self.graphs is not None,
-            # The plan's is another one where it knows other ops to take no time.
+            # The plan's program differs where other ops take no time in it.
             program=self.program if self._instant == instant_ops(graph) else None,
         )
 
@@ -157,13 +157,13 @@ class Executable:
 
     @property
     def is_settled(self) -> bool:
-        """Whether every parameter and buffer is where this placement wants it."""
+        """True if every parameter and buffer is where this placement needs it."""
         return all(
             tensor.device == self.places[home] for tensor, home in self.state_devices.items()
         )
 
     def settle(self) -> None:
-        """Move every parameter and buffer, and its gradient, to where this placement wants it."""
+        """Move every parameter and buffer, and its gradient, to where this placement needs it."""
         for tensor, device in self.state_devices.items():
             move(tensor, self.places[device])
         compact(self._module.model)
@@ -172,9 +172,9 @@ class Executable:
         return attribute(self._module.graph_module, str(node.target))
 
     def takes(self, call: Call) -> bool:
-        """Whether what it shares is as in the trace, and each gradient that it may need planned.
+        """True if arguments share what they shared in the trace, and their gradients are planned.
 
-        The mode of gradients must be the trace's if forward asks for it.
+        The mode of gradients must be the trace's if forward reads it.
         """
         told = self._module.gradients
         if told is not None and told != torch.is_grad_enabled():
@@ -215,7 +215,7 @@ class Executable:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Reasons why parts do not run as asked for; answers that must be as in the example."""
+        """Reasons why parts do not run as requested; truth values that calls must repeat."""
         functions = (tape.function for tape in self._runner.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
@@ -330,7 +330,7 @@ def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
-    """What only hands on what the caller or the model gives, and what goes back there."""
+    """Ops that take no time: they pass on inputs or state, or return results."""
     kinds = ("placeholder", "get_attr")
     rows = enumerate(module.nodes)
     given = {op for op, nodes in rows if all(node.op in kinds for node in nodes)}

@@ -1,7 +1,7 @@
 """Errors of generated and compiled code, with the operator and the model's own line.
 
 Forward, the error's traceback shows the line of the generated code. Backward has no Python of the
-model's; but while torch detects anomalies, each autograd node knows the line that made it.
+model's; but while torch detects anomalies, each autograd node keeps the line that made it.
 """
 
 import linecache

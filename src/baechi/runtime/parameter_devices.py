@@ -67,7 +67,7 @@ def pinned(
     Args:
         traced: What is to be placed.
         cluster: The devices of the homes.
-        homes: What must stay where it is.
+        homes: The parameters that must stay, with their devices.
         constraints: What else a placement must respect.
     """
     forbidden: dict[str, set[str]] = {}

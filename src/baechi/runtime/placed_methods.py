@@ -1,4 +1,4 @@
-"""Methods of a model whose calls of the model run the placed one.
+"""Methods of a model that call the model, run on the placed one.
 
 `placed.generate(...)` is the model's own method on the model itself: its properties, its `super()`
 and its other methods are as ever. But while the method runs, in its thread alone, the model's
@@ -6,7 +6,7 @@ and its other methods are as ever. But while the method runs, in its thread alon
 
     placed.generate(ids)
       method of the model        self(...) -> Switch -> placed(...)
-        placed forward           self(...) -> Switch -> the model's own, as a trace wants it
+        placed forward           self(...) -> Switch -> the model's own, for a trace
 
 `self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
 """
@@ -96,7 +96,7 @@ class _Switch:
 
     Attributes:
         before: The call before, where it was not the model's own.
-        targets: The calls that the methods in a thread want, innermost last; None: the model's own.
+        targets: The callees of the methods in a thread, innermost last; None: the model's own.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -186,7 +186,7 @@ class PlacedModule(nn.Module):
             return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
-        """Make a specialization that `apply` made the one for its shape of call."""
+        """Use a specialization that `apply` made for its shape of call."""
         self._specializations.add(call_key(self.__dict__["_model"], call), special)
         self._latest = special
 
@@ -233,7 +233,7 @@ class PlacedModule(nn.Module):
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """Reasons why parts do not run as asked for; answers of the example that must hold."""
+        """Reasons why parts do not run as requested; truth values of the example that must hold."""
         return self._current.executable.remarks
 
     @property
@@ -248,7 +248,7 @@ class PlacedModule(nn.Module):
 
     @property
     def schedule(self) -> Schedule:
-        """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
+        """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
         self._known(self._current.graph, "graph")
         self._known(self._current.cluster, "cluster")
         return cast(Schedule, self._current.executable.schedule)
@@ -290,7 +290,7 @@ class PlacedModule(nn.Module):
         state are put back.
 
         Args:
-            steps: How many steps are timed, after some to warm up; the peaks are of others.
+            steps: The number of timed steps, after some to warm up; the peaks are of others.
             optimizer: Whose state counts as memory. Without one, or before its first step, there
                 is no state to be measured, and `absent_bytes` says what the plan keeps for it.
 
@@ -321,7 +321,7 @@ class PlacedModule(nn.Module):
         """Count memory and moved bytes per logical device inside the block; slows it down.
 
         Args:
-            optimizer: Whose state to count on its parameters' devices.
+            optimizer: The optimizer whose state to count on its parameters' devices.
         """
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")

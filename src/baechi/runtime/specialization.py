@@ -86,7 +86,7 @@ class Specializations:
         return sum(map(len, self._rows.values()))
 
     def find(self, key: Any, call: Call) -> Specialization | None:
-        """The one that can run a call of this key, if there is one."""
+        """The specialization that can run a call of this key, or None."""
         for special in self._rows.get(key, ()):
             if special.executable.attributes.hold() and special.executable.takes(call):
                 return special
@@ -103,7 +103,7 @@ class Specializations:
         self._rows[key] = [*others, special]
 
     def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
-        """Why a call is refused that none of these runs, where no other can be made."""
+        """The error for a call that none of these can run, where no other can be made."""
         mode = "training" if model.training else "evaluation"
         found = (s.executable.attributes.changed() for s in self._rows.get(key, ()))
         changed = next((f": {text}" for text in found if text), "")
@@ -147,7 +147,7 @@ def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
 
 @final
 class CallLock:
-    """Calls run side by side; whoever traces runs alone. Reentrant for a thread that is inside.
+    """A lock under which calls run side by side, and a trace alone. Reentrant within a thread.
 
     A trace replaces parameters, hooks and functions of the model while it lasts, so a call at the
     same time would see another model.
@@ -160,7 +160,7 @@ class CallLock:
 
     @contextmanager
     def side_by_side(self) -> Iterator[None]:
-        """Run the block when nobody plans."""
+        """Run the block when no thread plans."""
         me = get_ident()
         with self._changed:
             while self._planner not in (None, me):

@@ -118,7 +118,7 @@ class Plan:
         return found
 
     def rewrite(self, indices: Sequence[int]) -> None:
-        """Tell autograd that the forward wrote into some of the caller's tensors, with a gradient.
+        """Mark the caller's tensors that the forward wrote into, with a gradient, as written.
 
         What the caller has saved of one is then another. Tapes themselves count these writes
         already, in what is cut off or, where it needed no gradient before, in the tensor itself.
@@ -225,7 +225,7 @@ class StepFunction(torch.autograd.Function):
         """Run the step's backward; the gradients themselves are in the step.
 
         Raises:
-            ExecutionError: It was asked for with `create_graph=True`.
+            ExecutionError: It was called with `create_graph=True`.
         """
         if torch.is_grad_enabled():
             raise ExecutionError(

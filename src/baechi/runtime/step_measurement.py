@@ -59,11 +59,11 @@ def measure_steps(
 
     Args:
         executable: What runs; its step is forward and backward if it was placed for training.
-        model: Whose gradients and buffers are put back.
+        model: The model, whose gradients and buffers are put back.
         call: What is run.
         loss_device: The logical device that is charged with the gradients of the outputs.
-        metered: Makes the meter of a step, which knows what every device holds all the time.
-        steps: How many are timed.
+        metered: Makes the meter of a step, which follows what every device holds.
+        steps: The number of timed steps.
 
     Raises:
         InputError: `steps` is no positive integer.
@@ -101,7 +101,7 @@ def _peaks(
 ) -> tuple[tuple[int, ...], int]:
     """The highest peak of every device over a few steps, and the bytes moved in one.
 
-    The allocator tells the peak of a GPU with one logical device on it, workspaces and rounding
+    The allocator reports the peak of a GPU with one logical device, workspaces and rounding
     included. Of several on one GPU, as of CPUs, the live storages are counted. The inputs that the
     caller has are in no peak, but what a device copies or writes of them is.
     """

@@ -39,8 +39,8 @@ Tape = Callable[[list[Any]], tuple[Any, ...]]
 # torch.compile refuses their modules; taken apart, they can fail when they run (torch 2.13).
 _RECURRENT: Final = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 
-# What torch warns of while it compiles, and nobody can mend: it looks at `.grad` of what enters,
-# and its own parts are deprecated.
+# Warnings of torch while it compiles that no caller can avoid: it reads `.grad` of inputs, and uses
+# its own deprecated parts.
 _NOISE: Final = ("The .grad attribute of a Tensor", "`torch.jit.script_method` is deprecated")
 
 _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
@@ -133,7 +133,7 @@ class CompiledTape:
     Args:
         generated: The function as generated, of a list that it empties.
         plain: The same of single arguments, to be compiled.
-        options: Who compiles it.
+        options: How it is compiled.
         nodes: What the function runs.
         label: What a warning calls it.
     """
@@ -188,7 +188,7 @@ class CompiledTape:
 
 
 def _first_line(error: BaseException) -> str:
-    """The error's kind and the first line that says something."""
+    """The error's kind and its first line that is not empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next((line for line in lines if line), 'it says no more')}"
 

@@ -279,6 +279,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar that every element of every tensor has a say in."""
+    """A scalar that depends on every element of every tensor."""
     rows = [(t.abs() if t.is_complex() else t).double() for t in tensors]
     return torch.stack([(row**2).mean().cpu() for row in rows]).sum()

@@ -26,7 +26,7 @@ def gradients(
     Args:
         outputs: Where to begin.
         seeds: The gradient of each output.
-        inputs: What gradients are wanted of; None comes back for one that is not reached.
+        inputs: The tensors to differentiate by; None comes back for one that is not reached.
         keep: Whether to leave the graph for another backward.
     """
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
@@ -58,7 +58,7 @@ def backward_id() -> int:
 
 
 def is_graph_kept() -> bool:
-    """Whether the running backward was called with `retain_graph=True`."""
+    """True if the running backward was called with `retain_graph=True`."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 

@@ -30,7 +30,7 @@ def inductor_options(mode: str) -> dict[str, Any]:
 
 
 def records_cuda_graphs() -> bool:
-    """Whether inductor records CUDA graphs by its configuration."""
+    """True if inductor records CUDA graphs by its configuration."""
     from torch._inductor import config
 
     return bool(config.triton.cudagraphs)

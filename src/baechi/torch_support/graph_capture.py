@@ -99,9 +99,9 @@ class CudaRecorder:
         """Undo what a capture leaves behind whose end fails.
 
         `CUDAGraph::capture_end` throws before it tells the allocator and the random generator that
-        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). The allocator can be told; the
-        generator learns it from the end of another capture. The allocator of pinned memory, which
-        has no such entry in Python, goes on asking the graph: so that stays for good.
+        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). Here the allocator is told; the
+        generator is reset by the end of another capture. The allocator of pinned memory, which has
+        no such entry in Python, keeps querying the graph: so the graph is kept for good.
         """
         self._failed.append(graph)
         self._pool = torch.cuda.graph_pool_handle()  # as in `_abandon`

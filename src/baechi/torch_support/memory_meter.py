@@ -1,4 +1,4 @@
-"""Live and peak bytes, counted where tensors are made and freed; for CPUs, which have no counter.
+"""A meter of live and peak bytes for CPUs, which have no counter of their own.
 
 A `Meter` has an account per logical device. Each thread that computes for a device enters
 `Meter.counting(device)`: a dispatch mode that sees every storage that an operator makes. A storage
@@ -52,7 +52,7 @@ class Meter:
 
     @property
     def account(self) -> int:
-        """For which account this thread counts.
+        """The account to which this thread's tensors are charged.
 
         In a thread that did not enter `counting` itself, the latest that another did: autograd
         runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
@@ -71,7 +71,7 @@ class Meter:
             del self._thread.account
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is counted."""
+        """True if the storage is counted."""
         return key_of(storage) in self._known
 
     def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
@@ -108,7 +108,7 @@ class Meter:
         metered step.
 
         Args:
-            account: Who gets it.
+            account: The account to charge.
             tensor: What is copied.
             moved: Whether it comes from another logical device, and not from the caller.
         """

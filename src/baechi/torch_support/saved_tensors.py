@@ -44,12 +44,12 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
 
 
 def is_hooked() -> bool:
-    """Whether what autograd saves now goes through hooks."""
+    """True if saved-tensor hooks are active now."""
     return saved_tensor_hooks() is not None
 
 
 def is_checkpointed() -> bool:
-    """Whether what autograd saves now goes to `torch.utils.checkpoint(use_reentrant=False)`."""
+    """True if `torch.utils.checkpoint(use_reentrant=False)` receives what autograd saves now."""
     hooks = saved_tensor_hooks()
     return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 

@@ -72,7 +72,7 @@ def spanned(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """A copy of `spanned(views)`, seen as each of the views is; none knows of the others' graphs.
+    """Views of a copy of `spanned(views)`, each laid out as its original, with graphs of their own.
 
     They share memory and count each other's writes, as the views themselves do.
     """

@@ -1,10 +1,10 @@
-"""Autocast and the gradient mode where a model is called: a trace holds for one state of each.
+"""Autocast and the gradient mode around a call: a trace is valid for one state of each.
 
 A cast that changes nothing is not in a trace, and shapes and bytes are those of the dtypes seen.
 So a model that was traced without autocast is not what it is with it, or the other way round.
 
-A trace is made with gradients on, whatever the caller's mode, so that its plan has a backward. To
-the model's own code the caller's mode is told; if it asks, the trace holds for the answer.
+A trace is made with gradients on, whatever the caller's mode, so that its plan has a backward. The
+model's own code sees the caller's mode; if it reads it, the trace is valid for that mode alone.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ class Autocast:
 
     @staticmethod
     def current() -> "Autocast":
-        """What is on in this thread."""
+        """The modes of this thread."""
         on = [kind for kind in _KINDS if torch.is_autocast_enabled(kind)]
         return Autocast(tuple((kind, torch.get_autocast_dtype(kind)) for kind in on))
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """This state and no other, in this thread."""
+        """Exactly this state, in this thread."""
         wanted, present = dict(self.dtypes), dict(Autocast.current().dtypes)
         with contextlib.ExitStack() as stack:
             for kind in _KINDS:
@@ -53,7 +53,7 @@ class Autocast:
 
 @final
 class GradientMode:
-    """The caller's mode in one trace, and whether the model's code asked for it.
+    """The caller's mode in one trace, and whether the model's code read it.
 
     Args:
         on: Whether the caller has gradients on.
@@ -65,7 +65,7 @@ class GradientMode:
 
     @property
     def told(self) -> bool | None:
-        """What the model's code heard; None if it did not ask."""
+        """The mode that the model's code read; None if it read none."""
         return self._on if self._asked else None
 
     def ask(self) -> bool:

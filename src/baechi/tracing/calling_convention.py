@@ -1,4 +1,4 @@
-"""How a model is called and what it returns, as flat lists of tensors and a structure beside them.
+"""Arguments and results of a model as flat lists of tensors, each with its structure.
 
 The rest of Baechi sees only flat tensors. Keyword arguments, nested containers, dataclasses and
 `transformers.ModelOutput` are taken apart here, on the way in, and put together here, on the way
@@ -74,7 +74,7 @@ class Call:
 
 
 def _has_own_operators(kind: Any) -> bool:
-    """Whether a class of tensors says itself what torch's functions do."""
+    """True if a class of tensors overrides torch's functions (`__torch_function__`)."""
     own = kind.__torch_function__
     usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
@@ -203,7 +203,7 @@ def _is_traceable(value: Any) -> bool:
 
 
 def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
-    """Without `self`, looked up once for each function, since every call asks."""
+    """Without `self`; cached by function, since every call needs it."""
     function = getattr(forward, "__func__", None)
     return inspect.signature(forward) if function is None else _signature_of_method(function)
 

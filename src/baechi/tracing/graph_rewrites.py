@@ -1,9 +1,9 @@
-"""Rewrites of a traced graph: nodes without effect go, and values are read once by an operator.
+"""Rewrites of a traced graph: no nodes without effect, and one read of a value per operator.
 
-Without effect (`without_effectless`) are checks, and casts to the type that is there. The checks
-are of shapes and types, by which a placed module tells its calls apart anyway. A cast that gives
-out the very tensor that it gets separates one reader of that tensor from the others: autograd would
-add up its gradients in another order than the model's, and so round otherwise.
+Nodes without effect (`without_effectless`) are checks, and casts to the type that is there. The
+checks are of shapes and types, which a placed module compares at each call anyway. A cast that
+returns its input unchanged separates one reader of that tensor from the others: autograd would sum
+the gradients in another order than the model's, and so round differently.
 
 Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
 each of the two gradients by itself to those of the value's other readers:
@@ -44,7 +44,7 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _gives_what_it_gets(cast: fx.Node) -> bool:
-    """Whether type, device and layout stay, and neither a copy nor other strides are asked for."""
+    """True if type, device and layout stay, and neither a copy nor other strides are requested."""
     given = node_arguments(cast)
     asked = [given.get("copy"), given.get("memory_format")]
     if any(value not in (None, False, torch.preserve_format) for value in asked):
@@ -96,7 +96,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 def _is_one_node(node: fx.Node) -> bool:
-    """Whether an operator is one node of autograd's graph, which gives gradients in order."""
+    """True if an operator is one node of autograd's graph, which returns gradients in order."""
     target = node.target
     if node.op != "call_function":
         return False

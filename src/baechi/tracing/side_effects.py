@@ -1,4 +1,4 @@
-"""What a forward does to its model and to torch, while a tracer runs it.
+"""Side effects of a forward on its model and on torch, while a tracer runs it.
 
 A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
 that it puts elsewhere would stay as a fake: it is taken out (`fake_tensor_leaks`). One that is
@@ -37,7 +37,7 @@ def buffers_in_place(
     """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
 
     Args:
-        model: Whose buffers.
+        model: The owner of the buffers.
         keep: Whether what replaces a buffer can be kept.
         replaced: Gets the names of those that were replaced.
 

@@ -190,7 +190,7 @@ class _Binder:
         )
 
     def _leaves(self, node: fx.Node, tape: int) -> bool:
-        """Whether another tape, or the caller, reads the node's value."""
+        """True if another tape, or the caller, reads the node's value."""
         users = self._layout.users(node)
         return node in self._returned or any(self._layout.tape(user) != tape for user in users)
 
@@ -357,7 +357,7 @@ class _Binder:
         copies: list[dict[Place, Moves]] = []
         frees: list[dict[Place, Moves]] = []
         for number, phase in enumerate(self._program.phases):
-            # A tensor of the graph is a value or a gradient: that depends on who makes it.
+            # A tensor of the graph is a value or a gradient, depending on its producer.
             carried = self._gradients.carried if number else {}
             copies.append({})
             frees.append({})
@@ -376,7 +376,7 @@ class _Binder:
         return tuple(copies), tuple(frees)
 
     def _is_made(self, place: Place) -> bool:
-        """Whether a gradient is where its reader made it, and not where it is used."""
+        """True if a gradient stays where its reader made it, not where it is used."""
         producer = self._structure.tensors[place.tensor].producer
         if producer <= len(self._program.names):
             return True
@@ -385,7 +385,7 @@ class _Binder:
 
 
 def _is_by_hand(node: fx.Node) -> bool:
-    """Whether its backward may be somebody's Python: what is neither torch's nor made of that."""
+    """True if its backward may be custom Python: neither torch's nor composed of torch's."""
     if node.op == "call_module":
         return True
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"

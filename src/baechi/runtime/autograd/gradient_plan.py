@@ -80,7 +80,7 @@ class Layout:
         return sorted(users, key=self.position.__getitem__)
 
     def is_state(self, node: fx.Node) -> bool:
-        """Whether it names state that is where its readers are."""
+        """True if it names state that lies where its readers are."""
         return node.op == "get_attr" and node not in self.module.travelling
 
     def attribute(self, node: fx.Node) -> Any:
@@ -151,7 +151,7 @@ class Gradients:
         )
 
     def _is_spread(self, node: fx.Node) -> bool:
-        """Whether a parameter has three readers or more, in several tapes."""
+        """True if a parameter has three readers or more, in several tapes."""
         users = self._readers[id(self._layout.attribute(node))]
         return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
 
@@ -280,7 +280,7 @@ class Gradients:
         return tuple(self._whole[tape])
 
     def of_parameters(self) -> dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]:
-        """For every parameter its device and its gradients, in the order of adding up."""
+        """The device and the gradients of every parameter, in the order of summation."""
         return {
             parameter: (
                 self._layout.device(rows[0][1]),
@@ -290,7 +290,7 @@ class Gradients:
         }
 
     def sums(self) -> dict[int, list[tuple[int, int]]]:
-        """For every tape what its backward adds to a parameter's gradient: (slot of the sum, slot).
+        """The terms that each tape's backward adds to gradients of parameters: (slot of sum, slot).
 
         The order of adding up is that of `of_parameters`; each is added as soon as those before it
         have come, so that no more of them wait than must.
@@ -327,7 +327,7 @@ class Gradients:
 
 
 def _is_trained(value: Any) -> TypeGuard[torch.nn.Parameter]:
-    """Whether it is a parameter, or is trained as one: a buffer that needs a gradient."""
+    """True if it is a parameter, or is trained as one: a buffer that needs a gradient."""
     parameter = isinstance(value, torch.nn.Parameter)
     return parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
 

@@ -67,11 +67,11 @@ def _stays(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts], found: set[fx.Node
 
 
 def _is_graded(user: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
-    """Whether a gradient comes from a reader; the caller is one."""
+    """True if a gradient comes from a reader; the caller is one."""
     return user not in nodes or any(value.requires_grad for value in nodes[user].values)
 
 
 def _is_seen_whole(value: Value, view: Value, stays: bool) -> bool:
-    """Whether a view hands its gradient on to what must have it as it lies, or adds it up."""
+    """True if a view passes its gradient to a node that needs its strides, or sums it."""
     whole, seen = prod(value.shape), prod(view.shape)
     return whole < seen or (whole == seen and stays)

@@ -118,7 +118,7 @@ class Entry:
     Attributes:
         argument: Which argument of the function holds it.
         leaf: Which of the argument's tensors it is.
-        value: Whose flag says whether it needs a gradient; -1 for a parameter.
+        value: The value whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
         given: Whether it is the caller's tensor.
         keeps_strides: Whether its gradient is handed on without a dense copy (`gradient_strides`).

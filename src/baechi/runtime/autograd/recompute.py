@@ -81,7 +81,7 @@ class RecomputeInputs:
 
     Attributes:
         arguments: Of its function.
-        versions: How often each had been written; -1 for what cannot tell.
+        versions: The version counter of each; -1 where there is none.
         buffers: (module, name, value) of the buffers of opaque submodules.
         random: The generator's state before it ran, if it draws from it.
         autocast: (type of device, whether it was on, its type of element).
@@ -132,7 +132,7 @@ class RecomputeInputs:
 
 
 def dropped() -> saved_tensors_hooks:
-    """The block runs as with a graph, since kernels ask for that; but the graph keeps no tensor."""
+    """Build a graph in the block, since kernels depend on it; but the graph keeps no tensor."""
     return saved_tensors_hooks(_forget, _never)
 
 

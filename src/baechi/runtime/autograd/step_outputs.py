@@ -18,8 +18,8 @@ class Seeds:
     """The caller's gradients of a step's outputs, until its backward takes them.
 
     Args:
-        n: How many slots of gradients a step has.
-        meter: Counts memory, if asked to.
+        n: The number of slots of gradients of a step.
+        meter: Counts memory, where there is one.
     """
 
     def __init__(self, n: int, meter: Meter | None) -> None:
@@ -48,9 +48,9 @@ class Seeds:
 class Sharing:
     """The memory that an output shares, as its trace has it.
 
-    To autograd the outputs of a step are strangers to each other. So who writes into one that
-    shares memory is refused by autograd, with the advice to clone it; as a view of an argument,
-    which has a history outside of the step, an output may be written.
+    Autograd sees no relation between the outputs of a step. So it refuses a write into one that
+    shares memory, and advises to clone it; an output that is a view of an argument, which has a
+    history outside of the step, may be written.
 
     Attributes:
         argument: The caller's tensor that it is a view of, by index; -1 for none.
@@ -73,7 +73,7 @@ class Sharing:
 
 
 def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether autograd can take a value for a view of a base that has a gradient."""
+    """True if autograd can take a value for a view of a base that has a gradient."""
     if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
         return False
     same = value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
@@ -143,7 +143,7 @@ class OutputFunction(torch.autograd.Function):
         """Put the gradient where the step takes it."""
         if gradient is None:
             return (None, None, None, None, None)
-        # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
-        # of it would look like nobody else's.
+        # The tensor itself: if others hold it, it must not become a parameter's `.grad`, and an
+        # alias of it would look unshared.
         ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
         return (None, None, gradient.new_empty(0), None, None)

@@ -24,7 +24,7 @@ class Step:
 
     Attributes:
         differentiate: Whether to record what backward needs.
-        meter: Counts memory, if asked to.
+        meter: Counts memory, where there is one.
         inputs: The caller's tensors.
         slots: Values between tapes, by slot; each place of the program has its own.
         flags: For every value whether it needs a gradient; a tuple if it has several tensors.

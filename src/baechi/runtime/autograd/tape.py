@@ -62,7 +62,7 @@ class TapeCode:
         seeds: For each exit, and then for each tensor of each output that the function makes, the
             slots of the gradients that come back, in the order in which they are added up.
         large: Whether these are many bytes, so that each should go as soon as it is used.
-        by_hand: Whether an operator's backward is somebody's Python.
+        by_hand: Whether an operator's backward is custom Python.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
         recomputation: How it runs again, if it is checkpointed.

@@ -66,7 +66,7 @@ class Statics:
         return tensor if id(tensor) in self._known else self.add(tensor.detach().clone())
 
     def key(self, tensor: torch.Tensor | None) -> int | None:
-        """None of none, 0 of one that is not static, else what tells a static one from others.
+        """A key of static tensors, to tell them apart: None for None, 0 if it is not static.
 
         What was recorded with static gradients must get these: two may share memory, as those of
         both terms of a sum, or be memory that yet others read, and a copy would spoil that.

@@ -86,7 +86,7 @@ class Graphs:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """For each tape why it runs eagerly; empty if it is replayed, or will be."""
+        """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
         found = list(self._obstacles)
         for mode in self._modes.values():
             for index, tape in mode.tapes.items():
@@ -119,7 +119,7 @@ class Graphs:
             )
 
     def begin(self, step: Step) -> bool:
-        """Whether a step that begins is replayed."""
+        """True if the step that begins is replayed."""
         if step.meter is not None or all(self._obstacles):
             return False
         mode = self._modes[step.differentiate]
@@ -165,7 +165,7 @@ class Graphs:
 
 
 def _ranks(program: Program) -> list[tuple[int, int]]:
-    """For every tape the places of its forward and of its backward in the order of a step."""
+    """The positions of every tape's forward and backward in the order of a step."""
     ranks = [[0, 0] for _ in program.tapes]
     count = 0
     for number, phase in enumerate(program.phases):

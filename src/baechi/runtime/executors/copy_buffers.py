@@ -45,7 +45,7 @@ class CopyBuffers:
             part: What is copied.
             tensor: What is wanted.
             place: On which torch device.
-            key: Which copy of which kind of step.
+            key: The copy and the kind of step.
             statics: Of the step, if it is replayed.
         """
         layout = (tensor.shape, tensor.dtype, tensor.stride())
@@ -90,7 +90,7 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
     """Fill the slots on the other side; every crossing of a copy has a number.
 
     Args:
-        step: Whose slots.
+        step: The step with the slots.
         moves: Between which of them.
         send: Brings the tensors of a crossing, given its number, to the other side.
         together: Whether views of one tensor may be one crossing: not where nothing is copied.

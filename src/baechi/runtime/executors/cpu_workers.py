@@ -4,9 +4,9 @@
     worker 0     run[a b c]─(1)─┐            run[f g]
     worker 1                    └─(2)─►copy, run[d e]
 
-A lane is a list of functions, made once. What somebody waits for (1) opens a gate, a lock with one
-opener and one waiter, and (2) the waiter closes it again as it passes; so gates need no reset
-between calls. An error opens every gate: every lane goes on, sees it, and stops.
+A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, a
+lock with one opener and one waiter, and (2) the waiter closes it again as it passes; so gates need
+no reset between calls. An error opens every gate: every lane goes on, finds it, and stops.
 """
 
 import contextlib
@@ -306,7 +306,7 @@ def _actions_of(
 
 
 def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
-    """The slots that the lane frees right after a segment: nobody reads them meanwhile."""
+    """The slots that the lane frees right after a segment, with no reads in between."""
     slots: set[int] = set()
     for row in rows[position + 1 :]:
         if not isinstance(row, Free):
@@ -331,7 +331,7 @@ def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tup
 
 
 def last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
-    """For every segment of the forward the slots that nothing reads after it, in launch order."""
+    """The slots that nothing reads after each segment of the forward, in launch order."""
     phase = program.phases[0]
     left = [len(rows) for rows in phase.lanes]
     later: set[int] = set()

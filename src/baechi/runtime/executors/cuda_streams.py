@@ -8,17 +8,17 @@
 the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
 lane is a stream, and every wait an event, made once.
 
-Whose memory a tensor is, and when it goes back, without `record_stream`:
+The stream that owns a tensor's memory, and when it is freed, without `record_stream`:
 
-- What a lane makes is memory of its stream. The program frees it on that lane, after waits for all
-  that read it; so do replays of CUDA graphs, whose memory nobody else takes.
+- A tensor that a lane makes is memory of its stream. The program frees it on that lane, after waits
+  for all its readers; so do replays of CUDA graphs, whose memory is reserved.
 - What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
   read by another. It is held to the end of the phase, where all streams wait for all
   (`stream_sync`). So are the gradients that the caller gives. Backward holds again what autograd
   has saved of it.
-- What the caller gets is copied to memory of his stream if it may be another's; but not the
-  gradients of parameters: whoever uses these writes the parameters next, after all of this step.
-- A phase begins after the caller's streams. So what he lets go of between two calls is done. Where
+- Results are copied to memory of the caller's stream if they may be another's; but not gradients of
+  parameters: the next use of these writes the parameters, after all of this step.
+- A phase begins after the caller's streams. So what the caller drops between calls is done. Where
   calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
   caller may have called that one on other streams.
 """
@@ -153,7 +153,7 @@ class CudaExecutor:
         """Nothing runs between calls."""
 
     def meet(self, step: Step) -> None:
-        """Let the streams of who calls, and of who called the forward, wait for each other."""
+        """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
             with self._busy:
                 self._barriers.join(streams := self._callers(step.own), streams)
@@ -208,7 +208,7 @@ class CudaExecutor:
         return run
 
     def _is_captured(self) -> bool:
-        """Whether the caller captures a graph, which knows no event from outside."""
+        """True if the caller captures a graph, which cannot wait for outside events."""
         return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
 
     def _ended(self, run: _StepRun) -> None:
@@ -300,7 +300,7 @@ class CudaExecutor:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
-            # nobody who computes.
+            # no stream that computes.
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
@@ -353,11 +353,11 @@ class CudaExecutor:
             self.meet(step)
 
     def _is_ours(self, tensor: torch.Tensor, run: _StepRun) -> bool:
-        """Whether its memory may be another stream's than the caller's, or a graph's."""
+        """True if its memory may belong to a stream other than the caller's, or to a graph."""
         return run.replayed or tensor.device in self._shared or tensor in run.held
 
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
-        """The streams of whoever calls now, and of whoever called the forward."""
+        """The streams of this call's caller and of the forward's."""
         now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
         return list(dict.fromkeys((*now, *run.callers.values())))
 

@@ -5,7 +5,7 @@
     a third   ──┘ └──►
 
 So n streams need 2n waits and no n x n. Events are made once and recorded anew every time, which is
-safe because the one launching thread records each before the waits that mean it.
+safe because a single thread launches, and records each before the waits for it.
 
 The caching allocator returns memory to the stream on which it was allocated as soon as the host
 drops it, whatever other streams still do with it. So a tensor that crosses streams is held until

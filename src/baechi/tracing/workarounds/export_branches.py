@@ -1,21 +1,21 @@
-"""The branches that a model takes while `torch.export` runs it: those of an eager run.
+"""Eager branches of a model while `torch.export` runs it.
 
-Models ask `torch.compiler.is_exporting()` and `is_compiling()`, or whether a tensor is a fake one,
-and then prepare for other inputs than the example: they make masks that an eager run leaves out. A
-trace is of one call, so to the model's code the answer is no; and to other threads. torch's own
-code hears what is so: it leaves out what a tracer cannot take, such as a nested `torch.compile`.
+Models call `torch.compiler.is_exporting()` and `is_compiling()`, or test for fake tensors, and then
+prepare for inputs other than the example: they make masks that an eager run leaves out. A trace is
+of one call, so these return False to the model's code, and in other threads. torch's own code gets
+the true value: it skips what a tracer cannot take, such as a nested `torch.compile`.
 
 Both functions return a flag of `torch.compiler` (2.11 to 2.13), which `torch.export` sets. Here it
-is a number that looks who asks for its truth: to replace the functions would be too late for those
-who imported them by name, and for `torch._dynamo.is_compiling` and the like, which pass it on.
+is a number whose truth value depends on the calling code: replacing the functions would miss code
+that imported them by name, and `torch._dynamo.is_compiling` and the like, which return the flag.
 
-Where the eager branch cannot be traced, who asked last before the error is told yes (`concede`).
+Where the eager branch cannot be traced, the last caller before the error gets True (`concede`).
 
-A tracer runs a model on fake tensors, where a question about a value is an error. A model that asks
-whether the positions that it has just made are in order gets the answer of a real run: integers and
-booleans made of shapes and constants alone depend on no input, so the answer holds for every call
-of these shapes (`KnownValues`). Of what depends on inputs, weights or random numbers nothing is
-known. Known values are computed on the CPU: they are the same on every device.
+A tracer runs a model on fake tensors, where reading a value is an error. A model that checks
+whether positions that it just made are in order gets the value of a real run: integers and booleans
+made of shapes and constants alone depend on no input, so they are the same in every call of these
+shapes (`KnownValues`). Nothing that depends on inputs, weights or random numbers is known. Known
+values are computed on the CPU: they are the same on every device.
 """
 
 import sys
@@ -38,7 +38,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 @final
 class EagerBranches:
-    """What a model's code hears in one trace, whatever the number of tries."""
+    """The answers given to a model's code in one trace, over all its attempts."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[CodeType, int], str] = {}
@@ -48,12 +48,12 @@ class EagerBranches:
         self._all = False
 
     def __str__(self) -> str:
-        """Who is told that there is an export, for the list of attempts."""
+        """The functions that see an export, for the list of attempts."""
         told = "the model" if self._all else ", ".join(dict.fromkeys(self._told.values()))
         return f", exporting said to {told}" if told else ""
 
     def concede(self) -> bool:
-        """After an error: tell one asker more the truth, and then all; whether there was one."""
+        """After an error, let one more caller see the export, then all; False if all do already."""
         if self._all or not (self._last or self._known.answered or self.nested):
             return False
         if self.nested or self._last is None or self._last in self._told:
@@ -78,7 +78,7 @@ class EagerBranches:
                 return isinstance(value, FakeTensor) and not known.answers(value)
 
         class Shown(FakeTensor, metaclass=Meta):
-            """What the model's code sees: fake tensors but those whose value is known."""
+            """Tensors as the model's code sees them: fake, except where their value is known."""
 
         def seen(name: str) -> Any:
             if name != "FakeTensor":
@@ -91,8 +91,8 @@ class EagerBranches:
         call = script.__call__
 
         def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # It asks in C++, as its caller. Told the truth, it runs the Python that was scripted;
-            # else what was made of that, a part of which nobody could differentiate any more.
+            # The check is in C++, on behalf of the caller. While exporting, the Python that was
+            # scripted runs; otherwise the compiled code, parts of which autograd cannot see.
             if threading.get_ident() != flag.thread:
                 return call(function, *args, **kwargs)
             with patch.object(torch.compiler, "_is_exporting_flag", True):
@@ -112,7 +112,7 @@ class EagerBranches:
                 raise
 
     def answer(self, code: CodeType, instruction: int) -> bool:
-        """What the code hears that asks at one of its instructions."""
+        """The answer for one instruction of the code that checks for an export."""
         self._last = code, instruction
         return self._last in self._told
 
@@ -139,7 +139,7 @@ def _is_torch(scope: dict[str, Any]) -> bool:
 
 @contextmanager
 def _seen_through(module: Any, name: str, seen: Callable[[str], Any]) -> Iterator[None]:
-    """Let a function say what a name of a module is, which may be something else to each."""
+    """Let a function resolve a name of a module, possibly differently for each caller."""
     own = getattr(module, name)
     module.__getattr__ = seen
     delattr(module, name)
@@ -177,13 +177,13 @@ class KnownValues(TorchFunctionMode):
         self.answered = False
 
     def answers(self, tensor: torch.Tensor) -> bool:
-        """Whether the tensor's value is known, to one who then relies on that."""
+        """True if the tensor's value is known; records that the caller relies on it."""
         known = self.value(tensor) is not None
         self.answered |= known
         return known
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What is in the tensor, if that is known."""
+        """The tensor's value, if it is known."""
         version, value = self._known.get(tensor, (None, None))
         return value if version is not None and version == tensor._version else None
 
@@ -262,7 +262,7 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the function gives outside of the tracer, for copies: it may write into them."""
+    """The result of the function outside the tracer, on copies, since it may write into them."""
     with _disable_current_modes(), torch._C.DisableTorchFunction():
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         return func(*args, **kwargs)
