@@ -1,8 +1,8 @@
-"""The operator graph: what a placement decides about.
+"""The operator graph, the input of a placement.
 
 An `OpGraph` is a directed acyclic hypergraph. A vertex is an operator with its time and memory. A
 hyperedge is a tensor: one producer, any number of consumers, sent at most once to each device.
-Nothing here knows torch, so a scheduler can build, save and load graphs by itself.
+Nothing here needs torch, so a scheduler can build, save and load graphs by itself.
 """
 
 import hashlib
@@ -45,11 +45,11 @@ class Op:
             optimizer state.
         workspace_bytes: Held while it runs.
         group: Ops of one group share a device; `None` is alone.
-        late_bytes: Of the persistent bytes of its group, those that are there only from this op's
-            start on: gradients of parameters, which come with the backward.
-        reused_bytes: Of what it makes, its tensors and late bytes, as much takes the room of inputs
-            that it lets go of while it runs.
-        phase: When in a training step it runs: `"forward"`, `"loss"`, `"backward"`, or
+        late_bytes: The part of its group's persistent bytes that is allocated only when this op
+            starts: gradients of parameters, which the backward produces.
+        reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
+            it frees while it runs.
+        phase: Its part of a training step: `"forward"`, `"loss"`, `"backward"`, or
             `"recompute"` for an op of the backward that runs forward ops again.
         forward: The forward op (index) that a backward op belongs to; those that a recompute op
             runs again, ascending.
@@ -104,7 +104,7 @@ class Op:
             )
 
     def _has_phase(self) -> bool:
-        """Whether `phase` is one, and `forward` fits it."""
+        """True if `phase` is valid, and `forward` agrees with it."""
         if type(self.phase) is not str or type(self.forward) is not tuple:
             return False
         n = len(self.forward)
@@ -113,25 +113,25 @@ class Op:
 
     @property
     def in_backward(self) -> bool:
-        """Whether it runs after the loss."""
+        """True if it runs after the loss."""
         return self.phase in ("backward", "recompute")
 
     @property
     def net_workspace_bytes(self) -> int:
-        """What it holds while it runs besides inputs and outputs; negative where it reuses more."""
+        """Bytes held while it runs besides inputs and outputs; negative where it reuses more."""
         return self.workspace_bytes - self.reused_bytes
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What an op produces and others consume; a hyperedge.
+    """A value that one op produces and others consume; a hyperedge.
 
     Attributes:
         producer: Op index.
         consumers: Op indices, ascending, without repetition (the constructor sorts them).
         nbytes: Its size, in memory and on a link; may be given as a string.
-        kept: Returned to the caller, so that it stays to the end of the step.
+        kept: Returned to the caller, so it stays until the end of the step.
     """
 
     producer: int
@@ -160,7 +160,7 @@ class Tensor:
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
-    """Whether the values are ints, each above the one before, that fit 64 bits."""
+    """True if the values are strictly ascending ints that fit in 64 bits."""
     last = -1
     for value in values:
         if type(value) is not int or value <= last:
@@ -177,7 +177,7 @@ class OpGraph(StepStructure):
     Attributes:
         ops: The vertices. `op` means an index into them everywhere.
         tensors: The hyperedges. `tensor` means an index into them everywhere.
-        times: Device kind to the time of every op on it, where it was learnt per kind.
+        times: Device kind to the time of every op on it, where known per kind.
 
     Raises:
         InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
@@ -321,10 +321,10 @@ class OpGraph(StepStructure):
     def digest(self) -> str:
         """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors).
 
-        Without phases: they are no matter of placement, and a graph that was saved before ops had
-        them keeps its digest, and its placements.
+        Phases are left out: they do not matter for placement, and graphs saved before ops had them
+        keep their digests, and so their placements.
         """
-        # What json.dumps with sorted keys and no blanks writes, in half of its time.
+        # The text of json.dumps with sorted keys and no blanks, in half its time.
         quote = json.encoder.encode_basestring_ascii
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
@@ -344,7 +344,7 @@ class OpGraph(StepStructure):
 
     @cached_property
     def arrays(self) -> "GraphArrays":
-        """The same as NumPy arrays, made once."""
+        """The graph as NumPy arrays, computed once."""
         from baechi.records.graph_arrays import arrays_of
 
         return arrays_of(self.ops, self.tensors, self.times)

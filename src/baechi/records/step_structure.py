@@ -1,4 +1,4 @@
-"""The structure of one step: what runs, in which phase, and what goes from op to op; no costs.
+"""The structure of one step: its ops with their phases and the tensors between them; no costs.
 
     forward ops   0 ... n-1
     loss          n                  where the step trains; the caller computes it
@@ -20,7 +20,7 @@ Phase: TypeAlias = Literal["forward", "loss", "backward", "recompute"]
 
 
 class StepOp(Protocol):
-    """What every op of a step says of itself, whether it has costs or not."""
+    """An op of a step, with or without costs."""
 
     @property
     def name(self) -> str:
@@ -32,7 +32,7 @@ class StepOp(Protocol):
 
     @property
     def phase(self) -> Phase:
-        """When it runs."""
+        """Its part of the step."""
 
     @property
     def forward(self) -> tuple[int, ...]:
@@ -40,7 +40,7 @@ class StepOp(Protocol):
 
 
 class StepTensor(Protocol):
-    """What every tensor of a step says of itself, whether its size is known or not."""
+    """A tensor of a step, with or without a known size."""
 
     @property
     def producer(self) -> int:
@@ -52,7 +52,7 @@ class StepTensor(Protocol):
 
     @property
     def kept(self) -> bool:
-        """Whether the caller gets it."""
+        """True if it is returned to the caller."""
 
 
 @final
@@ -90,12 +90,12 @@ class StepStructure:
 
     @cached_property
     def n_forward(self) -> int:
-        """How many ops are forward; in a training step that is the index of the loss, too."""
+        """Number of forward ops; in a training step also the index of the loss."""
         return next((i for i, op in enumerate(self.ops) if op.phase != "forward"), len(self.ops))
 
     @property
     def is_training(self) -> bool:
-        """Whether it has a loss and a backward."""
+        """True if it has a loss and a backward."""
         return self.n_forward < len(self.ops)
 
     @cached_property
@@ -116,7 +116,7 @@ class StepStructure:
 
     @cached_property
     def op_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it consumes, ascending."""
+        """The tensors that each op consumes, ascending."""
         rows: list[list[int]] = [[] for _ in self.ops]
         for index, tensor in enumerate(self.tensors):
             for consumer in tensor.consumers:
@@ -125,7 +125,7 @@ class StepStructure:
 
     @cached_property
     def op_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it produces, ascending."""
+        """The tensors that each op produces, ascending."""
         rows: list[list[int]] = [[] for _ in self.ops]
         for index, tensor in enumerate(self.tensors):
             rows[tensor.producer].append(index)

@@ -1,8 +1,8 @@
 """Codecs from type hints: pairs of functions that turn a value into plain JSON and back.
 
 Covered are scalars, choices of strings, optionals and unions, tuples, mappings from strings, and
-dataclasses of these. What a hint does not allow is refused on both ways, with the path of the
-field. docs/design.md has why this is no library's.
+dataclasses of these. Values that a hint does not allow are refused in both directions, with the
+path of the field. docs/design.md explains why no library is used.
 """
 
 import math
@@ -28,7 +28,7 @@ from baechi.validation import INT64_MAX, FrozenDict
 
 @final
 class Refusal(InputError):  # noqa: N818 (its user says what could not be read or written)
-    """A wrong value, and where it is; the path is filled from the inside out."""
+    """A wrong value and its path, which is filled from the inside out."""
 
     def __init__(self, reason: str, *, sentence: bool = False) -> None:
         super().__init__(reason, sentence)
@@ -43,7 +43,7 @@ class Refusal(InputError):  # noqa: N818 (its user says what could not be read o
 
 
 class Codec(NamedTuple):
-    """How one type hint is written and read; both refuse what the hint does not allow."""
+    """Writer and reader of one type hint; both refuse values that the hint does not allow."""
 
     name: str
     write: Callable[[Any], Any]
@@ -216,7 +216,7 @@ def _mapping(inner: Codec) -> Codec:
 
 
 def _record(kind: type) -> Codec:
-    """The codec of a dataclass: its fields in order, those that equal their default left out."""
+    """The codec of a dataclass: its fields in order, without those equal to their default."""
     hints = get_type_hints(kind)
     saved = [field for field in fields(kind) if field.metadata.get("json", True)]
     codecs = {field.name: codec(hints[field.name]) for field in saved}
@@ -248,7 +248,7 @@ def _record(kind: type) -> Codec:
                     raise Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
                 found[name] = codec.read(entry)
             except Refusal as refusal:
-                # A name that is none may hold what cannot be written.
+                # A wrong name may hold characters that cannot be written.
                 refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
                 raise
         for name, default in defaults.items():
@@ -269,7 +269,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def show(value: Any) -> str:
-    """A wrong value for an error text, short, with its kind."""
+    """A wrong value as short text for an error, with its type."""
     kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
     name = kinds.get(type(value), f"a {type(value).__name__}")
     if value is None or isinstance(value, bool | dict | list):

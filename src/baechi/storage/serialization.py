@@ -5,13 +5,12 @@ A file is one object::
     {"format": "baechi", "type": "Cluster", "version": 2, "digest": "9f86...", "value": {...}}
 
 `value` has the fields of the dataclass of that name, in its order. A field that equals its default
-may be absent, and `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks, ASCII)
-may be too, so that a graph can be written by hand or by a scheduler in another language; where a
-digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
-all.
+may be absent, as may `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks,
+ASCII), so that a graph can be written by hand or by a scheduler in another language; a digest that
+is present must match. Equal values give equal bytes, and files are written atomically.
 
-Version 1 had no phases of ops; its graphs get them from their names, where a training step of
-Baechi wrote these.
+Version 1 had no phases of ops; they are restored from the names of ops in graphs of training steps
+made by Baechi.
 
 One codec serves all types (`codec.py`): a new dataclass needs an entry in `_KINDS` only.
 """
@@ -54,17 +53,17 @@ _T = TypeVar("_T")
 
 
 def dump(value: object, path: str | os.PathLike[str]) -> None:
-    """Writes `value` to a JSON file, whole or not at all.
+    """Write `value` to a JSON file atomically.
 
     Raises:
-        InputError: The value is of no type in `TYPES`, holds what JSON cannot (an infinite float),
+        InputError: The type is not in `TYPES`, the value cannot be JSON (an infinite float),
             or the path cannot be written.
     """
     write_whole(path, dumps(value))
 
 
 def dumps(value: object) -> str:
-    """The text that `dump` writes; equal values give equal texts."""
+    """`value` as the text of a JSON file; equal values give equal texts."""
     kind: type = type(value)
     if TYPES.get(kind.__name__) is not kind:
         raise InputError(f"type {kind.__name__} cannot be saved; give one of {', '.join(TYPES)}.")
@@ -81,15 +80,15 @@ def load(path: str | os.PathLike[str]) -> Any: ...
 @typing_overload
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
 def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
-    """The value in a file that `dump` or a person wrote.
+    """The value in a JSON file, written by `dump` or by hand.
 
     Args:
         path: The file.
         expect: The type that it must hold; any of `TYPES` if absent.
 
     Raises:
-        FormatError: It is no such file, is damaged, has another version, or a field is wrong; the
-            text names the path and the field.
+        FormatError: The file is not a Baechi file, is damaged, has another version, or has a wrong
+            field; the text names the path and the field.
         InputError: The file cannot be read.
     """
     check_path(path)
@@ -118,10 +117,10 @@ def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes `text` to `path`, so that no reader ever sees half of it.
+    """Write `text` to `path` atomically, so that no reader ever sees half of it.
 
     Raises:
-        InputError: The path cannot be written; what was there is still there.
+        InputError: The path cannot be written; the old file is unchanged.
     """
     given = Path(check_path(path))
     try:
@@ -164,8 +163,8 @@ def parse_json(text: str) -> Any:
     """The plain value of a JSON text.
 
     Raises:
-        FormatError: It is no JSON, is nested too deeply, or has a key twice or a number that is
-            infinite, none, or of thousands of digits.
+        FormatError: It is not JSON, is nested too deeply, or has a duplicate key or a number that
+            is infinite, NaN, or thousands of digits long.
     """
 
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -195,7 +194,7 @@ def parse_json(text: str) -> Any:
 
 
 def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
-    """The type and the raw value of a parsed file, after all checks but those of the value."""
+    """The type and the raw value of a parsed file, after all checks except those of the value."""
     if not isinstance(raw, dict) or "format" not in raw:
         raise FormatError('this is no Baechi file: it is no JSON object with "format": "baechi".')
     if raw["format"] != "baechi":
@@ -228,9 +227,9 @@ def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
 
 
 def _with_phases(graph: OpGraph) -> OpGraph:
-    """A graph of version 1, its phases told by names; it has one phase if these say no such thing.
+    """A graph of version 1 with its phases restored from names; all forward if there are none.
 
-    There a backward op was `backward:` and its forward op's name, and `recompute:...` alone read a
+    There a backward op was `backward:` and its forward op's name, and only `recompute:...` read a
     tensor of each op that it ran again.
     """
     n = graph.op_index.get("loss", len(graph.ops))
@@ -261,7 +260,7 @@ def _digest(raw: Any) -> str:
 
 
 def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
-    """`raw` as JSON: what fits on a line stands on one, and lists of scalars fill their lines."""
+    """`raw` as JSON: values that fit on a line are on one line, and lists of scalars fill lines."""
     line = json.dumps(raw)
     if not isinstance(raw, dict | list) or not raw or indent + prefix + len(line) < _WIDTH:
         return line

@@ -1,8 +1,8 @@
-"""SQLite files of Baechi's own: owner, version of the tables, damage, and other processes.
+"""SQLite files of Baechi: ownership, table versions, damage, and concurrent processes.
 
-The header of a file says which program made it and which version its tables have. Both are checked,
-and all pages are, before the first write, so that no other program's file is ever changed. An empty
-file gets its tables in one transaction. Several threads and processes may use one file.
+The header of a file names the program that made it and the version of its tables. Both, and all
+pages, are checked before the first write, so that no other program's file is ever changed. The
+tables of an empty file are made in one transaction. Threads and processes may share a file.
 """
 
 import os
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-# How long one statement waits for other processes, in seconds.
+# Time for which one statement waits for other processes, in seconds.
 PATIENCE: Final = 30.0
 _PAUSE: Final = 0.01  # between two attempts to open a file, in seconds
-# Errors of a file that is whole: held by another process, full, read-only, gone.
+# Errors of an undamaged file: locked by another process, full, read-only, deleted.
 _PASSING: Final = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY),
     *(sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN),
@@ -23,11 +23,11 @@ _PASSING: Final = {
 
 
 class SqliteFileError(Exception):
-    """What is wrong with a file; its user says what that means, and what to do.
+    """A file that cannot be used; callers add the meaning and the remedy.
 
     Attributes:
         reason: `"foreign"`, made by another program; `"version"`, by another Baechi; `"damaged"`;
-            `"unavailable"`, held by another process, full, read-only or gone; or `"closed"`.
+            `"unavailable"`, locked by another process, full, read-only or deleted; or `"closed"`.
     """
 
     def __init__(self, text: str, reason: str) -> None:
@@ -37,18 +37,18 @@ class SqliteFileError(Exception):
 
 @final
 class SqliteFile:
-    """An open file.
+    """An open SQLite file.
 
     Args:
-        path: The file; made if it is not there. `None` is a database in memory.
-        application: Whose file it is.
+        path: The file; created if absent. `None` is a database in memory.
+        application: The program that owns the file.
         version: Version of its tables.
         make: Called in a transaction to make the tables of an empty file.
-        durable: Whether a change is on the disk when its transaction returns, even after a loss of
-            power. Otherwise a loss of power may damage the file; a killed process never does.
+        durable: Whether a committed change survives a loss of power. Otherwise a loss of power may
+            damage the file; a killed process never does.
 
     Raises:
-        SqliteFileError: The file cannot be used, and is as it was.
+        SqliteFileError: The file cannot be used, and is unchanged.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SqliteFile:
         self._header = application, version
         name = ":memory:" if path is None else path
         with _translated():
-            # Autocommit: a statement outside of a transaction is one by itself.
+            # Autocommit: a statement outside of a transaction is its own transaction.
             self._database = sqlite3.connect(
                 name, timeout=PATIENCE, isolation_level=None, check_same_thread=False
             )
@@ -76,17 +76,17 @@ class SqliteFile:
             raise
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._database.close()
 
     def execute(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
-        """The rows that a statement gives."""
+        """The rows that a statement returns."""
         with _translated():
             return self._database.execute(statement, values).fetchall()
 
     @contextmanager
     def transaction(self, *, write: bool) -> Iterator[None]:
-        """All statements inside take effect, or none; one that writes keeps other writers out."""
+        """Apply all statements inside, or none; a writing transaction excludes other writers."""
         self.execute("BEGIN IMMEDIATE" if write else "BEGIN")
         with _translated(), self._database:  # it commits, or rolls back
             yield
@@ -94,16 +94,16 @@ class SqliteFile:
     def _opened(
         self, make: "Callable[[SqliteFile], object]", durable: bool, deadline: float
     ) -> bool:
-        """Whether the file is checked and has its tables; not while others make or close it.
+        """True if the file is checked and has its tables; false while others create or close it.
 
-        SQLite waits for a lock, but not where two connections would wait for each other: that is so
-        where a file that several have open gets its write-ahead log.
+        SQLite waits for a lock, except where two connections would wait for each other, as when a
+        file that several have open gets its write-ahead log.
         """
         try:
-            with self.transaction(write=False):  # another process may be making it
+            with self.transaction(write=False):  # another process may be creating it
                 empty = self._is_empty()
             if durable:
-                self.execute("PRAGMA journal_mode = WAL")  # of no effect in memory
+                self.execute("PRAGMA journal_mode = WAL")  # has no effect in memory
             self.execute(f"PRAGMA synchronous = {'FULL' if durable else 'OFF'}")
             if empty:
                 with self.transaction(write=True):
@@ -119,7 +119,7 @@ class SqliteFile:
         return True
 
     def _is_empty(self) -> bool:
-        """Whether the file has no tables yet; only reads, and refuses what is not ours or whole."""
+        """True if the file has no tables yet; read-only, and refuses foreign or damaged files."""
         ((application,),) = self.execute("PRAGMA application_id")
         ((version,),) = self.execute("PRAGMA user_version")
         ((tables,),) = self.execute("SELECT count(*) FROM sqlite_master")
@@ -137,11 +137,11 @@ class SqliteFile:
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """Raises a `SqliteFileError` for what SQLite raises."""
+    """Turn errors of SQLite into `SqliteFileError`."""
     try:
         yield
     except sqlite3.Error as error:
-        # What Python itself raises has no code: the file was closed, or a text is no Unicode.
+        # Errors of Python itself have no code: the file was closed, or a text is not Unicode.
         code = getattr(error, "sqlite_errorcode", None)
         if code is None and isinstance(error, sqlite3.ProgrammingError):
             reason = "closed"

@@ -1,9 +1,9 @@
-"""The graph of one training step, mirrored from the forward graph (DESIGN: one clock).
+"""The graph of one training step, mirrored from the forward graph.
 
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
-    gradients of parameters  ->  persistent bytes of i that come late, with i'
+    gradients of parameters  ->  persistent bytes of i that are allocated late, with i'
     the caller's loss  ->  one op of no time between the outputs and their gradients; where the
                            model returns a loss of its own, that alone has a gradient
     a checkpointed unit  ->  one op more, its forward again, before its backwards
@@ -39,7 +39,7 @@ from baechi.traced.gradient_timing import late_gradients, viewed_whole
 from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
 from baechi.validation import FrozenDict
 
-# For people; `Op.phase` and `Op.forward` say it to everybody else.
+# Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
 BACKWARD = "backward:"
 LOSS = "loss"
 RECOMPUTE = "recompute:"
@@ -57,7 +57,7 @@ def step_structure(
             `checkpoint_units.named_units`.
 
     Raises:
-        InputError: A name of `checkpoint` fits nothing, or the step does not train.
+        InputError: A name of `checkpoint` matches nothing, or the step does not train.
     """
     return _step(traced, training, checkpoint)[0]
 
@@ -74,16 +74,16 @@ def operator_graph(
 
     Args:
         traced: The model.
-        profiles: Its costs on one kind of device or more. The first one's are the ops' own; each
-            one's times are kept per kind, where it names one, and the workspace of an op is the
-            largest of all.
+        profiles: Its costs on one or more kinds of device. The first profile gives the ops' default
+            costs; times are kept per named kind, and the workspace of an op is the largest of
+            all profiles.
         training: As in `step_structure`.
-        optimizer: Whose state is persistent when training.
+        optimizer: The optimizer whose state is persistent when training.
         checkpoint: As in `step_structure`.
 
     Raises:
         InputError: Two profiles are of one kind, there is none, the
-            optimizer is unknown, or a name of `checkpoint` fits nothing.
+            optimizer is unknown, or a name of `checkpoint` matches nothing.
     """
     _check(profiles)
     costs = _merged(profiles)
@@ -102,15 +102,15 @@ def units_of(traced: TracedOperators, checkpoint: str | Iterable[str]) -> tuple[
     """The units that `checkpoint` names.
 
     Raises:
-        InputError: A name fits nothing, or nothing that has a backward.
+        InputError: A name matches nothing, or nothing with a backward.
     """
     return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
 
 
 def graded_owners(traced: TracedOperators) -> frozenset[int]:
-    """The ops that own a parameter which gets a gradient, by their own backward or a later op's.
+    """The ops owning a parameter that gets a gradient, from their own backward or a later op's.
 
-    An optimizer passes over the others, such as what runs under `no_grad`, and has no state.
+    An optimizer skips other parameters, such as those used under `no_grad`: they have no state.
     """
     reached = set(backward_ops(traced.ops, traced.tensors))
     return frozenset(
@@ -121,41 +121,41 @@ def graded_owners(traced: TracedOperators) -> frozenset[int]:
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Bytes that an operator's device holds for it: parameters, gradients and optimizer state.
+    """Persistent bytes of an operator: parameters, gradients and optimizer state.
 
     Args:
         op: The operator.
         training: Whether its parameters get gradients.
-        optimizer: Whose state there is of those that do.
+        optimizer: The optimizer whose state those parameters have.
     """
     if not training:
         return op.trained_bytes + op.frozen_bytes
     trained = op.trained
     if op.trained_bytes and not trained:
-        # The file of an older trace does not tell the shapes: then one vector, which has most.
+        # Files of older traces lack the shapes; a single vector is the worst case.
         trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return 2 * op.trained_bytes + op.frozen_bytes + state
 
 
 def _forward_workspace(cost: OpCost, training: bool, again: bool) -> int:
-    """Scratch of a forward; what runs again makes what autograd would keep, and frees it soon."""
+    """Scratch memory of a forward; one that runs again later also frees saved tensors early."""
     if not training:
         return _inference_workspace(cost)
     return cost.workspace_bytes + cost.saved_bytes if again else cost.workspace_bytes
 
 
 def _inference_workspace(cost: OpCost) -> int:
-    """Scratch of a forward without gradients.
+    """Scratch memory of a forward without gradients.
 
-    Where it is not known: what autograd would keep may be made all the same, and soon freed.
+    Where unknown, tensors that autograd would save may still be made, and freed soon.
     """
     measured = cost.inference_workspace_bytes
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
 
 
 def _check(profiles: Sequence[Profile]) -> None:
-    """Refuse profiles of which two are of one kind."""
+    """Refuse two profiles of the same kind."""
     if not profiles:
         raise InputError("there is no profile; give one, or one for each kind of device.")
     for kind, count in Counter(profile.kind for profile in profiles).items():
@@ -266,7 +266,7 @@ class _Edge(NamedTuple):
 def _step(
     traced: TracedOperators, training: bool, checkpoint: str | Iterable[str] | None
 ) -> tuple[StepStructure, list[int]]:
-    """The structure of a step, and the bytes of its tensors; `~i` is what is kept besides for i."""
+    """The structure of a step, and the bytes of its tensors; `~i` is the extra saved bytes of i."""
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     units = () if checkpoint is None else units_of(traced, checkpoint)
@@ -293,14 +293,14 @@ def _mirror(
     forward: list[PlainOp],
     units: Sequence[Unit],
 ) -> tuple[list[PlainOp], list[_Edge]]:
-    """Forward ops, the loss, backward ops and what runs again; and the tensors between them."""
+    """Forward, loss, backward and recompute ops, and the tensors between them."""
     order = backward_ops(ops, tensors)
     sequence = backward_sequence(tensors, order, units)
     loss = len(ops)
     place = {row: loss + 1 + i for i, row in enumerate(sequence)}
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
-    # The caller computes the loss where the model's last output is.
+    # The caller computes the loss on the device of the model's last output.
     graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
@@ -312,7 +312,7 @@ def _mirror(
         return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
 
     edges = _values(ops, tensors, twin, again, loss)
-    # Even where nothing is kept: what a kernel keeps depends on the device, edges do not.
+    # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
     edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in order]
     edges += [_edge(op, (at,), 0) for op, at in again.items()]
     edges += _gradients(tensors, twin, again, loss, viewed_whole(ops, tensors, order))
@@ -327,7 +327,7 @@ def _values(
     again: Mapping[int, int],
     loss: int,
 ) -> list[_Edge]:
-    """The tensors of the forward, with all who read them, and those that a unit makes again.
+    """The tensors of the forward with all their readers, and those that a unit recomputes.
 
     Args:
         ops: Forward operators.
@@ -368,7 +368,7 @@ def _gradients(
         twin: As in `_values`.
         again: As in `_values`.
         loss: The loss.
-        viewed: The ops whose gradient is their reader's own, seen in another way (`viewed_whole`).
+        viewed: The ops whose gradient is a view of their reader's (`viewed_whole`).
     """
     has_loss = any(t.scalar for t in tensors if t.kept and t.differentiable)
     for tensor in tensors:
@@ -387,13 +387,13 @@ def _gradients(
             if c in twin
         ]
         for source, theirs, nbytes in sources:
-            # A unit begins to run again when all gradients that enter it are there.
+            # A unit starts to run again when all gradients that enter it have arrived.
             first = () if mine is None or theirs == mine else (mine,)
             yield _edge(source, (*first, twin[tensor.producer]), nbytes)
 
 
 def _with_group(op: PlainOp) -> PlainOp:
-    """The op in a group of its own name, for its backward to join, if it is in none."""
+    """The op, in a new group of its own name if it has none, so that its backward can join."""
     if op.group is not None:
         return op
     return replace(op, group=op.name)
