@@ -25,7 +25,7 @@ from typing import Any
 from baechi.cluster_simulation.contention import TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.placement_schemes import LeastLoaded
-from baechi.cluster_simulation.policies.packing import PackingFactor
+from baechi.cluster_simulation.policies.policy import PackingFactor
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.traces.generators import poisson_jobs
 

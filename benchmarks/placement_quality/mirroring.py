@@ -44,7 +44,7 @@ def mirrored(
         for op, row in enumerate(forward.ops)
     ]
     # The loss is computed where the last output is.
-    ops.append(Op("loss", 0, group=ops[n - 1].group if n else None))
+    ops.append(Op("loss", 0, group=ops[n - 1].group if n else None, phase="loss"))
     ops += [
         Op(
             f"backward of {ops[op].name}",
@@ -52,6 +52,8 @@ def mirrored(
             0,
             ops[op].workspace_bytes,
             ops[op].group,
+            phase="backward",
+            forward=(op,),
         )
         for op in twin
     ]

@@ -10,8 +10,7 @@ from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.placement_schemes import Consolidated, FirstFit, LeastLoaded, Scheme
 from baechi.cluster_simulation.policies.policy import FitJobFirst, Policy
 from baechi.cluster_simulation.policies.splitting import AsPlaced, Baechi, SplitOrWait
-from baechi.cluster_simulation.result_files import summary
-from baechi.cluster_simulation.results import Result
+from baechi.cluster_simulation.results import SimulationResult, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.step_time import LISTED
 
@@ -117,7 +116,7 @@ def row_of(
     )
 
 
-def overflows(result: Result, fleet: Fleet) -> int:
+def overflows(result: SimulationResult, fleet: Fleet) -> int:
     """How often a start left more held on a GPU than it has, counted from what jobs held when.
 
     From the outcomes alone, not from the simulator's own books; jobs are never preempted here.

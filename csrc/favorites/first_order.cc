@@ -12,15 +12,19 @@
 // paths by mu * log(sum over paths of exp(length / mu)). One pass over the ops in topological order
 // gives its value (`forward`), one pass back its gradient -c f, where f is the flow that takes
 // every path in proportion to exp(length / mu) (`backward`). Accelerated projected gradient steps
-// (Beck and Teboulle 2009) with backtracking, in the norm sum (c_e d_e)^2, in which the curvature
-// is about 1 / mu whatever the costs; momentum restarts where it points uphill (O'Donoghue and
-// Candes 2015). mu starts near the mean cost and is halved when the smoothing is what keeps the
+// (Beck and Teboulle 2009) with backtracking; momentum restarts where it points uphill (O'Donoghue
+// and Candes 2015). mu starts near the mean cost and is halved when the smoothing is what keeps the
 // proved gap open. All effects are local, so the number of steps hardly depends on the number of
-// layers: 20 to 300 for a gap of 0.25 %.
+// layers: 10 to 350 for a gap of 0.5 %.
 //
-// The projection on the matchings is by turns over the ops' children and the ops' parents
-// (`project`), `kSweeps` times, starting from the last prices. So it is inexact, which costs steps
-// but no soundness: shares and flow are proved afresh (`TransferGraph`).
+// A step is measured by the sum of sqrt(f_e) (c_e d_e)^2. The factor c_e^2 makes the curvature
+// about 1 / mu whatever the costs. The other one, anew for every mu, lets edges move far that
+// little passes; without it graphs in wide layers, where little passes any edge, take twice the
+// steps.
+//
+// The projection on the matchings is one turn over the ops' children and the ops' parents
+// (`project`), starting from the last prices. So it is inexact, which costs steps but no soundness:
+// shares and flow are proved afresh (`TransferGraph`).
 #include "favorites/first_order.h"
 
 #include <algorithm>
@@ -37,14 +41,12 @@ namespace baechi {
 namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
-// Turns of the projection; more did not save steps.
-constexpr int kSweeps = 2;
 // Steps between two proofs, each of which costs about as much as one step.
 constexpr int32_t kProofEvery = 10;
 // The first mu, in mean costs. Between 0.05 and 0.5 the number of steps changes little.
 constexpr double kFirstMu = 0.2;
-// mu is halved where it explains that much of the gap.
-constexpr double kSmoothingShare = 0.9;
+// mu is halved where the smoothing is so many times the gap.
+constexpr double kSmoothingShare = 1.2;
 // ... and after so many steps at the latest.
 constexpr int32_t kStepsPerMu = 400;
 // Cheaper edges, in mean costs, get no share: nothing can be gained there, and their steps, which
@@ -52,8 +54,26 @@ constexpr int32_t kStepsPerMu = 400;
 constexpr double kWorthless = 1e-6;
 // exp(-40) is below half a unit in the last place of 1.
 constexpr double kNegligible = -40;
-// How fast the assumed curvature falls back after it was raised.
-constexpr double kForget = 0.95;
+// How fast the assumed curvature falls back, at every look.
+constexpr double kForget = 0.8;
+// Steps between two looks at whether the assumed curvature is enough. What is proved does not
+// depend on it, and a look costs a pass.
+constexpr int32_t kCheckEvery = 5;
+// An edge counts as if at least this part of the mean flow passed.
+constexpr double kLeastFlow = 0.1;
+// ... and this part of the unit, where nearly all passes edges that cost nothing.
+constexpr double kNoFlow = 1e-12;
+
+// A share that is not projected yet, and how fast it falls with the price at its ends.
+struct Wanted {
+  double share, slope;
+  int32_t src, dst;
+};
+
+// The same beside others at one end, where the price at its other end is paid.
+struct Offer {
+  double share, slope;
+};
 
 class Smoothing {
  public:
@@ -63,26 +83,29 @@ class Smoothing {
  private:
   double forward(const Vector& y, double mu);
   double backward(const Vector& y, double value, double mu);
-  double step(double value, double curvature, double mu);
+  bool step(double value, double curvature, bool checked, double mu);
   void project();
-  double price(const int32_t* first, const int32_t* last, const Vector& other, const int32_t* end);
+  double price(size_t count, double sum, double slopes);
+  void measure(const Vector& flow, double weight);
   void certify();
 
   TransferGraph graph_;
-  Vector y_, before_, ahead_, target_;  // shares: now, one step ago, extrapolated, not projected
-  Vector weight_, slope_;               // of a step: curvature times c^2, and 1 over it, or 0
-  Vector end_, share_, sink_share_;     // of the forward pass: per op, per edge, per sink
+  Vector y_, before_, ahead_;        // shares: now, one step ago, extrapolated
+  Vector metric_, inverse_;          // of a step: the weight of every edge, and 1 over it, or 0
+  Vector end_, share_, sink_share_;  // of the forward pass: per op, per edge, per sink
   Flow flow_, mean_;
-  double mean_weight_ = 0, least_ = 0;
-  Vector child_price_;  // per op, as a child; flow_.price is as a parent
-  std::vector<std::pair<double, double>> breaks_;
+  double mean_weight_ = 0, least_ = 0, uphill_ = 0;
+  Vector child_price_;          // per op, as a child; flow_.price is as a parent
+  std::vector<Wanted> wanted_;  // per edge
+  std::vector<Offer> offers_;   // of one op
   Vector best_y_;
   double best_ = kNever, bound_ = 0;
 };
 
 Smoothing::Smoothing(const Transfers& transfers) : graph_(transfers) {
-  for (Vector* row : {&y_, &before_, &ahead_, &target_, &weight_, &slope_, &share_, &best_y_})
+  for (Vector* row : {&y_, &before_, &ahead_, &metric_, &inverse_, &share_, &best_y_})
     row->assign(graph_.edges, 0.0);
+  wanted_.resize(graph_.edges), offers_.resize(graph_.edges);
   end_.assign(graph_.ops, 0.0), child_price_.assign(graph_.ops, 0.0),
       sink_share_.assign(graph_.sinks.size(), 0.0);
   flow_.clear(graph_.ops, graph_.edges), mean_.clear(graph_.ops, graph_.edges);
@@ -90,31 +113,33 @@ Smoothing::Smoothing(const Transfers& transfers) : graph_(transfers) {
 
 // The smoothed longest path.
 double Smoothing::forward(const Vector& y, double mu) {
+  const double per_mu = 1 / mu;
   // The maximum of values[0 .. count), softened; values become the shares of each in it.
-  const auto soften = [mu](double* values, int32_t count) {
-    const double top = *std::max_element(values, values + count);
+  const auto soften = [mu, per_mu](double* values, int32_t count, double top) {
     double sum = 0;
     for (int32_t i = 0; i < count; ++i) {
-      const double below = (values[i] - top) / mu;
-      sum += values[i] = below < kNegligible ? 0.0 : std::exp(below);
+      const double below = (values[i] - top) * per_mu;
+      sum += values[i] = below == 0 ? 1.0 : below < kNegligible ? 0.0 : std::exp(below);
     }
-    for (int32_t i = 0; i < count; ++i) values[i] /= sum;
+    if (sum == 1) return top;
+    const double part = 1 / sum;
+    for (int32_t i = 0; i < count; ++i) values[i] *= part;
     return top + mu * std::log(sum);
   };
   for (size_t j = 0; j < graph_.ops; ++j) {
     const int32_t first = graph_.into[j], count = graph_.into[j + 1] - first;
-    for (int32_t e = first; e < first + count; ++e)
-      share_[e] = end_[graph_.src[e]] + graph_.cost[e] * (1 - y[e]);
     double start = 0;
-    if (count == 1) {
-      start = std::exchange(share_[first], 1.0);
-    } else if (count > 1) {
-      start = soften(&share_[first], count);
+    for (int32_t e = first; e < first + count; ++e) {
+      share_[e] = end_[graph_.src[e]] + graph_.cost[e] * (1 - y[e]);
+      start = std::max(start, share_[e]);
     }
+    if (count > 0) start = soften(&share_[first], count, start);
     end_[j] = start + graph_.times[j];
   }
-  for (size_t s = 0; s < graph_.sinks.size(); ++s) sink_share_[s] = end_[graph_.sinks[s]];
-  return soften(sink_share_.data(), static_cast<int32_t>(graph_.sinks.size()));
+  double top = 0;
+  for (size_t s = 0; s < graph_.sinks.size(); ++s)
+    sink_share_[s] = end_[graph_.sinks[s]], top = std::max(top, sink_share_[s]);
+  return soften(sink_share_.data(), static_cast<int32_t>(graph_.sinks.size()), top);
 }
 
 // Fills flow_ after `forward` gave `value`; how much of that is smoothing.
@@ -135,65 +160,85 @@ double Smoothing::backward(const Vector& y, double value, double mu) {
   return std::max(value - length, std::numeric_limits<double>::epsilon() * mu);
 }
 
-// One accelerated step from ahead_, where the smoothed path is `value`; the curvature that it took.
-double Smoothing::step(double value, double curvature, double mu) {
-  std::swap(y_, before_);
-  for (;; curvature *= 2) {
-    for (size_t e = 0; e < graph_.edges; ++e) {
-      weight_[e] = curvature * graph_.cost[e] * graph_.cost[e];
-      slope_[e] = graph_.cost[e] > least_ ? 1 / weight_[e] : 0.0;
-      target_[e] = ahead_[e] + flow_.edge[e] * graph_.cost[e] * slope_[e];
-      if (graph_.cost[e] <= least_) target_[e] = 0;
-    }
-    project();
-    double model = value, distance = 0;
-    for (size_t e = 0; e < graph_.edges; ++e) {
-      const double moved = graph_.cost[e] * (y_[e] - ahead_[e]);
-      model -= flow_.edge[e] * moved;
-      distance += moved * moved;
-    }
-    // The last term is what rounding can add to two sums of this size.
-    if (forward(y_, mu) <= model + curvature / 2 * distance + 1e-12 * value) return curvature;
+// The metric where so much flow, times `weight`, passes every edge.
+void Smoothing::measure(const Vector& flow, double weight) {
+  double mean = 0;
+  size_t worth = 0;
+  for (size_t e = 0; e < graph_.edges; ++e)
+    if (graph_.cost[e] > least_) mean += flow[e], ++worth;
+  const double least = std::max(kLeastFlow * mean / static_cast<double>(worth), kNoFlow);
+  for (size_t e = 0; e < graph_.edges; ++e) {
+    const double cost = graph_.cost[e];
+    metric_[e] = cost * cost * std::sqrt(std::max(flow[e], least) * weight);
+    inverse_[e] = cost > least_ ? 1 / metric_[e] : 0.0;
   }
 }
 
-// The least price p >= 0 at which the shares of some edges add up to at most 1, where a share is
-// max(0, target - (p + other[end]) / weight).
-double Smoothing::price(const int32_t* first, const int32_t* last, const Vector& other,
-                        const int32_t* end) {
-  breaks_.clear();  // the price at which a share is 0, and how fast it falls
-  double sum = 0;
-  for (; first != last; ++first) {
-    const int32_t e = *first;
-    const double share = target_[e] - other[end[e]] * slope_[e];
-    if (share > 0) breaks_.emplace_back(share * weight_[e], slope_[e]), sum += share;
+// One accelerated step from ahead_, where the smoothed path is `value`; whether the curvature was
+// enough, which is looked at only where it is to be `checked`.
+bool Smoothing::step(double value, double curvature, bool checked, double mu) {
+  const double per_curvature = 1 / curvature;
+  for (size_t e = 0; e < graph_.edges; ++e) {
+    const double slope = inverse_[e] * per_curvature;
+    wanted_[e] = {ahead_[e] + flow_.edge[e] * graph_.cost[e] * slope, slope, graph_.src[e],
+                  graph_.dst[e]};
   }
-  if (sum <= 1) return 0;
-  std::sort(breaks_.begin(), breaks_.end(), std::greater<>());
-  double all = 0, slopes = 0, found = 0;
-  for (size_t i = 0; i < breaks_.size(); ++i) {
-    all += breaks_[i].first * breaks_[i].second;
-    slopes += breaks_[i].second;
-    found = (all - 1) / slopes;
-    if (i + 1 < breaks_.size() && found >= breaks_[i + 1].first) break;
+  project();
+  double model = value, distance = 0;
+  uphill_ = 0;
+  const Vector& parent_price = flow_.price;
+  for (size_t e = 0; e < graph_.edges; ++e) {
+    const auto& [share, slope, src, dst] = wanted_[e];
+    y_[e] = std::max(0.0, share - (parent_price[src] + child_price_[dst]) * slope);
+    const double moved = y_[e] - ahead_[e], metric = metric_[e];
+    uphill_ -= metric * moved * (y_[e] - before_[e]);
+    model -= flow_.edge[e] * graph_.cost[e] * moved;
+    distance += metric * moved * moved;
   }
-  return std::max(0.0, found);
+  // The last term is what rounding can add to two sums of this size.
+  return !checked || forward(y_, mu) <= model + curvature / 2 * distance + 1e-12 * value;
+}
+
+// The least price p >= 0 at which max(0, share - p * slope) of the first offers add up to at
+// most 1.
+double Smoothing::price(size_t count, double sum, double slopes) {
+  // At the price of those that are left, some may have no share (Michelot 1986).
+  double found = 0;
+  while (sum > 1) {
+    const double next = (sum - 1) / slopes;
+    if (next <= found) break;
+    found = next;
+    sum = slopes = 0;
+    for (size_t i = 0; i < count; ++i) {
+      const bool keeps = offers_[i].share > found * offers_[i].slope;
+      sum += keeps ? offers_[i].share : 0.0, slopes += keeps ? offers_[i].slope : 0.0;
+    }
+  }
+  return found;
 }
 
 void Smoothing::project() {
   Vector& parent_price = flow_.price;
-  for (int sweep = 0; sweep < kSweeps; ++sweep) {
-    for (size_t i = 0; i < graph_.ops; ++i)
-      parent_price[i] = price(&graph_.out[0] + graph_.from[i], &graph_.out[0] + graph_.from[i + 1],
-                              child_price_, graph_.dst.data());
-    for (size_t j = 0; j < graph_.ops; ++j)
-      child_price_[j] = price(&graph_.in[0] + graph_.into[j], &graph_.in[0] + graph_.into[j + 1],
-                              parent_price, graph_.src.data());
-  }
-  for (size_t e = 0; e < graph_.edges; ++e) {
-    const double paid = parent_price[graph_.src[e]] + child_price_[graph_.dst[e]];
-    y_[e] = std::max(0.0, target_[e] - paid * slope_[e]);
-  }
+  const auto priced = [this](int32_t first, int32_t last, auto offer) {
+    double sum = 0, slopes = 0;
+    Offer* next = offers_.data();
+    for (int32_t k = first; k < last; ++k) {
+      const Offer o = offer(k);
+      *next++ = o;
+      sum += o.share > 0 ? o.share : 0.0, slopes += o.share > 0 ? o.slope : 0.0;
+    }
+    return sum > 1 ? price(static_cast<size_t>(last - first), sum, slopes) : 0.0;
+  };
+  for (size_t i = 0; i < graph_.ops; ++i)
+    parent_price[i] = priced(graph_.from[i], graph_.from[i + 1], [this](int32_t k) {
+      const Wanted& w = wanted_[graph_.out[k]];
+      return Offer{w.share - child_price_[w.dst] * w.slope, w.slope};
+    });
+  for (size_t j = 0; j < graph_.ops; ++j)
+    child_price_[j] = priced(graph_.into[j], graph_.into[j + 1], [&](int32_t k) {
+      const Wanted& w = wanted_[k];
+      return Offer{w.share - parent_price[w.src] * w.slope, w.slope};
+    });
 }
 
 // Improves best_, best_y_ and bound_ where y_, flow_ and mean_ are better.
@@ -224,21 +269,23 @@ Shares Smoothing::run(double tolerance, int32_t max_iterations) {
   double mu = kFirstMu * mean;
   double curvature = 1 / mu, momentum = 1;
   int32_t steps_at_mu = 0;
+  backward(ahead_, forward(ahead_, mu), mu);
+  measure(flow_.edge, 1);
   while (result.iterations < max_iterations) {
     const double value = forward(ahead_, mu);
     backward(ahead_, value, mu);
-    curvature = step(value, curvature, mu);
+    const bool checked = result.iterations % kCheckEvery == 0;
+    std::swap(y_, before_);
+    while (!step(value, curvature, checked, mu)) curvature *= 2;
+    if (checked) curvature *= kForget;
     ++result.iterations, ++steps_at_mu;
-    double uphill = 0;
-    for (size_t e = 0; e < graph_.edges; ++e)
-      uphill += (ahead_[e] - y_[e]) * (y_[e] - before_[e]) * graph_.cost[e] * graph_.cost[e];
-    if (uphill > 0) momentum = 1;
+    if (uphill_ > 0) momentum = 1;
     if (momentum == 1) mean_.clear(graph_.ops, graph_.edges), mean_weight_ = 0;
     mean_.add(flow_, momentum), mean_weight_ += momentum;
     const double next = (1 + std::sqrt(1 + 4 * momentum * momentum)) / 2;
-    for (size_t e = 0; e < graph_.edges; ++e)
-      ahead_[e] = y_[e] + (momentum - 1) / next * (y_[e] - before_[e]);
-    momentum = next, curvature *= kForget;
+    const double far = (momentum - 1) / next;
+    for (size_t e = 0; e < graph_.edges; ++e) ahead_[e] = y_[e] + far * (y_[e] - before_[e]);
+    momentum = next;
     if (result.iterations % kProofEvery != 0 && result.iterations < max_iterations) continue;
     const double smoothing = backward(y_, forward(y_, mu), mu);
     certify();
@@ -247,6 +294,7 @@ Shares Smoothing::run(double tolerance, int32_t max_iterations) {
     if (smoothing > kSmoothingShare * gap || steps_at_mu >= kStepsPerMu) {
       mu /= 2, curvature *= 2, momentum = 1, steps_at_mu = 0;
       ahead_ = y_;
+      measure(mean_.edge, 1 / mean_weight_);
     }
   }
   for (size_t e = 0; e < graph_.edges; ++e) result.y[graph_.original[e]] = best_y_[e];

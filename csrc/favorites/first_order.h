@@ -1,4 +1,4 @@
-// The linear program behind favorite children (`placers/favorite_program.py`), for graphs that are
+// The linear program behind favorite children (`placers/sct_program.py`), for graphs that are
 // too large for a general solver.
 #pragma once
 
@@ -31,7 +31,7 @@ std::pair<std::vector<double>, std::vector<double>> longest_paths(
     const std::vector<int32_t>& dst, const std::vector<double>& length);
 
 // Shares with objective <= (1 + tolerance) * bound, or the best met in `max_iterations` steps of
-// O(ops + edges) each (times the logarithm of the largest degree).
+// O(ops + edges) each.
 Shares save_transfers(const Transfers& transfers, double tolerance, int32_t max_iterations);
 
 }  // namespace baechi

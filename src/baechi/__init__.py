@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from baechi.placers.contiguous import Contiguous as Contiguous
     from baechi.placers.etf import METF as METF
     from baechi.placers.heft import HEFT as HEFT
+    from baechi.placers.heft import PEFT as PEFT
     from baechi.placers.local_search import LocalSearch as LocalSearch
     from baechi.placers.metis import Metis as Metis
-    from baechi.placers.peft import PEFT as PEFT
     from baechi.placers.sct import MSCT as MSCT
     from baechi.placers.solving import solve as solve
     from baechi.placers.topo import MTopo as MTopo
@@ -88,9 +88,8 @@ _HOMES = {
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
     "baechi.placers.contiguous": ("Contiguous",),
     "baechi.placers.etf": ("METF",),
-    "baechi.placers.heft": ("HEFT",),
+    "baechi.placers.heft": ("HEFT", "PEFT"),
     "baechi.placers.metis": ("Metis",),
-    "baechi.placers.peft": ("PEFT",),
     "baechi.placers.sct": ("MSCT",),
     "baechi.placers.local_search": ("LocalSearch",),
     "baechi.placers.topo": ("MTopo",),

@@ -143,22 +143,10 @@ def lower_bounds(
     window: int,
     thresholds: int,
     guesses: int,
-) -> tuple[int, int, int]: ...
-def least_degree_first(
-    first: NDArray[int32], second: NDArray[int32], stage: NDArray[int32]
-) -> tuple[list[int], list[int], list[list[int]], float]: ...
+) -> tuple[int, int, int, int, int]: ...
 def longest_paths(
     times: NDArray[float64], src: NDArray[int32], dst: NDArray[int32], length: NDArray[float64]
 ) -> tuple[list[float], list[float]]: ...
-def save_most_transfers(
-    times: NDArray[float64],
-    src: NDArray[int32],
-    dst: NDArray[int32],
-    cost: NDArray[float64],
-    tolerance: float,
-    max_iterations: int,
-    most_work: float,
-) -> tuple[list[float], float, float, int]: ...
 def save_transfers(
     times: NDArray[float64],
     src: NDArray[int32],

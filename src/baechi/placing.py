@@ -29,7 +29,7 @@ from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.parameter_devices import Homes, first_homes, staying
+from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.placement_match import refuse_meta
 from baechi.runtime.specialization import Specialization
@@ -187,13 +187,15 @@ class _Maker:
     def __call__(
         self, model: nn.Module, call: Call, earlier: Sequence[Specialization]
     ) -> Specialization:
-        homes = first_homes(special.executable.homes for special in earlier)
+        homes = first_devices(special.executable.state_devices for special in earlier)
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
             return self._made(model, call, homes, gradients)
 
-    def _made(self, model: nn.Module, call: Call, homes: Homes, gradients: bool) -> Specialization:
+    def _made(
+        self, model: nn.Module, call: Call, homes: ParameterDevices, gradients: bool
+    ) -> Specialization:
         say = _say if self.progress else _hush
         refuse_meta(model)
         call = _beside(model, call)
@@ -220,7 +222,7 @@ class _Maker:
         return special
 
     def _solved(
-        self, traced: Traced, homes: Homes, say: Callable[[str], None]
+        self, traced: Traced, homes: ParameterDevices, say: Callable[[str], None]
     ) -> tuple[OpGraph, Placement]:
         """The graph and its placement, with parameters and buffers where earlier calls put them.
 
@@ -239,7 +241,7 @@ class _Maker:
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]
         for stay in tiers:
-            constraints = staying(traced, self.cluster, stay, self.constraints)
+            constraints = pinned(traced, self.cluster, stay, self.constraints)
             try:
                 if limited:
                     names = self._chosen(traced, profiles, constraints)

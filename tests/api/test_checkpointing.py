@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import baechi
 from baechi.checkpointing import memory_target
 from baechi.cli.commands import app
-from baechi.traced.step_graph import recomputed
 
 cluster_of = partial(cpus, link=baechi.Link(5_000, 10**11))
 
@@ -181,9 +180,9 @@ def placed_with(checkpoint: Any, devices: Any) -> baechi.PlacedModule:
 
 def test_place_takes_names_and_limits() -> None:
     given = iter(["blocks.1"])
-    names = [u.name for u in recomputed(placed_with(given, {"cpu:0": "1GiB"}).graph).values()]
-    assert names == ["blocks.1"]
-    assert not recomputed(placed_with(True, {"cpu:0": "1GiB"}).graph)
+    graph = placed_with(given, {"cpu:0": "1GiB"}).graph
+    assert [graph.ops[at].name for at in graph.units] == ["recompute:blocks.1"]
+    assert not placed_with(True, {"cpu:0": "1GiB"}).graph.units
     limit = max(placed_with(None, {"cpu:0": "1GiB"}).schedule.peak_bytes) * 7 // 10
     for checkpoint, devices in (
         (limit, {"cpu:0": "1GiB"}),
@@ -191,7 +190,7 @@ def test_place_takes_names_and_limits() -> None:
         (True, {"cpu:0": limit}),
     ):
         placed = placed_with(checkpoint, devices)
-        assert recomputed(placed.graph)
+        assert placed.graph.units
         assert max(placed.schedule.peak_bytes) <= limit
         assert placed.cluster.devices[0].memory_bytes == limit
 
@@ -232,7 +231,7 @@ def test_the_command_line_takes_names(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 0, result.output
     assert "2 parts run forward again: 0, 1" in result.output
     graph = baechi.load("net.graph.json", baechi.OpGraph)
-    assert [unit.name for unit in recomputed(graph).values()] == ["1", "0"]
+    assert [graph.ops[at].name for at in graph.units] == ["recompute:1", "recompute:0"]
     for more, text in (
         (["--checkpoint", "7"], "names no submodule"),
         (["--checkpoint", "0", "--inference"], "--inference or --checkpoint"),

@@ -86,3 +86,10 @@ def test_examples_run(
         exec(compile(block.replace("cuda:", "cpu:"), document, "exec"), names)
         if "placed" in names:
             names.pop("placed").unplace()
+
+
+def test_the_table_of_contents_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    files = re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|$", text, re.MULTILINE)
+    assert len(files) == 20
+    assert not [file for file in files if not (ROOT / "src" / "baechi" / file).exists()]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.graph import saved_tensors_hooks
 
 import baechi
 from baechi.runtime import placed_module as module
@@ -37,19 +37,28 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     assert "of 1.0 GiB" in said
 
 
-def test_a_first_call_that_the_caller_checkpoints_is_planned_once() -> None:
-    """Planning goes backward itself; its own tensors are not the caller's to compute again."""
+def test_a_first_call_inside_of_hooks_on_saved_tensors_is_planned_without_them() -> None:
+    """Planning goes backward itself; its own tensors are not for the caller's hooks."""
     torch.manual_seed(0)
     unsplit = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     module = copy.deepcopy(unsplit)
     placed = baechi.place(
         module, DEVICES, placer="round-robin", costs="estimate", progress=False, verify=True
     )
-    found = []
+    found, counts = [], []
     for one in (unsplit, placed):
         x = torch.ones(2, 8, requires_grad=True)
-        checkpoint(one, x * 1, use_reentrant=False).square().sum().backward()
+        seen: list[torch.Size] = []
+
+        def pack(tensor: torch.Tensor, seen: list[torch.Size] = seen) -> torch.Tensor:
+            seen.append(tensor.shape)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            one(x * 1).square().sum().backward()
+        counts.append(len(seen))
         found.append([x.grad, *(parameter.grad for parameter in one.parameters())])
+    assert counts[0] == counts[1]
     torch.testing.assert_close(*found)
 
 
@@ -327,7 +336,7 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))
     assert seen == [0]  # all on one device
-    placed._homes[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
+    placed._original_devices[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
     placed.eval()
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))

@@ -10,12 +10,16 @@ import baechi
 from baechi import Op, OpGraph
 from baechi.cli.commands import app
 from baechi.cluster_simulation.catalog import POLICIES
-from baechi.cluster_simulation.charts import cluster_figure
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.policies.policy import Fifo
-from baechi.cluster_simulation.result_files import JOB_COLUMNS, summary, write_comparison
-from baechi.cluster_simulation.results import ROW
+from baechi.cluster_simulation.results import (
+    JOB_COLUMNS,
+    ROW,
+    cluster_figure,
+    summary,
+    write_comparison,
+)
 from baechi.cluster_simulation.simulator import simulate_cluster
 
 TRACE = """job_id,num_gpu,submit_time,iterations,model_name,duration,interval

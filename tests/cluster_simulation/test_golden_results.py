@@ -18,7 +18,7 @@ from baechi.cluster_simulation.catalog import PUBLISHED, policy_named, scheme_na
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
 from baechi.cluster_simulation.policies.tiresias import GittinsIndex, sampled_gpu_times
-from baechi.cluster_simulation.result_files import JOB_COLUMNS, job_csv, summary
+from baechi.cluster_simulation.results import JOB_COLUMNS, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.traces.readers import read_trace
 

@@ -20,17 +20,15 @@ from baechi.cluster_simulation.catalog import (
 )
 from baechi.cluster_simulation.contention import WORK, Exclusive, Part, SideBySide, TimeSliced
 from baechi.cluster_simulation.fleet import Fleet, Gpu, Slice
-from baechi.cluster_simulation.free_devices import Counter as CountingRoom
-from baechi.cluster_simulation.free_devices import Machines
+from baechi.cluster_simulation.free_devices import DeviceCounter, DeviceStates
 from baechi.cluster_simulation.jobs import WHOLE, Job
 from baechi.cluster_simulation.placement_schemes import BestFit, Consolidated, FirstFit, LeastLoaded
 from baechi.cluster_simulation.policies.policy import Fifo, FitJobFirst, Policy
 from baechi.cluster_simulation.policies.shortest import ShortestTime
 from baechi.cluster_simulation.policies.splitting import AsPlaced, Baechi, SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
-from baechi.cluster_simulation.result_files import cluster_csv, held_gpu_time, job_csv, summary
-from baechi.cluster_simulation.results import ROW
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.results import ROW, cluster_csv, held_gpu_time, job_csv, summary
+from baechi.cluster_simulation.running_job import JobRun
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.step_time import LISTED
 from baechi.cluster_simulation.traces.generators import exponential, log_normal, poisson_jobs
@@ -70,21 +68,21 @@ FLEETS = (
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Checks every room after every change: no GPU, memory or count above what there is."""
+    """Checks the devices after every change: no GPU, memory or count above what there is."""
     seen = Counter()
-    for room in (Machines, CountingRoom):
+    for devices in (DeviceStates, DeviceCounter):
         for change in ("take", "give"):
-            monkeypatch.setattr(room, change, checked(room, change, seen))
+            monkeypatch.setattr(devices, change, checked(devices, change, seen))
     return seen
 
 
-def checked(room, change, seen):
-    original = getattr(room, change)
+def checked(devices, change, seen):
+    original = getattr(devices, change)
 
     def call(self, owner, job, grant):
         original(self, owner, job, grant)
         seen[change] += 1
-        if isinstance(self, CountingRoom):
+        if isinstance(self, DeviceCounter):
             assert 0 <= self.free <= self.total
             return
         for gpu, parts in enumerate(self.parts):
@@ -397,7 +395,7 @@ def test_everybody_gets_turns():
 def test_the_worst_treated_gets_the_lease():
     policy = FinishTimeFairness(10)
     policy.begin(4)
-    waited, wide = Run(Job("waited", 1, 0, 100), 0), Run(Job("wide", 4, 80, 100), 1)
+    waited, wide = JobRun(Job("waited", 1, 0, 100), 0), JobRun(Job("wide", 4, 80, 100), 1)
     assert policy.rho(waited, 2, 100) == 2
     # A job of four GPUs would run on a share of two of four for twice as long.
     assert policy.rho(wide, 2, 100) == Fraction(120, 200)
@@ -642,7 +640,7 @@ def test_a_graph_as_its_user_has_split_it_needs_room_for_its_peaks():
 
 
 def test_jobs_that_lose_all_that_they_get_done_are_told(monkeypatch):
-    monkeypatch.setattr("baechi.cluster_simulation.progress._EVENTS", 50)
+    monkeypatch.setattr("baechi.cluster_simulation.running_job._EVENTS", 50)
     jobs = [Job(f"job{i}", 1, 0, 5000) for i in range(3)]
     fleet = Fleet.uniform(1, 1, 2)
     for cost in (120, 700):

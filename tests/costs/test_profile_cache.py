@@ -159,8 +159,8 @@ def test_a_full_disk_means_one_word_and_what_was_kept_stays(tmp_path):
     path = tmp_path / "costs"
     with ProfileStore(path) as store:
         store.keep("before", HERE, COST)
-        ((pages,),) = store._database.execute("PRAGMA page_count").fetchall()
-        store._database.execute(f"PRAGMA max_page_count = {pages}")  # what a full disk answers
+        ((pages,),) = store._file.execute("PRAGMA page_count")
+        store._file.execute(f"PRAGMA max_page_count = {pages}")  # what a full disk answers
         with warnings.catch_warnings(record=True) as words:
             warnings.simplefilter("always")
             for index in range(100):
@@ -178,7 +178,7 @@ def test_a_read_only_store_is_read(tmp_path):
     with ProfileStore(path) as store:
         store.keep("op", HERE, COST)
     with ProfileStore(path) as store:
-        store._database.execute("PRAGMA query_only = 1")  # root may write to any file
+        store._file.execute("PRAGMA query_only = 1")  # root may write to any file
         with pytest.warns(RuntimeWarning, match=r"readonly.*not kept"):
             store.keep("another", HERE, COST)
         assert store.find("op", HERE) == COST

@@ -14,11 +14,10 @@ from torch.nn import functional
 
 import baechi
 from baechi.costs import repetition
-from baechi.costs.example_inputs import Operands
+from baechi.costs.example_inputs import ExampleInputs, value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
-from baechi.costs.value_dependence import value_remark
 from baechi.torch_support.memory_meter import Meter
 from baechi.tracing.fx_operators import operator_name
 
@@ -333,15 +332,15 @@ def test_what_depends_on_values_is_said_and_values_are_in_range(
     words = " ".join(remarks)
     for reason in ("which rows", "which places", "extreme values", "attention mask hides"):
         assert reason in words
-    operands = Operands(traced.module, torch.device("cpu"))
+    inputs = ExampleInputs(traced.module, torch.device("cpu"))
     graph = traced.module.graph_module.graph
     index = next(n for n in graph.nodes if operator_name(n) == "index")
     best = next(n for n in index.all_input_nodes if "argmax" in n.name)
-    values = operands.make(best, [index])
+    values = inputs.make(best, [index])
     assert values.dtype == torch.int64
     assert 0 <= int(values.min()) <= int(values.max()) < 6
     attention = next(n for n in graph.nodes if "attention" in operator_name(n))
-    mask = operands.make(attention.args[3], [attention])
+    mask = inputs.make(attention.args[3], [attention])
     assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
 
 
@@ -388,14 +387,14 @@ def test_a_meter_follows_a_storage_that_grows_and_counts_no_stranger() -> None:
 def test_the_groups_of_a_grouped_product_share_its_rows() -> None:
     model, args, kwargs = zoo.MODELS["mixtral"]()
     traced = baechi.trace(model, args, kwargs)
-    operands = Operands(traced.module, torch.device("cpu"))
+    inputs = ExampleInputs(traced.module, torch.device("cpu"))
     found = 0
     for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
         for node in nodes:
             if "grouped_mm" not in operator_name(node):
                 continue
             rows, _, ends = node.args[:3]
-            made = operands.make(ends, nodes).tolist()
+            made = inputs.make(ends, nodes).tolist()
             assert made == sorted(made)
             assert made[-1] == traced.module.facts.nodes[rows].values[0].shape[0]
             assert min(b - a for a, b in zip([0, *made], made, strict=False)) > 0
@@ -465,7 +464,7 @@ def test_a_backward_s_gradients_take_the_room_of_what_autograd_kept() -> None:
         (index,) = [i for i, op in enumerate(traced.ops) if op.name.endswith("lstm")]
         cost = profile.costs[index]
         graph = traced.graph(profile)
-        backward = graph.ops[graph.op_index[f"backward:{traced.ops[index].name}"]]
+        backward = graph.ops[graph.twins[index]]
         assert backward.reused_bytes == cost.backward_reused_bytes <= cost.saved_bytes
         costs = tuple(replace(cost, backward_reused_bytes=0) for cost in profile.costs)
         other = traced.graph([profile, replace(profile, kind="other", costs=costs)])
@@ -482,9 +481,9 @@ def test_a_trace_made_on_a_gpu_has_its_known_values_without_one() -> None:
     for node in nodes:
         if "device" in node.kwargs:
             node.kwargs = {**node.kwargs, "device": torch.device("cuda", 0)}
-    operands = Operands(traced.module, torch.device("cpu"))
+    inputs = ExampleInputs(traced.module, torch.device("cpu"))
     attention = next(n for n in nodes if "attention" in operator_name(n))
-    mask = operands.make(attention.args[3], [attention])
+    mask = inputs.make(attention.args[3], [attention])
     assert set(mask.flatten().tolist()) == {0.0, float("-inf")}
 
 

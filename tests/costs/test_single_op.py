@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.costs.example_inputs import Operands
+from baechi.costs.example_inputs import ExampleInputs
 from baechi.costs.single_op import Alone, Setting, evictor
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def linear(width: int, setting: Setting) -> tuple[Alone, torch.Tensor]:
     traced = baechi.trace(nn.Linear(width, width, bias=False), (x,))
     module = traced.module
     (nodes,) = [n for op, n in zip(traced.ops, module.nodes, strict=True) if "linear" in op.key]
-    return Alone(module, nodes, Operands(module, CPU).make, CPU, setting), x
+    return Alone(module, nodes, ExampleInputs(module, CPU).make, CPU, setting), x
 
 
 @pytest.mark.parametrize(("width", "cold"), [(512, True), (16, False)])
@@ -52,7 +52,7 @@ def test_a_view_of_a_parameter_is_as_cold_and_as_lasting_as_the_parameter():
     rows = zip(traced.ops, traced.module.nodes, strict=True)
     products = [(op, nodes) for op, nodes in rows if "matmul" in op.key or "mm." in op.key]
     assert len({op.key for op, _ in products}) == 2
-    make, setting = Operands(traced.module, CPU).make, Setting(lambda but: None, 0.5)  # noqa: ARG005
+    make, setting = ExampleInputs(traced.module, CPU).make, Setting(lambda but: None, 0.5)  # noqa: ARG005
     found = [Alone(traced.module, nodes, make, CPU, setting) for _, nodes in products]
     assert [(alone.single, alone.fresh) for alone in found] == [(True, 0.5), (False, 0.0)]
 
@@ -71,8 +71,8 @@ def test_without_parameters_nothing_is_fresh():
     x = torch.randn(4, requires_grad=True)
     traced = baechi.trace(nn.ReLU(), (x,))
     nodes = traced.module.nodes[1]
-    operands = Operands(traced.module, CPU)
-    alone = Alone(traced.module, nodes, operands.make, CPU, Setting(None, 0.5))
+    inputs = ExampleInputs(traced.module, CPU)
+    alone = Alone(traced.module, nodes, inputs.make, CPU, Setting(None, 0.5))
     assert alone.fresh == 0.0
     assert len(alone.backward_runs(3)) == 3
 

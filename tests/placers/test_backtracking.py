@@ -23,8 +23,7 @@ from baechi import (
     solve,
 )
 from baechi.placers.assignments import depth_first, shuffled
-from baechi.placers.backtracking import backtracked, is_unpackable
-from baechi.placers.memory_packing import is_hopeless
+from baechi.placers.memory_packing import backtracked, is_hopeless, is_unpackable
 from baechi.placers.solving import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay

@@ -267,9 +267,7 @@ def test_m_sct_says_where_its_favorites_come_from():
     assert exact["lp_objective_ns"] == exact["lp_bound_ns"] == 411
     chain = OpGraph((Op("a", 1), Op("b", 1)), (Tensor(0, (1,), 1),))
     assert MSCT().place(Problem(chain, cluster)).stats["favorites"] == 1
-    with pytest.raises(
-        InputError, match="solver 'gurobi' is unknown; it must be one of 'first-order'"
-    ):
+    with pytest.raises(InputError, match="'gurobi' is unknown; it must be one of 'first-order'"):
         MSCT(solver="gurobi")
 
 

@@ -9,7 +9,7 @@ import torch
 import baechi
 from baechi import Link
 from baechi.probing import cluster_probe
-from baechi.probing.cluster_probe import handover as measured
+from baechi.probing import handover as measured
 from baechi.probing.copy_timer import SIZES, copy_times_ns, first_broken_size
 from baechi.probing.handover import Handover, handover
 from baechi.probing.link_fit import FREE_BYTES_PER_S, fit_link
@@ -183,7 +183,7 @@ def test_links_that_two_numbers_cannot_tell_are_remarked() -> None:
     cluster = baechi.Cluster.uniform(2, "1GiB", good.link)
     survey = cluster_probe.Survey(cluster, {("a", "b"): good, ("b", "a"): bad})
     (remark,) = survey.remarks
-    assert "The link from b to a tells" in remark
+    assert "The link from b to a predicts" in remark
     assert f"wrong by {bad.worst_error:.0%}, where 20% is good" in remark
 
 

@@ -18,10 +18,10 @@ import baechi
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Placement, Tensor
 from baechi.program.compilation import compile_program
 from baechi.program.cutting import tapes_of
+from baechi.program.memory_fitting import instant_ops
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import Copy, Free, Place, Program, Run, Segment, Wait
 from baechi.storage.serialization import dumps, loads
-from baechi.traced.step_graph import mirrored, recomputed
 
 
 @st.composite
@@ -32,13 +32,14 @@ def compiled(draw: st.DrawFn, **options: bool) -> tuple[OpGraph, Cluster, Placem
     placement = draw(strategies.placements(graph, cluster))
     lanes = options.get("copy_lanes")
     lanes = draw(st.booleans()) if lanes is None else lanes
-    return graph, cluster, placement, compile_program(graph, placement, copy_lanes=lanes)
+    instant = instant_ops(graph)
+    program = compile_program(graph, placement, instant=instant, copy_lanes=lanes)
+    return graph, cluster, placement, program
 
 
 def run(program: Program, graph: OpGraph, seed: int) -> None:
     """Run the program op by op, lanes in any turn, and look up every input where the op is."""
-    n, twins = mirrored(graph)
-    units = recomputed(graph)
+    n, twins, units = graph.n_forward, graph.twins, graph.units
     draw = random.Random(seed)
     for number, phase in enumerate(program.phases):
         memory = set(phase.given)
@@ -75,7 +76,7 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
                             for tensor in graph.op_inputs[op]:
                                 producer = graph.tensors[tensor].producer
                                 if producer in units:
-                                    assert op in {twins[row] for row in units[producer].ops}
+                                    assert op in {twins[row] for row in units[producer]}
                                 elif producer in members or (number == 1 and producer == n):
                                     there = Place(tensor, segment.device) in memory
                                     assert producer in inside or there, (op, tensor)
@@ -91,7 +92,7 @@ def run(program: Program, graph: OpGraph, seed: int) -> None:
         assert sorted(ran) == sorted(op for op in members if op >= 0)
         assert memory == set(phase.kept)
         if number:
-            assert again == {op for unit in units.values() for op in unit.ops}
+            assert again == {op for unit in units.values() for op in unit}
 
 
 @given(case=compiled(), seed=st.integers(0, 9))
@@ -120,7 +121,7 @@ def test_in_the_program_s_order_no_step_is_longer(
     graph, cluster, placement, program = case
     cluster = replace(cluster, ports="none")
     order = program.order(placement.order)
-    n, _ = mirrored(graph)
+    n = graph.n_forward
     read = [tensor.producer for tensor in graph.tensors if n in tensor.consumers]
     assume(all(placement.devices[op] == placement.devices[n] for op in read))
     phased = sorted(placement.order, key=lambda op: (op > n) - (op < n))
@@ -153,7 +154,7 @@ def test_a_segment_is_cut_only_where_something_arrives_or_leaves(
 def test_one_device_is_one_segment_each_way_and_one_tape(graph: OpGraph, copy_lanes: bool) -> None:
     n = len(graph.ops)
     placement = Placement(graph.digest, (0,) * n, tuple(range(n)))
-    program = compile_program(graph, placement, copy_lanes=copy_lanes)
+    program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=copy_lanes)
     assert len(program.tapes) == 1
     for phase in program.phases:
         assert len(phase.segments) <= 1
@@ -189,7 +190,8 @@ def test_operators_of_no_time_follow_what_leaves_instead_of_being_cut_off() -> N
     ops = (Op("x", 0), Op("y", 0), Op("a", 5), Op("b", 5))
     tensors = (Tensor(0, (2, 3), 1), Tensor(1, (2, 3), 1))
     graph = OpGraph(ops, tensors)
-    program = compile_program(graph, Placement(graph.digest, (0, 0, 0, 1), (0, 1, 2, 3)))
+    placement = Placement(graph.digest, (0, 0, 0, 1), (0, 1, 2, 3))
+    program = compile_program(graph, placement, instant=instant_ops(graph))
     assert [tape.ops for tape in program.tapes] == [(0, 1), (2,), (3,)]
 
 
@@ -244,7 +246,9 @@ def test_a_model_s_step_runs_as_long_as_the_placement_says(
     placement = baechi.solve(graph, cluster, placer=chosen, effort="fast")
     said = baechi.simulate(graph, cluster, placement)
     for copy_lanes in (False, True):
-        program = compile_program(graph, placement, copy_lanes=copy_lanes)
+        program = compile_program(
+            graph, placement, instant=instant_ops(graph), copy_lanes=copy_lanes
+        )
         check_program(program)
         order = program.order(placement.order)
         done = baechi.simulate(graph, cluster, replace(placement, order=order))
@@ -331,7 +335,7 @@ def test_a_program_explains_itself() -> None:
 def test_a_placement_of_another_graph_is_refused() -> None:
     graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 8),))
     with pytest.raises(InputError, match="another graph"):
-        compile_program(graph, Placement("0" * 64, (0, 0), (0, 1)))
+        compile_program(graph, Placement(graph.digest, (0,), (0,)))
     with pytest.raises(InputError, match="runs 'b' before 'a'"):
         compile_program(graph, Placement(graph.digest, (0, 0), (1, 0)))
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from baechi import InputError, Op, OpGraph, Placement, Tensor
 from baechi.program.compilation import compile_program
+from baechi.program.memory_fitting import instant_ops
 from baechi.program.race_proof import check_program
 from baechi.records.instructions import (
     Copy,
@@ -32,7 +33,13 @@ def programs(draw: st.DrawFn, max_ops: int = 5, max_devices: int = 3) -> Program
     cluster = draw(strategies.clusters(max_devices, whole=True))
     placement = draw(strategies.placements(graph, cluster))
     in_turn = draw(st.sets(st.integers(0, max_ops - 1)))
-    return compile_program(graph, placement, copy_lanes=draw(st.booleans()), in_turn=in_turn)
+    return compile_program(
+        graph,
+        placement,
+        instant=instant_ops(graph),
+        copy_lanes=draw(st.booleans()),
+        in_turn=in_turn,
+    )
 
 
 def objection(program: Program) -> str:

@@ -97,9 +97,11 @@ def test_one_lane_holds_nothing_but_what_graphs_leave() -> None:
 # c, a and b, the loss, and their backwards; b's backward reads what a made.
 STEP = OpGraph(
     (
-        *(Op("c", 10, group="c"), Op("a", 10, group="a"), Op("b", 10, group="b"), Op("loss", 0)),
-        *(Op("backward:b", 10, group="b"), Op("backward:a", 10, group="a")),
-        Op("backward:c", 10, workspace_bytes=500, group="c"),
+        *(Op("c", 10, group="c"), Op("a", 10, group="a"), Op("b", 10, group="b")),
+        Op("loss", 0, phase="loss"),
+        Op("b'", 10, group="b", phase="backward", forward=(2,)),
+        Op("a'", 10, group="a", phase="backward", forward=(1,)),
+        Op("c'", 10, workspace_bytes=500, group="c", phase="backward", forward=(0,)),
     ),
     (
         *(Tensor(0, (1,), 30), Tensor(1, (2, 4), 100), Tensor(2, (3,), 8, kept=True)),

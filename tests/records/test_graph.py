@@ -3,6 +3,7 @@
 import hashlib
 import json
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from strategies import graphs
 from baechi import InputError, Op, OpGraph, Placement, Schedule, Span, Tensor
 
 A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
+LOSS, BACKWARD = Op("l", 0, phase="loss"), Op("a2", 5, phase="backward", forward=(0,))
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,24 @@ A, B, C = Op("a", 5), Op("b", 5, group="g"), Op("c", 5, group="g")
         (lambda: Tensor(0, (1, True), 0), "consumer of a tensor of op 0 is True"),
         (lambda: Tensor(0, (), -5), "nbytes of a tensor of op 0 is -5"),
         (lambda: Tensor(0, (), 0, kept=1), "kept of a tensor of op 0 is 1; it must be a bool"),
+        (lambda: Op("a", 0, phase="late"), "op 'a' is of phase 'late'"),
+        (lambda: Op("a", 0, phase=["loss"]), r"op 'a' is of phase \['loss'\]"),
+        (lambda: Op("a", 0, forward=(1,)), r"of phase 'forward' with forward=\(1,\)"),
+        (lambda: Op("a", 0, phase="backward"), r"of phase 'backward' with forward=\(\)"),
+        (lambda: Op("a", 0, phase="backward", forward=(0, 1)), "has the one op"),
+        (lambda: Op("a", 0, phase="recompute", forward=(0, 0)), r"forward=\(0, 0\)"),
+        (lambda: Op("a", 0, forward=("b",)), "forward of op 'a' is 'b'"),
+        (lambda: OpGraph((A, LOSS, B)), "op 'b' of phase 'forward' is out of place"),
+        (lambda: OpGraph((A, LOSS, replace(LOSS, name="m"))), "op 'm' of phase 'loss' is out of"),
+        (lambda: OpGraph((A, BACKWARD)), "op 'a2' of phase 'backward' is out of place"),
+        (
+            lambda: OpGraph((A, LOSS, replace(BACKWARD, forward=(1,)))),
+            r"forward of op 'a2' is \(1,\); 1 ops are forward",
+        ),
+        (
+            lambda: OpGraph((A, LOSS, BACKWARD, replace(BACKWARD, name="a3"))),
+            "op 'a3' is a second backward of 'a'",
+        ),
         (lambda: OpGraph((A, A)), "two ops are named 'a'"),
         (
             lambda: OpGraph((A, Op("b", 1, 3, late_bytes=3, reused_bytes=9)), (Tensor(1, (), 5),)),
@@ -76,6 +96,17 @@ def test_what_a_graph_derives():
     assert graph.op_outputs == ((0,), (1,), (2,))
     assert (graph.inputs, graph.outputs) == ((0,), (2,))
     assert dict(graph.groups) == {"g": (1, 2)}
+    assert (graph.n_forward, graph.is_training, graph.twins) == (3, False, (-1, -1, -1))
+
+
+def test_phases_say_what_belongs_together_and_are_no_part_of_the_digest():
+    again = Op("r", 5, phase="recompute", forward=np.array([1, 0]))
+    graph = OpGraph((A, B, LOSS, again, BACKWARD))
+    assert (graph.n_forward, graph.is_training) == (2, True)
+    assert (graph.twins, graph.units) == ((4, -1), {3: (0, 1)})
+    plain = tuple(replace(op, phase="forward", forward=()) for op in graph.ops)
+    assert OpGraph(plain).digest == graph.digest
+    assert OpGraph(plain) != graph
 
 
 def test_networkx_sees_the_same_graph():
@@ -89,6 +120,8 @@ def test_networkx_sees_the_same_graph():
         "group": "g",
         "late_bytes": 0,
         "reused_bytes": 0,
+        "phase": "forward",
+        "forward": (),
     }
     assert list(digraph.edges(data="nbytes")) == [(0, 1, 15)]
 

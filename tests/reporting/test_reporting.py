@@ -162,10 +162,14 @@ def test_no_two_ops_stand_at_one_place_and_edges_point_right(plan):
 
 
 def test_backward_runs_back_below_forward():
-    names = ("a", "b", "loss", "backward:b", "backward:a")
+    back = (
+        Op("b'", 1, phase="backward", forward=(1,)),
+        Op("a'", 1, phase="backward", forward=(0,)),
+    )
     edges = ((0, 1), (1, 2), (2, 3), (3, 4))
     graph = OpGraph(
-        tuple(Op(name, 1) for name in names), tuple(Tensor(a, (b,), 1) for a, b in edges)
+        (Op("a", 1), Op("b", 1), Op("loss", 1, phase="loss"), *back),
+        tuple(Tensor(a, (b,), 1) for a, b in edges),
     )
     layout = lay_out(graph, (0,) * 5, 1)
     assert layout.columns == (0, 1, 2, 1, 0)

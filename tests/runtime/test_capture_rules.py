@@ -47,8 +47,8 @@ def reasons(
     graph = traced.graph(made_up_profile(traced), training=training)
     placement = baechi.solve(graph, cpus(devices), placer=baechi.RandomPlacer(1))
     places = [torch.device("cpu")] * devices
-    executable = Executable(traced, placement, places, training, None)
-    return {obstacle(traced.module, code, alone=alone) for code in executable._way.bound.tapes}
+    executable = Executable(traced, graph, placement, places, None)
+    return {obstacle(traced.module, code, alone=alone) for code in executable._runner.bound.tapes}
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,8 @@ def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPa
         options = {"compile": {"backend": "aot_eager"}} if compiled else {}
         placed = place_on(baechi.trace(model, (x,)), 2, baechi.RandomPlacer(0), **options)
         executable = placed._current.executable
-        tapes = [replace(t, place=places[t.device]) for t in executable._way.bound.tapes]
-        bound = replace(executable._way.bound, tapes=tuple(tapes))
+        tapes = [replace(t, place=places[t.device]) for t in executable._runner.bound.tapes]
+        bound = replace(executable._runner.bound, tapes=tuple(tapes))
         graphs = graphs_of(placed.traced.module, executable.program, bound, places)
         threads = "torch.compile keeps no graph for the threads of several devices"
         assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}

@@ -19,9 +19,8 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.cuda_graphs.replay import WARM_UP
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of
-from baechi.runtime.executors.stream_barriers import Fence
-from baechi.runtime.executors.stream_holding import Held
-from baechi.runtime.step_function import Way
+from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.runtime.step_function import Runner
 
 CASES = [
     *(
@@ -59,7 +58,7 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     """Let a placed module run as on lanes of one GPU."""
     executable = placed._current.executable
     program = executable._compiled(copy_lanes=True)
-    bound = bind(executable._module, executable._graph, program, executable.places)
+    bound = bind(executable._module, executable._structure, program, executable.places)
     recorded = None
     if graphs:
         recorded = graphs_of(
@@ -72,7 +71,7 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     executable.close()
     gpus: Any = [Gpu() for _ in executable.places]
     executable.program = program
-    executable._way = Way(bound, CudaExecutor(program, bound, gpus, recorded))
+    executable._runner = Runner(bound, CudaExecutor(program, bound, gpus, recorded))
 
 
 def train(module: Any, args: Any, kwargs: Any, steps: int) -> list[torch.Tensor]:
@@ -140,8 +139,8 @@ def found_in_two_steps(traced: baechi.Traced, monkeypatch: pytest.MonkeyPatch) -
     ("owner", "name", "complaint"),
     [
         (Stream, "wait_event", "may be writing"),  # no lane waits for another
-        (Fence, "join", "may be writing"),  # nobody waits at the ends of a phase
-        (Held, "add", "takes memory"),  # what crosses lanes is let go of with its last use
+        (StreamBarriers, "join", "may be writing"),  # nobody waits at the ends of a phase
+        (HeldStorages, "add", "takes memory"),  # what crosses lanes is let go of with its last use
     ],
 )
 def test_what_is_left_out_is_found(

@@ -4,11 +4,12 @@ import _thread
 import copy
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from placed import at_random, made_up_profile
+from placed import at_random, cpus, made_up_profile, place_on
 from torch import nn
 
 import baechi
@@ -69,6 +70,31 @@ class Branches(nn.Module):
         return note(a, "c") + note(b, "d")
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_without_its_graph_a_placement_gives_the_same_program(training: bool) -> None:
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    traced = baechi.trace(Branches(), (x, y))
+    placed = place_on(traced, 2, baechi.RandomPlacer(1), training=training)
+    assert placed.program.graph_digest == placed.placement.graph_digest == placed.graph.digest
+    assert placed.schedule is placed.schedule
+    other = baechi.apply(traced, placed.placement, ["cpu", "cpu"])
+    assert other.program == placed.program
+    with pytest.raises(baechi.ExecutionError, match="not given the graph"):
+        assert other.schedule
+
+
+def test_a_graph_that_does_not_say_what_is_backward_is_refused() -> None:
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    traced = baechi.trace(Branches(), (x, y))
+    graph = traced.graph(made_up_profile(traced))
+    plain = baechi.OpGraph(
+        tuple(replace(op, phase="forward", forward=()) for op in graph.ops), graph.tensors
+    )
+    placement = baechi.solve(graph, cpus(2), placer="m-etf")
+    with pytest.raises(baechi.InputError, match=r"graph given is not of this Branches.*Op\.phase"):
+        baechi.apply(traced, placement, ["cpu", "cpu"], graph=replace(plain, times=graph.times))
+
+
 def test_a_segment_goes_backward_in_parts_as_the_placement_says() -> None:
     """d's backward waits until a's has run, so a's must not wait for d's gradient of b."""
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
@@ -77,9 +103,7 @@ def test_a_segment_goes_backward_in_parts_as_the_placement_says() -> None:
     far = [i for i, op in enumerate(traced.ops) if {"note_2", "note_3", "add"} & set(op.nodes)]
     n = len(traced.ops)
     devices = [int(op in far) for op in range(n)]
-    names = {op.name: i for i, op in enumerate(graph.ops)}
-    twins = {op: names["backward:" + graph.ops[op].name] for op in range(n)
-             if "backward:" + graph.ops[op].name in names}  # fmt: skip
+    twins = {op: twin for op, twin in enumerate(graph.twins) if twin >= 0}
     by_node = {node: op for op, row in enumerate(traced.ops) for node in row.nodes}
     a, b, c, d, add = (by_node[k] for k in ("note", "note_1", "note_2", "note_3", "add"))
     everywhere = devices + [1] + [0] * (len(graph.ops) - n - 1)
@@ -225,7 +249,7 @@ def test_what_needs_a_gradient_only_later_is_planned_anew_or_refused() -> None:
 def test_a_fork_without_the_workers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 5)
     placed = at_random(Shares(), (x,), seed=0)
-    assert isinstance(placed._current.executable._way.executor, CpuExecutor)
+    assert isinstance(placed._current.executable._runner.executor, CpuExecutor)
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(baechi.ExecutionError, match="another process"):
         placed(x)

@@ -51,7 +51,8 @@ def test_a_failing_op_reaches_the_caller_with_its_name_and_the_next_call_works(
 ) -> None:
     model, x = HasFussy(), torch.ones(2, 3)
     placed = place_on(baechi.trace(model, (x,)), devices, baechi.RandomPlacer(3))
-    line = r"fussy/\w+ \(test_executors_in_threads\.py:\d+ in forward: return .*\).*IndexError: too negative"
+    where = r"fussy/\w+ \(test_executors_in_threads\.py:\d+ in forward: return .*\)"
+    line = where + ".*IndexError: too negative"
     with pytest.raises(baechi.ExecutionError, match=line) as caught:
         placed(-x)
     assert isinstance(caught.value.__cause__, IndexError)
@@ -155,13 +156,13 @@ def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_
     placed = place_on(traced, 3, baechi.RandomPlacer(5))
     executable = placed._current.executable
     places = [torch.device("cpu")] * 3
-    executor = CudaExecutor(executable.program, executable._way.bound, places)
-    inline = dataclasses.replace(executable._way, executor=executor)
+    executor = CudaExecutor(executable.program, executable._runner.bound, places)
+    inline = dataclasses.replace(executable._runner, executor=executor)
     loss = model(*args, **kwargs).loss
     loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with unittest.mock.patch.object(executable, "_way", inline):
+    with unittest.mock.patch.object(executable, "_runner", inline):
         other = placed(*args, **kwargs).loss
         other.backward()
     torch.testing.assert_close(other, loss)
@@ -352,28 +353,16 @@ def test_gradients_of_a_value_read_inside_and_outside_are_summed_in_autograds_or
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(
-    "loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["curved", "flat"]
-)
-def test_gradients_of_gradients_are_refused_not_wrong(loss: Any, devices: int) -> None:
-    """Also where the loss's own gradient depends on nothing, as in a gradient penalty."""
+def test_gradients_of_gradients_are_refused_not_wrong(devices: int) -> None:
     model, args = towers()
     placed = place_on(baechi.trace(model, args), devices, "round-robin")
-    y = placed(*args)
-    (gradient,) = torch.autograd.grad(loss(y), [next(placed.parameters())], create_graph=True)
-    with pytest.raises(RuntimeError, match="a placed model has no second derivatives"):
-        (y.mean() + gradient.square().sum()).backward()
-
-
-def test_a_derivative_by_what_a_gradient_is_multiplied_with_is_refused_too() -> None:
-    model, args = towers()
-    placed = place_on(baechi.trace(model, args), 2, "round-robin")
+    wanted = [next(placed.parameters())]
+    with pytest.raises(baechi.ExecutionError, match="a placed model has no second derivatives"):
+        torch.autograd.grad(placed(*args).sum(), wanted, create_graph=True)
     y = placed(*args)
     v = torch.ones_like(y, requires_grad=True)
-    (gradient,) = torch.autograd.grad(y, [next(placed.parameters())], v, create_graph=True)
-    for wanted in (v, next(placed.parameters())):
-        with pytest.raises(RuntimeError, match="a placed model has no second derivatives"):
-            torch.autograd.grad(gradient.sum(), wanted, retain_graph=True, allow_unused=True)
+    (gradient,) = torch.autograd.grad(y, wanted, v)
+    assert not gradient.requires_grad
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -8,7 +8,7 @@ from placed import at_random, one_thread, step
 from torch import Tensor, nn
 
 import baechi
-from baechi.runtime.autograd.gradient_strides import as_they_lie
+from baechi.runtime.autograd.gradient_strides import keeping_strides
 
 
 class Sinks(nn.Module):
@@ -84,7 +84,7 @@ class Kinds(nn.Module):
 def test_views_sums_and_joins_hand_a_gradient_on_and_others_make_a_new_one() -> None:
     x, row = torch.randn(3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
     module = baechi.trace(Kinds(), (x, row)).module
-    found = as_they_lie(module.facts.nodes)
+    found = keeping_strides(module.facts.nodes)
     (output,) = module.graph_module.graph.find_nodes(op="output")
     assert [node in found for node in output.all_input_nodes] == [
         *(True, True, True, True),

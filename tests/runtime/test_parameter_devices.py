@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.runtime.parameter_devices import staying
+from baechi.runtime.parameter_devices import pinned
 
 LINK = baechi.Link(1000, 10**9)
 
@@ -64,8 +64,8 @@ def test_what_the_user_forbids_is_forbidden_beside() -> None:
     linear = next(op.name for op in traced.ops if "0.1.weight" in op.parameters)
     own = baechi.Constraints(forbidden={linear: (names[2],)}, max_devices=2)
     weight, bias = model[0][1].weight, model[0][1].bias
-    assert staying(traced, cluster, {}, own) is own
-    got = staying(traced, cluster, {weight: 1, bias: 1}, own)
+    assert pinned(traced, cluster, {}, own) is own
+    got = pinned(traced, cluster, {weight: 1, bias: 1}, own)
     assert got == baechi.Constraints(forbidden={linear: (names[0], names[2])}, max_devices=2)
 
 
@@ -75,7 +75,7 @@ def test_streams_of_one_gpu_are_one_home() -> None:
     pools = ["gpu", "gpu", "other"]
     rows = [baechi.Device(f"d{i}", "1GiB", pool=pool) for i, pool in enumerate(pools)]
     cluster = baechi.Cluster.connected(rows, LINK)
-    got = staying(traced, cluster, {model.weight: 0, model.bias: 0}, None)
+    got = pinned(traced, cluster, {model.weight: 0, model.bias: 0}, None)
     (linear,) = (op.name for op in traced.ops if op.parameters)
     assert got == baechi.Constraints(forbidden={linear: ("d2",)})
 

@@ -20,7 +20,7 @@ from baechi.runtime.autograd.binding import bind
 from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of
-from baechi.runtime.step_function import Way
+from baechi.runtime.step_function import Runner
 from baechi.tracing.pytrees import tensors_in
 
 STEPS = WARM_UP + 3
@@ -52,7 +52,7 @@ def replaying(
     )
     executable.close()
     executable.program = program
-    executable._way = Way(bound, CudaExecutor(program, bound, executable.places, graphs))
+    executable._runner = Runner(bound, CudaExecutor(program, bound, executable.places, graphs))
     return graphs
 
 
@@ -130,7 +130,7 @@ def test_gradients_of_a_tied_weight_are_added_up_across_recorded_tapes() -> None
     model, x = Tied(), torch.randn(3, 4)
     placed = placed_at_random(model, (x,), {}, 0, 2)
     replaying(placed)
-    assert any(tape.sums for tape in placed._current.executable._way.bound.tapes)
+    assert any(tape.sums for tape in placed._current.executable._runner.bound.tapes)
     expected = step(copy.deepcopy(model), (x,), {})
     for _ in range(STEPS):
         placed.zero_grad()
@@ -290,7 +290,7 @@ def test_a_step_that_never_goes_backward_is_forgotten() -> None:
 def _like(placed: baechi.PlacedModule) -> Any:
     from baechi.runtime.autograd.step_state import Step
 
-    sizes = placed._current.executable._way.bound.sizes
+    sizes = placed._current.executable._runner.bound.sizes
     return Step(True, None, (torch.randn(4, 8),), sizes)
 
 
@@ -362,7 +362,7 @@ def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
     graphs.demand()
     assert graphs.remarks == ()
     executable = placed._current.executable
-    bound, places = executable._way.bound, executable.places
+    bound, places = executable._runner.bound, executable.places
     none = graphs_of(executable._module, executable.program, bound, places)
     reason = "a cpu device has no CUDA graphs"
     assert none.remarks == (f"{n} of {n} tapes run without CUDA graphs: {reason}",)

@@ -17,7 +17,7 @@ from baechi import InputError, Measurement
 from baechi.records.measurement import error_of
 from baechi.runtime import step_measurement as measuring
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.step_function import Way
+from baechi.runtime.step_function import Runner
 from baechi.torch_support.memory_meter import Meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -289,7 +289,7 @@ def test_what_is_sent_between_torch_devices_counts_as_moved() -> None:
     bound, n = executable._counted.bound, len(executable.places)
     program = executable._counted.executor._program
     elsewhere = [torch.device("cpu", 0)] * n
-    executable.__dict__["_counted"] = Way(bound, CudaExecutor(program, bound, elsewhere))
+    executable.__dict__["_counted"] = Runner(bound, CudaExecutor(program, bound, elsewhere))
     with placed.metered() as sent:
         placed(torch.randn(4, 16)).sum().backward()
     assert sent.moved_bytes == handed_over.moved_bytes > 0

@@ -434,17 +434,21 @@ def test_a_failed_write_changes_nothing_in_memory_or_on_disk(tmp_path):
 
 
 def test_a_file_that_is_held_for_too_long_is_unavailable_and_not_damaged(tmp_path, monkeypatch):
-    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    monkeypatch.setattr("baechi.storage.sqlite_file.PATIENCE", 0.01)
     path = tmp_path / "ledger.sqlite"
     book = Ledger(CLUSTER, path)
     holder = sqlite3.connect(path, isolation_level=None)
     holder.execute("BEGIN IMMEDIATE")
     assert why(book.reserve, "a", [Claim("device0", 1)]) == "unavailable"
     assert why(book.release, "a") == "unavailable"
-    with pytest.raises(InputError, match="held by another process"):
-        Ledger(CLUSTER, path)
+    assert Ledger(CLUSTER, path).snapshot() == book.snapshot()
     assert book.snapshot().version == 0
     holder.execute("COMMIT")
+    holder.close()
+    with sqlite3.connect(tmp_path / "new.sqlite", isolation_level=None) as holder:
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(InputError, match="held by another process"):
+            Ledger(CLUSTER, tmp_path / "new.sqlite")
     holder.close()
     assert book.reserve("a", [Claim("device0", 1)]).version == 1
     book.close()

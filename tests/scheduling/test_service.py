@@ -214,7 +214,7 @@ def test_reserve_and_release_are_granted_once_per_request_id():
 
 
 def test_a_ledger_that_is_held_by_another_is_no_fault_of_the_request(tmp_path, monkeypatch):
-    monkeypatch.setattr("baechi.scheduling.store._PATIENCE", 0.01)
+    monkeypatch.setattr("baechi.storage.sqlite_file.PATIENCE", 0.01)
     book = Ledger(GRID, tmp_path / "ledger.sqlite")
     with TestClient(create_app(book, workers=1)) as web:
         holder = sqlite3.connect(tmp_path / "ledger.sqlite", isolation_level=None)
@@ -516,7 +516,8 @@ def test_the_client_says_what_is_wrong_in_its_words():
     for url in ("http://here:99999", "http://here:x"):
         with pytest.raises(InputError, match="url is"):
             Client(url)
-    assert Client("http://[::1]")._connection.host == "::1"
+    with pytest.raises(ServiceError, match=r"no answer from http://\[::1\]:9"):
+        Client("http://[::1]:9").snapshot()
     with pytest.raises(InputError, match="job is 5"):
         Client().release(5)
     # What answers is no service: it hangs up, and then talks nonsense.

@@ -18,7 +18,7 @@ from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule, Span, Transfer
 from baechi.storage.codec import codec
-from baechi.storage.serialization import TYPES, dump, dumps, load, loads, write_whole
+from baechi.storage.serialization import TYPES, VERSION, dump, dumps, load, loads, write_whole
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.validation import INT64_MAX
@@ -131,7 +131,9 @@ VALUES = st.one_of(
 
 
 def wrapped(kind, value, **changes):
-    return json.dumps({"format": "baechi", "type": kind, "version": 1, "value": value, **changes})
+    return json.dumps(
+        {"format": "baechi", "type": kind, "version": VERSION, "value": value, **changes}
+    )
 
 
 GRAPH = OpGraph(
@@ -155,7 +157,7 @@ def test_the_file_of_a_graph_looks_as_documented(tmp_path):
     dump(GRAPH, path)
     envelope = json.loads(path.read_text())
     assert list(envelope) == ["format", "type", "version", "digest", "value"]
-    assert (envelope["format"], envelope["type"], envelope["version"]) == ("baechi", "OpGraph", 1)
+    assert (envelope["format"], envelope["type"], envelope["version"]) == ("baechi", "OpGraph", 2)
     assert envelope["value"] == {
         "ops": [
             {"name": "a", "time_ns": 5, "persistent_bytes": 7},
@@ -205,6 +207,39 @@ def test_a_link_without_overhead_is_written_as_before():
     assert loads(written[1]).uniform_link == Link(5, 7, overhead_ns=3)
 
 
+# As version 1 wrote a training step: a and b, b again, and what none of them belongs to.
+OLD_NAMES = ("a", "m/b", "loss", "recompute:m", "backward:m/b", "backward:a")
+OLD_TENSORS = (Tensor(0, (1, 3), 8), Tensor(1, (2,), 8), Tensor(1, (3,), 0), Tensor(2, (3, 4), 8),
+               Tensor(3, (4,), 5), Tensor(4, (5,), 8))  # fmt: skip
+
+
+def of_version_1(names):
+    ops = tuple(Op(name, 1) for name in names)
+    raw = json.loads(dumps(OpGraph(ops, OLD_TENSORS)))
+    return loads(json.dumps({**raw, "version": 1}), OpGraph), OpGraph(ops, OLD_TENSORS).digest
+
+
+def test_a_training_graph_of_version_1_gets_its_phases_and_keeps_its_digest():
+    graph, digest = of_version_1(OLD_NAMES)
+    assert [(op.phase, op.forward) for op in graph.ops] == [
+        *[("forward", ())] * 2,
+        ("loss", ()),
+        ("recompute", (1,)),
+        ("backward", (1,)),
+        ("backward", (0,)),
+    ]
+    assert (graph.n_forward, graph.twins, graph.units) == (2, (5, 4), {3: (1,)})
+    assert graph.digest == digest
+    assert loads(dumps(graph)) == graph
+
+
+@pytest.mark.parametrize("other", ["backward of a", "backward:x", "backward:loss", "recompute:"])
+def test_a_graph_of_version_1_whose_names_are_no_training_step_has_one_phase(other):
+    graph, digest = of_version_1((*OLD_NAMES[:5], other))
+    assert {op.phase for op in graph.ops} == {"forward"}
+    assert graph.digest == digest
+
+
 def test_a_file_written_by_hand_needs_no_digest_and_no_defaults():
     text = wrapped("Cluster", {"devices": [{"name": "d", "memory_bytes": 9, "speed": 2}],
                                "links": [[None]]})  # fmt: skip
@@ -226,14 +261,14 @@ def test_a_file_written_by_hand_needs_no_digest_and_no_defaults():
         ('{"format": NaN}', "NaN"),
         ('{"format": ' + "1" * 5000 + "}", "digits"),
         ("[" * 100_000, "nested too deeply"),
-        (wrapped("Op", {}, version=2), "written by version 2, this Baechi reads 1"),
+        (wrapped("Op", {}, version=3), "written by version 3, this Baechi reads 1 to 2"),
         (wrapped("Op", {}, version="1"), "version is '1'"),
         (wrapped("Op", {}, version=True), "version is True"),
         (wrapped("Job", {}), "type is 'Job'; it must be one of Op, "),
         (wrapped(["Op"], {}), "type is ['Op']"),
         (wrapped("Op", {}, digset=""), "unknown field 'digset'"),
         (wrapped("Op", {}, digest="0"), "the digest does not match"),
-        ('{"format": "baechi", "type": "Op", "version": 1}', "the field 'value' is missing"),
+        ('{"format": "baechi", "type": "Op", "version": 2}', "the field 'value' is missing"),
         (wrapped("Op", []), "value is a list; it must be an object of type Op"),
         (wrapped("Op", {"name": "a"}), "time_ns is missing"),
         (wrapped("Op", {"name": "a", "time": 1}), "time is unknown; the fields of Op are name, "),

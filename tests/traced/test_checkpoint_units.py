@@ -16,8 +16,6 @@ from baechi.traced.step_graph import (
     LOSS,
     RECOMPUTE,
     backward_ops,
-    mirrored,
-    recomputed,
     units_of,
 )
 from baechi.tracing.pytrees import tensors_in
@@ -80,20 +78,18 @@ class Layers(nn.Module):
 def test_a_unit_runs_again_between_the_gradients_that_enter_it_and_its_backwards() -> None:
     traced = traced_of("gpt2")
     graph = traced.graph(profile_of(traced), checkpoint="transformer.h.*")
-    n, twins = mirrored(graph)
-    units = recomputed(graph)
+    n, twins, units = graph.n_forward, graph.twins, graph.units
     assert [graph.ops[at].name for at in units] == [
         f"{RECOMPUTE}transformer.h.1",
         f"{RECOMPUTE}transformer.h.0",
     ]
     for at, unit in units.items():
-        inside = set(unit.ops)
-        assert unit.ops == tuple(
-            i for i, op in enumerate(traced.ops) if op.name.startswith(f"{unit.name}.")
-            or op.name.startswith(f"{unit.name}/")
-        )  # fmt: skip
-        assert graph.ops[at].time_ns == sum(graph.ops[op].time_ns for op in unit.ops)
-        backward = {twins[op] for op in unit.ops}
+        inside, name = set(unit), graph.ops[at].name.removeprefix(RECOMPUTE)
+        assert unit == tuple(
+            i for i, op in enumerate(traced.ops) if op.name.startswith((f"{name}.", f"{name}/"))
+        )
+        assert graph.ops[at].time_ns == sum(graph.ops[op].time_ns for op in unit)
+        backward = {twins[op] for op in unit}
         assert {graph.ops[op].group for op in (at, *inside, *backward)} == {graph.ops[at].group}
         # Nothing goes straight from a forward inside to a backward inside.
         for tensor in graph.tensors:
@@ -130,7 +126,7 @@ def test_times_of_every_kind_of_device_count_what_runs_again() -> None:
 def test_a_graph_without_units_is_what_it_was() -> None:
     traced = traced_of("t5")
     graph = traced.graph(profile_of(traced))
-    assert not recomputed(graph)
+    assert not graph.units
     n = len(traced.ops)
     order = backward_ops(traced.ops, traced.tensors)
     assert [op.name for op in graph.ops[n:]] == [
@@ -151,7 +147,7 @@ def test_units_that_share_a_parameter_are_on_one_device() -> None:
 
     traced = baechi.trace(Shares(), (torch.randn(2, 4),))
     graph = traced.graph(profile_of(traced), checkpoint=["first", "second"])
-    units = recomputed(graph)
+    units = graph.units
     assert len(units) == 2
     assert len({graph.ops[at].group for at in units}) == 1
 
@@ -167,7 +163,7 @@ def test_a_module_that_is_called_twice_is_two_units() -> None:
 
     model, x = Twice(), torch.randn(2, 4)
     placed = placed_on(model, (x,), 2, "m-etf", "layer")
-    units = recomputed(placed.graph)
+    units = placed.graph.units
     assert len(units) == 2
     assert_equal_steps(model, placed, (x,), {})
 
@@ -197,7 +193,7 @@ def test_units_that_need_each_other_s_gradients_are_refused_by_name() -> None:
     with pytest.raises(baechi.InputError, match=r"'left', 'right' need each other's"):
         traced.graph(profile_of(traced), checkpoint=["left", "right"])
     for one in ("left", "right"):
-        assert recomputed(traced.graph(profile_of(traced), checkpoint=one))
+        assert traced.graph(profile_of(traced), checkpoint=one).units
 
 
 @pytest.mark.parametrize(

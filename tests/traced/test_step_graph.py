@@ -1,6 +1,7 @@
 """The graph of a training step mirrors the forward graph."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +47,22 @@ def test_every_backward_is_with_its_forward(name: str) -> None:
     for op in backwards:
         forward = by_name[op.name.removeprefix(BACKWARD)]
         assert op.group == forward.group is not None
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"training": False}, {"checkpoint": "transformer.h.*"}], ids=str
+)
+def test_the_structure_is_the_graph_without_costs(options: dict[str, Any]) -> None:
+    traced = traced_of("gpt2")
+    structure = traced.structure(**options)
+    graph = traced.graph(costs_of(traced), **options)
+    for one, other in zip(structure.ops, graph.ops, strict=True):
+        assert (one.name, one.group) == (other.name, other.group)
+        assert (one.phase, one.forward) == (other.phase, other.forward)
+    edges = [[(t.producer, t.consumers, t.kept) for t in s.tensors] for s in (structure, graph)]
+    assert edges[0] == edges[1]
+    assert (structure.twins, structure.units) == (graph.twins, graph.units)
+    assert bool(structure.units) == ("checkpoint" in options)
 
 
 def test_gradients_mirror_the_tensors_that_have_them() -> None:

@@ -1,4 +1,4 @@
-"""The command `baechi cluster`: a trace, a cluster and a policy in; tables and a picture out."""
+"""The command `baechi cluster`: a simulation of a job trace, as tables and a picture."""
 
 import csv
 from pathlib import Path
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from baechi.cluster_simulation.fleet import Fleet, Slice
     from baechi.cluster_simulation.jobs import Job
-    from baechi.cluster_simulation.results import Result
+    from baechi.cluster_simulation.results import SimulationResult
     from baechi.cluster_simulation.traces.readers import Trace
 
 
@@ -100,7 +100,7 @@ def cluster(
         sharing_named,
     )
     from baechi.cluster_simulation.fleet import Fleet
-    from baechi.cluster_simulation.result_files import write_comparison, write_result
+    from baechi.cluster_simulation.results import write_comparison, write_result
     from baechi.cluster_simulation.simulator import simulate_cluster
     from baechi.cluster_simulation.traces.readers import read_trace
     from baechi.units import parse_bytes
@@ -119,10 +119,10 @@ def cluster(
         raise InputError(f"cannot write to {out}: it is no folder.")
     out.mkdir(parents=True, exist_ok=True)
     jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
-    _tell(known, fleet)
+    _say_sizes(known, fleet)
     results = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
-        with _Progress(each.name, len(jobs)) as progress:
+        with _JobBar(each.name, len(jobs)) as progress:
             result = simulate_cluster(
                 jobs,
                 fleet,
@@ -144,7 +144,7 @@ def cluster(
     say(f"wrote {out}")
 
 
-class _Progress:
+class _JobBar:
     """A bar on the terminal while a simulation runs, redrawn for every percent."""
 
     def __init__(self, name: str, jobs: int) -> None:
@@ -157,7 +157,7 @@ class _Progress:
         self._bar = Progress(console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task(name, total=jobs)
 
-    def __enter__(self) -> "_Progress":
+    def __enter__(self) -> "_JobBar":
         self._bar.start()
         return self
 
@@ -225,8 +225,8 @@ def _samples(path: Path) -> "Sequence[int]":
         raise InputError(f"cannot read GPU-times from {path}: {reason_of(error)}.") from error
 
 
-def _tell(trace: "Trace", fleet: "Fleet") -> None:
-    """What is going to be run, and what was left out."""
+def _say_sizes(trace: "Trace", fleet: "Fleet") -> None:
+    """Prints the size of the simulation, and the entries that were left out."""
     sizes = ((len(trace.jobs), "job"), (len(fleet.gpus), "GPU"), (fleet.nodes, "node"))
     jobs, gpus, nodes = (f"{count:,} {what}{'s' if count != 1 else ''}" for count, what in sizes)
     say(f"{jobs} on {gpus} of {nodes}")
@@ -238,11 +238,11 @@ def _tell(trace: "Trace", fleet: "Fleet") -> None:
         say(f"skipped {len(trace.malformed)} malformed lines in all", error=True)
 
 
-def _report(results: "Sequence[Result]") -> None:
+def _report(results: "Sequence[SimulationResult]") -> None:
     """A row per policy, and the jobs that were refused."""
     from rich.table import Table
 
-    from baechi.cluster_simulation.result_files import summary
+    from baechi.cluster_simulation.results import summary
 
     table = Table()
     table.add_column("policy", no_wrap=True)
@@ -269,10 +269,10 @@ def _number(value: float | None) -> str:
     return str(value) if isinstance(value, int) else f"{value:.3f}"
 
 
-def _draw(results: "Sequence[Result]", path: Path) -> None:
-    """The picture, where plotly is there to draw it."""
+def _draw(results: "Sequence[SimulationResult]", path: Path) -> None:
+    """Writes the picture if plotly is installed."""
     try:
-        from baechi.cluster_simulation.charts import write_figure
+        from baechi.cluster_simulation.results import write_figure
 
         write_figure(results, path)
     except InputError as error:

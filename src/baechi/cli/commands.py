@@ -1,4 +1,4 @@
-"""The command line: the words of the API, reading and writing its files.
+"""The command line: a command for each function of the API, which reads and writes files.
 
 Everything that needs torch, plotly or the core is imported by the command that needs it, so that
 `baechi --help` comes at once.
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from baechi import __version__
-from baechi.cli import estimate_commands, profile_commands
+from baechi.cli import cost_commands
 from baechi.cli.cluster_commands import cluster as simulate_jobs
 from baechi.cli.console import (
     ClusterArgument,
@@ -28,7 +28,6 @@ from baechi.cli.console import (
     PlacerOption,
     RateOption,
     cluster_of,
-    describe,
     is_counted,
     limits_of,
     refuse,
@@ -107,12 +106,12 @@ def trace(model: ModelArgument, out: OutOption = None) -> None:
 
         baechi trace model.py:gpt2 -o gpt2.trace.json
     """
-    describe(trace_model(model), out)
+    trace_model(model, out)
 
 
-app.command()(profile_commands.profile)
-app.command()(estimate_commands.estimate)
-app.command()(estimate_commands.calibrate)
+app.command()(cost_commands.profile)
+app.command()(cost_commands.estimate)
+app.command()(cost_commands.calibrate)
 
 
 @app.command()
@@ -333,7 +332,7 @@ app.command("cluster")(simulate_jobs)
 
 
 def _targets(devices: list[str]) -> Any:
-    """What `probe` takes: names, names with a limit, or `None` for all."""
+    """The argument of `probe`: names, names with a limit, or `None` for all."""
     if not any("=" in device for device in devices):
         return devices or None
     limits = {}

@@ -1,4 +1,4 @@
-"""What the commands share: their arguments, what they print and write, and how they fail."""
+"""Arguments, output and errors that the commands share."""
 
 import errno
 import warnings
@@ -15,13 +15,15 @@ from baechi.errors import BaechiError, InfeasibleError, InputError, reason_of
 from baechi.records import device_kinds
 from baechi.records.cluster import Cluster, Link
 from baechi.records.constraints import Constraints
-from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import OPTIMIZERS, check_optimizer
 from baechi.storage.serialization import dump, load
 from baechi.traced.step_graph import units_of
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
+
+# What the extra `serve` installs for the service.
+_SERVES = ("uvicorn", "fastapi", "prometheus_client", "starlette", "pydantic")
 
 
 class Group(TyperGroup):
@@ -33,26 +35,35 @@ class Group(TyperGroup):
             with warnings.catch_warnings():
                 warnings.showwarning = _warn
                 return super().invoke(ctx)
-        except InfeasibleError as error:
-            say(f"does not fit: {error}", error=True)
-            raise typer.Exit(3) from error
-        except BaechiError as error:
-            say(f"error: {error}", error=True)
-            raise typer.Exit(2) from error
-        except ModuleNotFoundError as error:
-            if error.name != "torch":
+        except (Exception, KeyboardInterrupt) as error:
+            failure = _failure(error, ctx.invoked_subcommand)
+            if failure is None:
                 raise
-            text = f"`baechi {ctx.invoked_subcommand}` needs torch 2.11 or later, which is not here"
-            say(f"error: {text}: pip install 'baechi[torch]'.", error=True)
-            raise typer.Exit(2) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise  # who read the output has seen enough; typer leaves without a word
-            say(f"error: {error.filename or 'output'}: {reason_of(error)}.", error=True)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            say("interrupted", error=True)
-            raise typer.Exit(130) from error
+            text, code = failure
+            say(text, error=True)
+            raise typer.Exit(code) from error
+
+
+def _failure(error: BaseException, command: str | None) -> tuple[str, int] | None:
+    """The message and the exit code for an error; `None` for an unexpected one."""
+    needs = f"error: `baechi {command}` needs"
+    code = 2
+    match error:
+        case InfeasibleError():
+            text, code = f"does not fit: {error}", 3
+        case BaechiError():
+            text = f"error: {error}"
+        case ModuleNotFoundError(name="torch"):
+            text = f"{needs} torch 2.11 or later, which is not here: pip install 'baechi[torch]'."
+        case ModuleNotFoundError(name=name) if name in _SERVES:
+            text = f"{needs} {name}: pip install 'baechi[serve]'."
+        case OSError() if error.errno != errno.EPIPE:  # else the reader of the output is gone
+            text = f"error: {error.filename or 'output'}: {reason_of(error)}."
+        case KeyboardInterrupt():
+            text, code = "interrupted", 130
+        case _:
+            return None
+    return text, code
 
 
 MODEL_HELP = (
@@ -67,7 +78,7 @@ PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A 
 
 
 def writable(path: Path | None) -> Path | None:
-    """The path, if a file can be made there: not after minutes of work is the time to say no."""
+    """The path, if a file can be made there: checked before minutes of work, not after."""
     if path is not None and not path.resolve().parent.is_dir():
         raise InputError(f"cannot write {path}: there is no folder {str(path.parent)!r}.")
     if path is not None and path.is_dir():
@@ -83,13 +94,13 @@ def no_folder(path: Path | None) -> Path | None:
 
 
 def known_optimizer(name: str) -> str:
-    """The name, if it is an optimizer's: said before operators are measured, and not after."""
+    """The name, if it is an optimizer's: checked before operators are measured."""
     check_optimizer(name)
     return name
 
 
 def refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
-    """Say that options are given that the others leave without a meaning."""
+    """Raises an error for options that mean nothing beside the others."""
     for name in names:
         source = ctx.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -175,7 +186,7 @@ def limits_of(
 
 
 def is_counted(cluster: Path) -> bool:
-    """Whether it is a count and a kind, and no file."""
+    """True if it is a count and a kind, and no file."""
     return str(cluster).partition("x")[0].isdigit() and not cluster.exists()
 
 
@@ -184,27 +195,38 @@ def cluster_of(text: Path, link: Link) -> Cluster:
     return device_kinds.cluster(str(text), link) if is_counted(text) else load(text, Cluster)
 
 
-def trace_model(model: str) -> Traced:
-    """The traced model behind a name on the command line."""
+def trace_model(
+    model: str,
+    out: Path | None = None,
+    *,
+    inference: bool = False,
+    checkpoint: list[str] | None = None,
+) -> Traced:
+    """The traced model behind a name on the command line; printed, and written to `out`.
+
+    Raises:
+        InputError: There is no such model, or no submodules for `--checkpoint`.
+    """
     import baechi
 
     module, args, kwargs = load_model(model)
     traced: Traced = baechi.trace(module, args, kwargs)
-    return traced
-
-
-def describe(traced: Traced, out: Path | None) -> None:
-    """Says what was traced, and how; writes it if somebody wants it."""
     say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")
     for attempt in traced.attempts[:-1]:
         say(f"  {attempt.rung} did not work: {attempt.reason}")
     nbytes = sum(op.trained_bytes + op.frozen_bytes for op in traced.ops)
     say(f"  parameters and buffers: {format_bytes(nbytes)}")
     write(traced, out)
+    if checkpoint and inference:
+        raise InputError("give --inference or --checkpoint: an inference keeps nothing anyway.")
+    if checkpoint:
+        units = units_of(traced, checkpoint)
+        say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
+    return traced
 
 
 def say_costs(heading: str, profile: Profile) -> None:
-    """What all operators cost together, and where that is from."""
+    """Prints the costs of all operators together, and their source."""
     forward_ns = sum(cost.forward_ns for cost in profile.costs)
     backward_ns = sum(cost.backward_ns for cost in profile.costs)
     say(
@@ -213,30 +235,8 @@ def say_costs(heading: str, profile: Profile) -> None:
     )
 
 
-def check_checkpoint(traced: Traced, inference: bool, checkpoint: list[str] | None) -> None:
-    """Say what is wrong with `--checkpoint` before the work is done."""
-    if checkpoint and inference:
-        raise InputError("give --inference or --checkpoint: an inference keeps nothing anyway.")
-    if checkpoint:
-        units = units_of(traced, checkpoint)
-        say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
-
-
-def step_graph(
-    traced: Traced,
-    profile: Profile,
-    inference: bool,
-    optimizer: str,
-    checkpoint: list[str] | None,
-) -> OpGraph:
-    """The graph of one step as the options want it."""
-    if inference:
-        return traced.graph(profile, training=False)
-    return traced.graph(profile, optimizer=optimizer, checkpoint=checkpoint or None)
-
-
 def write(value: object, out: Path | None) -> None:
-    """Saves a value, and says so, if somebody wants it."""
+    """Save a value and print its path, if there is one."""
     if out is not None:
         dump(value, out)
         say(f"wrote {out}")
@@ -257,7 +257,7 @@ def say(text: str, *, error: bool = False) -> None:
 
 
 def show(renderable: Any) -> None:
-    """What rich can draw, as wide as the terminal; a table wider, where it would lose digits."""
+    """Prints what rich can draw as wide as the terminal; a table wider, before it loses digits."""
     from rich.console import Console
     from rich.measure import Measurement
     from rich.table import Table

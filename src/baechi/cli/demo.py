@@ -1,77 +1,108 @@
 """The demo: two real models that fit no single device are split, trained and compared.
 
 Each model is traced and profiled once. Then every placer places the same graph on logical CPU
-devices whose memory is too small for the whole, the model runs and trains on them, and what was
-predicted stands beside what was measured. The unsplit model, from the same weights on the same
-data and with as many threads as one device has, is what every result is compared with. Each
-placement's step and peaks are measured (`PlacedModule.measure`) and the prediction's error told.
+devices whose memory is too small for the whole, and the model trains on them: predicted step and
+peaks stand beside measured ones. All results are compared with the unsplit model's, from the same
+weights on the same data and with as many threads as one device has.
 """
 
+import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import baechi
-from baechi.cli.demo_models import Job, demo_jobs
+from baechi.cli.named_models import import_file
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Schedule
 from baechi.reporting import error_text, write_html, write_trace
 from baechi.reporting.figures import require_plotly
-from baechi.storage.serialization import dump
 from baechi.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
     from rich.progress import Progress
     from rich.table import Table
 
-    from baechi.traced.traced_model import Traced
-
 PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
 STEPS: Final = 5
+LOSSES: Final = tuple(f"loss {step + 1}" for step in range(STEPS))
+COSTS: Final = "Step, peak memory of each device, and bytes moved"
+FALLBACK: Final = "{} alone found none that fits; this is {}'s."
+RESULTS: Final = "The same training: equality with the unsplit model, losses"
+Example = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
-@final
-@dataclass(frozen=True)
-class Training:
-    """What a few steps of training gave; outputs and gradients are those of the first.
+class Job(NamedTuple):
+    """A model to show; devices have a share of the memory that the whole needs on one."""
 
-    Attributes:
-        losses: Of every step.
-        outputs: Tensors that the model returned.
-        gradients: Parameter name to gradient.
-        step_ns: The median time of a forward and a backward.
-        measured: What `PlacedModule.measure` says, if this is of a placed model.
+    name: str
+    title: str
+    build: Callable[[], Example]  # model, args, kwargs
+    loss: Callable[[Any], Any]  # of the model's output
+    optimizer: str
+    learning_rate: float
+    devices: int
+    share: float = 0.7
+
+
+def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
+    """The two models of the demo; small ones of the same make if `quick`.
+
+    Raises:
+        InputError: torch, transformers or the Inception model's file is missing.
     """
+    for package in ("torch", "transformers"):
+        if importlib.util.find_spec(package) is None:
+            raise InputError(f"the demo needs {package}: pip install {package}")
+    file = Path("benchmarks", "models", "inception_v3.py")  # no part of the installed package
+    paths = [root / file for root in (Path.cwd(), Path(__file__).resolve().parents[3])]
+    found = next((path for path in paths if path.is_file()), None)
+    if found is None:
+        raise InputError(
+            f"the demo needs {file}, which is in the source but not in the installed package: run "
+            "it in a checkout of Baechi."
+        )
+    title = "GPT-2, 2 layers, 64 wide" if quick else "GPT-2 small, 12 layers, 768 wide"
+    gpt2, inception = partial(_gpt2, quick=quick), partial(_inception, found, 96 if quick else 299)
+    return (
+        Job("gpt2", title, gpt2, lambda output: output.loss, "adamw", 3e-4, devices=3),
+        Job("inception", "Inception-v3", inception, _cross_entropy, "momentum", 1e-3, devices=2),
+    )
 
-    losses: tuple[float, ...]
-    outputs: tuple["torch.Tensor", ...]
-    gradients: dict[str, "torch.Tensor"]
-    step_ns: int
-    measured: Measurement | None = None
+
+def _gpt2(*, quick: bool) -> Example:
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    settings: dict[str, Any] = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    if quick:
+        settings |= {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1000}
+        settings |= {"bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**settings, use_cache=False)
+    ids = torch.randint(0, config.vocab_size, (2, 64))
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else transformers warns that it guesses this
+    return model, (ids,), {"labels": ids}
 
 
-@final
-@dataclass(frozen=True)
-class Row:
-    """One placer's result; `twin` is the placer whose placement, and so whose run, it shares."""
+def _inception(path: Path, size: int) -> Example:
+    import torch
 
-    placer: str
-    placing_s: float
-    placement: Placement
-    schedule: Schedule
-    training: Training
-    difference: float
-    is_close: bool
-    twin: str = ""
+    return import_file(path).inception_v3(num_classes=1000), (torch.randn(2, 3, size, size),), {}
+
+
+def _cross_entropy(logits: Any) -> Any:
+    """The loss against fixed labels, computed by the caller as in any training loop."""
+    import torch
+
+    labels = torch.arange(len(logits)) % logits.shape[1]
+    return torch.nn.functional.cross_entropy(logits, labels)
 
 
 def run(out: Path, *, quick: bool = False) -> None:
@@ -104,8 +135,8 @@ def run(out: Path, *, quick: bool = False) -> None:
     _say(console, f"  baechi solve {name}.graph.json {name}.cluster.json --placer m-etf")
 
 
-def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
-    """Places, runs, trains and reports one model; returns what each placer gave.
+def show(job: Job, out: Path, console: "Console") -> None:
+    """Places, runs, trains and reports one model.
 
     Raises:
         ExecutionError: A placed model's results are not the unsplit model's.
@@ -117,240 +148,197 @@ def show(job: Job, out: Path, console: "Console") -> tuple[Row, ...]:
     console.rule(f"[bold]{job.title}")
     torch.manual_seed(0)
     model, args, kwargs = job.build()
-    model.train()
     threads = max(1, torch.get_num_threads() // job.devices)
     with console.status("tracing"):
-        traced = baechi.trace(model, args, kwargs)
-    _say(console, f"Traced by {traced.rung}: {len(traced.ops)} operators.")
-    profile = baechi.profile(traced, device="cpu", threads=threads)
-    graph = traced.graph(profile, training=True, optimizer=job.optimizer)
-    alone, cluster = _devices(job, graph)
-    names = [device.name for device in cluster.devices]
-    limit = format_bytes(cluster.devices[0].memory_bytes)
-    _say(
-        console,
-        f"Training it with {job.optimizer} needs {format_bytes(alone.peak_bytes[0])} on one device;"
-        f" {', '.join(names)} have {limit} each.",
-    )
-    _say(console, f"One device: {_refusal(graph, cluster)}", style="yellow")
-
+        traced = baechi.trace(model.train(), args, kwargs)
+    graph, alone, cluster = _problem(job, traced, threads, console)
+    costs = _table(COSTS, "placer", "", "step", *(d.name for d in cluster.devices), "moved")
+    results = _table(RESULTS, "placer", "placed in", "equal", *LOSSES)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    rows: list[Row] = []
-    with _progress(console) as progress, torch_threads(threads):
-        task = progress.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
-        reference = _train(model, job, args, kwargs, lambda: progress.advance(task))
+    known: dict[object, Run] = {}  # by placement: placers may find the same
+    wrong, remarks = [], []
+    with _bar(console) as bar, torch_threads(threads):
+        task = bar.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
+        advance = partial(bar.advance, task)
+        reference = _train(job, model, args, kwargs, advance)
+        _add(costs, "unsplit", (alone.makespan_ns,), (reference.step_ns,))
+        costs.add_row("one device", "refused")
+        results.add_row("unsplit", "", "", *reference.losses)
         for placer in PLACERS:
-            progress.update(task, description=placer)
+            bar.update(task, description=placer)
             model.load_state_dict(start)
             before = time.perf_counter()
             placement = baechi.solve(graph, cluster, placer=placer)
-            placing_s = time.perf_counter() - before
-            row = _row_of_twin(placer, placing_s, placement, rows)
-            if row is None:
-                schedule = baechi.simulate(graph, cluster, placement)
+            placed_in = f"{(time.perf_counter() - before) * 1e3:.0f} ms"
+            key = placement.devices, placement.order
+            if key in known:
+                equal = f"as {known[key].placer}"
+                bar.advance(task, STEPS + 1)
+            else:
                 placed = baechi.apply(
                     traced, placement, graph=graph, cluster=cluster, threads_per_device=threads
                 )
-                training = _train(placed, job, args, kwargs, lambda: progress.advance(task))
+                training = _train(job, placed, args, kwargs, advance)
                 placed.unplace()
-                equality = _compare(training, reference)
-                numbers = replace(training, outputs=(), gradients={})  # the tensors may go
-                row = Row(placer, placing_s, placement, schedule, numbers, *equality)
-            else:
-                progress.advance(task, STEPS + 1)
-            rows.append(row)
-    unsplit_ns = (alone.makespan_ns, reference.step_ns)
-    console.print(_costs(graph, rows, names, unsplit_ns))
-    console.print(_results(rows, reference))
-    for row in rows:
-        fallback = row.placement.stats.get("fallback")
-        if fallback is not None:
-            _say(console, f"{row.placer} alone found none that fits; this is {fallback}'s.")
-    _write(job, out, traced, (graph, cluster), rows[-1])
-    wrong = [row.placer for row in rows if not row.is_close]
+                equal, close = _compare(training.values, reference.values)
+                training = training._replace(values={})  # the tensors may go
+                known[key] = Run(
+                    placer, baechi.simulate(graph, cluster, placement), training, close
+                )
+            row = known[key]
+            wrong += [] if row.is_close else [placer]
+            _add(costs, placer, *row.costs(graph))
+            results.add_row(placer, placed_in, equal, *row.training.losses)
+            if "fallback" in placement.stats:
+                remarks.append(FALLBACK.format(placer, placement.stats["fallback"]))
+    console.print(costs)
+    console.print(results)
+    for remark in remarks:
+        _say(console, remark)
+    _write(job, out, traced, (graph, cluster, placement, row.schedule), row.training.measured)
     if wrong:
         raise ExecutionError(
             f"{job.title} placed by {', '.join(wrong)} does not equal the unsplit model."
         )
-    return tuple(rows)
 
 
-def _row_of_twin(
-    placer: str, placing_s: float, placement: Placement, rows: Sequence[Row]
-) -> Row | None:
-    """The row of a placer that found what an earlier one had found: the same run, told once."""
-    for row in rows:
-        found = row.placement
-        if (found.devices, found.order) == (placement.devices, placement.order):
-            twin = row.twin or row.placer
-            return replace(row, placer=placer, placing_s=placing_s, placement=placement, twin=twin)
-    return None
-
-
-def _devices(job: Job, graph: OpGraph) -> tuple[Schedule, Cluster]:
-    """The step on one device without a limit, and the cluster whose limits are below its need."""
-    link = Link(latency_ns=0, bytes_per_s=10**9)
-    unlimited = Cluster.uniform(1, 2**62, link)
-    alone = baechi.simulate(graph, unlimited, baechi.solve(graph, unlimited, placer="single"))
+def _problem(
+    job: Job, traced: Any, threads: int, console: "Console"
+) -> tuple[OpGraph, Schedule, Cluster]:
+    """A measured step, its schedule on one device without a limit, and devices too small for it."""
+    _say(console, f"Traced by {traced.rung}: {len(traced.ops)} operators.")
+    profile = baechi.profile(traced, device="cpu", threads=threads)
+    graph: OpGraph = traced.graph(profile, training=True, optimizer=job.optimizer)
+    ample = Cluster.uniform(1, 2**62, Link(latency_ns=0, bytes_per_s=10**9))
+    alone = baechi.simulate(graph, ample, baechi.solve(graph, ample, placer="single"))
     share_bytes = int(alone.peak_bytes[0] * job.share)
-    limits = {f"cpu:{device}": share_bytes for device in range(job.devices)}
-    cluster: Cluster = baechi.probe(limits)
-    return alone, cluster
-
-
-def _refusal(graph: OpGraph, cluster: Cluster) -> str:
+    cluster: Cluster = baechi.probe({f"cpu:{index}": share_bytes for index in range(job.devices)})
+    needed, limit = format_bytes(alone.peak_bytes[0]), format_bytes(share_bytes)
+    names = ", ".join(device.name for device in cluster.devices)
+    text = f"Training it with {job.optimizer} needs {needed} on one device; {names} have {limit}"
+    _say(console, f"{text} each.")
     try:
         baechi.solve(graph, cluster, placer="single")
     except InfeasibleError as error:
-        return str(error)
-    return "it fits, against all expectation."
+        _say(console, f"One device: {error}", style="yellow")
+    return graph, alone, cluster
+
+
+class Training(NamedTuple):
+    """All losses, and the first step's outputs and gradients."""
+
+    losses: list[str]
+    values: dict[str, Any]
+    step_ns: int
+    measured: Any  # by `PlacedModule.measure`
+
+
+class Run(NamedTuple):
+    """The first run of a placement."""
+
+    placer: str
+    schedule: Schedule
+    training: Training
+    is_close: bool
+
+    def costs(self, graph: OpGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Step, peaks and moved bytes, as predicted and as measured."""
+        schedule, measured = self.schedule, self.training.measured
+        moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
+        return (
+            (schedule.makespan_ns, *schedule.peak_bytes, moved),
+            (measured.step_ns, *measured.peak_bytes, measured.moved_bytes),
+        )
 
 
 def _train(
-    model: Any,
-    job: Job,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    advance: Callable[[], None],
+    job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advance: Callable[[], None]
 ) -> Training:
     """Five steps from the model's present weights; a placed model's steps are then measured."""
     import torch
-
-    from baechi.tracing.pytrees import tensors_in
 
     if job.optimizer == "momentum":
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=job.learning_rate, momentum=0.9)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate)
     losses, times = [], []
-    outputs: tuple[torch.Tensor, ...] = ()
-    gradients: dict[str, torch.Tensor] = {}
-    for number in range(STEPS):
+    values: dict[str, Any] = {}
+    for _ in range(STEPS):
         optimizer.zero_grad()
         before = time.perf_counter_ns()
         output = model(*args, **kwargs)
         loss = job.loss(output)
         loss.backward()
         times.append(time.perf_counter_ns() - before)
-        losses.append(loss.item())
-        if number == 0:
-            outputs = tuple(tensor.detach().clone() for tensor in tensors_in(output))
-            gradients = {
-                name: parameter.grad.clone()
-                for name, parameter in model.named_parameters()
-                if parameter.grad is not None
-            }
+        losses.append(f"{loss.item():.4f}")
+        if not values:
+            outputs = output if isinstance(output, dict) else {"output": output}
+            values = {name: value.detach().clone() for name, value in outputs.items()}
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    values[f"gradient of {name}"] = parameter.grad.clone()
+            del outputs
         del output, loss
         optimizer.step()
         advance()
     optimizer.zero_grad()
     measured = model.measure(STEPS, optimizer=optimizer) if hasattr(model, "measure") else None
     advance()
-    step_ns = int(statistics.median(times))
-    return Training(tuple(losses), outputs, gradients, step_ns, measured)
+    return Training(losses, values, int(statistics.median(times)), measured)
 
 
-def _compare(placed: Training, reference: Training) -> tuple[float, bool]:
+def _compare(placed: dict[str, Any], reference: dict[str, Any]) -> tuple[str, bool]:
     """The largest difference of any output or gradient, and whether all are close."""
     import torch
 
-    if placed.gradients.keys() != reference.gradients.keys():
-        return float("inf"), False
-    pairs = list(zip(placed.outputs, reference.outputs, strict=True))
-    pairs += [(value, reference.gradients[name]) for name, value in placed.gradients.items()]
-    difference = max(float((one - other).abs().max()) for one, other in pairs)
+    if placed.keys() != reference.keys():
+        return "[red]off by inf", False
+    difference = max(float((placed[name] - reference[name]).abs().max()) for name in placed)
     try:
-        for one, other in pairs:
-            torch.testing.assert_close(one, other)
+        torch.testing.assert_close(placed, reference)
     except AssertionError:
-        return difference, False
-    return difference, True
+        return f"[red]off by {difference:.0e}", False
+    return f"to {difference:.0e}" if difference else "bitwise", True
 
 
-def _costs(
-    graph: OpGraph, rows: Sequence[Row], names: Sequence[str], unsplit_ns: tuple[int, int]
-) -> "Table":
-    """For each placer what was predicted, below it what was measured, and the error in percent."""
-    title = "Step, peak memory of each device, and bytes moved"
-    table = _empty_table(title, ("placer", ""))
-    for header in ("step", *names, "moved"):
-        table.add_column(header, justify="right", no_wrap=True)
-    predicted_ns, measured_ns = unsplit_ns
-    table.add_row("unsplit", "predicted", format_ns(predicted_ns))
-    table.add_row("", "measured", format_ns(measured_ns))
-    table.add_row("", "error", error_text(predicted_ns, measured_ns))
-    table.add_row("one device", "refused")
-    for row in rows:
-        schedule, measured = row.schedule, row.training.measured
-        sent = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
-        if measured is None:
-            continue
-        plan = (schedule.makespan_ns, *schedule.peak_bytes, sent)
-        real = (measured.step_ns, *measured.peak_bytes, measured.moved_bytes)
-        for title, what, (step_ns, *sizes) in (
-            (row.placer, "predicted", plan),
-            ("", "measured", real),
-        ):
-            table.add_row(title, what, format_ns(step_ns), *map(format_bytes, sizes))
-        errors = (error_text(one, other) for one, other in zip(plan, real, strict=True))
-        table.add_row("", "error", *errors)
-    return table
+def _add(table: "Table", name: str, predicted: Sequence[int], measured: Sequence[int]) -> None:
+    """Three rows: what was predicted, what was measured, and the error in percent."""
+    for first, what, (step_ns, *sizes) in (
+        (name, "predicted", predicted),
+        ("", "measured", measured),
+    ):
+        table.add_row(first, what, format_ns(step_ns), *map(format_bytes, sizes))
+    table.add_row("", "error", *map(error_text, predicted, measured))
 
 
-def _results(rows: Sequence[Row], reference: Training) -> "Table":
-    """For each placer its own time, its equality with the unsplit model, and its losses."""
-    table = _empty_table("The same training: equality with the unsplit model, losses", ("placer",))
-    headers = ("placed in", "equal", *(f"loss {step + 1}" for step in range(STEPS)))
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_row("unsplit", "", "", *(f"{loss:.4f}" for loss in reference.losses))
-    for row in rows:
-        equal = "bitwise" if row.difference == 0 else f"to {row.difference:.0e}"
-        equal = equal if row.is_close else f"[red]off by {row.difference:.0e}"
-        equal = f"as {row.twin}" if row.twin else equal
-        losses = (f"{loss:.4f}" for loss in row.training.losses)
-        table.add_row(row.placer, f"{row.placing_s * 1e3:.0f} ms", equal, *losses)
-    return table
+def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: Any) -> None:
+    """The page, the trace and the files of one placement."""
+    path, title = str(out / job.name), f"{job.title} on {job.devices} devices"
+    write_html(f"{path}.html", *plan, traced=traced, measured=measured, title=title)
+    write_trace(f"{path}.trace.json", *plan, traced=traced)
+    for kind, value in zip(("graph", "cluster", "placement"), plan, strict=False):
+        baechi.dump(value, f"{path}.{kind}.json")
 
 
-def _empty_table(title: str, columns: Sequence[str]) -> "Table":
+def _table(title: str, *columns: str) -> "Table":
     from rich import box
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.padding, table.pad_edge = (0, 1, 0, 0), False  # three devices in 80 columns
     for column in columns:
-        table.add_column(column, no_wrap=True)
+        justify: Any = "left" if column in {"placer", ""} else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     return table
 
 
-def _write(
-    job: Job, out: Path, traced: "Traced", problem: tuple[OpGraph, Cluster], row: Row
-) -> None:
-    """The report, the trace and the files of one placement."""
-    graph, cluster = problem
-    path = str(out / job.name)
-    parts = (*problem, row.placement, row.schedule)
-    title = f"{job.title} on {len(cluster.devices)} devices"
-    measured = row.training.measured
-    write_html(f"{path}.html", *parts, traced=traced, measured=measured, title=title)
-    write_trace(f"{path}.trace.json", *parts, traced=traced)
-    dump(graph, f"{path}.graph.json")
-    dump(cluster, f"{path}.cluster.json")
-    dump(row.placement, f"{path}.placement.json")
-
-
-@contextmanager
-def _progress(console: "Console") -> Iterator["Progress"]:
+def _bar(console: "Console") -> "Progress":
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("training, {task.description:8}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield progress
+    return Progress(*columns, console=console, transient=True)
 
 
 def _say(console: "Console", text: str, *, style: str = "") -> None:
     """A line of text that is not read as markup."""
-    from rich.text import Text
-
-    console.print(Text(text, style=style), soft_wrap=True)
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)

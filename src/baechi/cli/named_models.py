@@ -1,4 +1,4 @@
-"""Models by name, as the command line gets them: a function in a package or in a file."""
+"""Models by name, as on the command line: a function in a package or in a file."""
 
 import importlib
 import importlib.util
@@ -29,7 +29,7 @@ def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         raise InputError(
             f"model {name!r} cannot be read; write file.py:function or package.module:function."
         )
-    found: Any = _import_file(Path(where)) if where.endswith(".py") else _import_name(where)
+    found: Any = import_file(Path(where)) if where.endswith(".py") else _import_name(where)
     for part in attribute.split("."):
         if not hasattr(found, part):
             public = [n for n in vars(found) if not n.startswith("_") and callable(vars(found)[n])]
@@ -56,7 +56,12 @@ def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
     return model, args, kwargs
 
 
-def _import_file(path: Path) -> Any:
+def import_file(path: Path) -> Any:
+    """The module in a file.
+
+    Raises:
+        InputError: There is no such file, or it fails.
+    """
     if not path.is_file():
         raise InputError(f"there is no file {str(path)!r}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -70,7 +75,7 @@ def _import_file(path: Path) -> Any:
 
 
 def _run(name: str, function: Callable[[], Any]) -> Any:
-    """What the user's own code returns; where it fails, the error names its line."""
+    """The value that the user's code returns; where it fails, the error names its line."""
     try:
         return function()
     except Exception as error:
@@ -81,7 +86,7 @@ def _run(name: str, function: Callable[[], Any]) -> Any:
 
 
 def _is_users(file: str) -> bool:
-    """Whether a file is neither Baechi's, nor a library's, nor Python's own."""
+    """True if a file is neither Baechi's, nor a library's, nor Python's own."""
     others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
     return not file.startswith(others) and not {"site-packages", "dist-packages"} & {
         *Path(file).parts

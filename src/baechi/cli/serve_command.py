@@ -1,4 +1,4 @@
-"""`baechi serve`: the scheduling service on an address."""
+"""The command `baechi serve`: the scheduling service on an address."""
 
 import ipaddress
 import signal
@@ -61,18 +61,11 @@ def serve(
             f"{host!r} can be reached from other machines; give --token-file, or listen on "
             "127.0.0.1."
         )
-    try:
-        import uvicorn
+    import uvicorn
 
-        from baechi.scheduling.service import create_app
-    except ModuleNotFoundError as error:
-        if error.name not in ("uvicorn", "fastapi", "prometheus_client", "starlette", "pydantic"):
-            raise
-        raise InputError(
-            f"`baechi serve` needs {error.name}: pip install 'baechi[serve]'."
-        ) from error
     from baechi.scheduling.ledger import Ledger
     from baechi.scheduling.messages import Limits
+    from baechi.scheduling.service import create_app
 
     if cluster is None and (ledger is None or not ledger.exists()):
         which = "no cluster" if ledger is None else f"no ledger {ledger} yet, and no cluster"
@@ -143,7 +136,7 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        # Who comes before the service has started waits for it.
+        # Clients that connect before the service has started wait for it.
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()

@@ -12,18 +12,24 @@ from baechi.cluster_simulation.placement_schemes import (
     Random,
     Scheme,
 )
-from baechi.cluster_simulation.policies.packing import GandivaPacking, PackingFactor
 from baechi.cluster_simulation.policies.policy import (
     FewestGpusFirst,
     Fifo,
     FitJobFirst,
+    GandivaPacking,
     LongestPending,
+    PackingFactor,
     Policy,
 )
 from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
 from baechi.cluster_simulation.policies.splitting import Baechi, SplitOrWait
 from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
-from baechi.cluster_simulation.policies.tiresias import Gittins, LeastAttained, LeastAttainedGpuTime
+from baechi.cluster_simulation.policies.tiresias import (
+    Gittins,
+    LeastAttained,
+    LeastAttainedGpuTime,
+    PublishedLongestPending,
+)
 from baechi.errors import InputError
 
 COMPAT: Final = ("tiresias",)
@@ -42,7 +48,7 @@ _PLAIN: Final[dict[str, Callable[[], Policy]]] = {
 }
 # Those in which the published simulator has defects that its results need.
 _COMPATIBLE: Final[dict[str, Callable[[bool], Policy]]] = {
-    "lpjf": lambda compat: LongestPending(passes_over=compat),
+    "lpjf": lambda compat: PublishedLongestPending() if compat else LongestPending(),
     "dlas": lambda compat: LeastAttained(compat=compat),
     "dlas-gpu": lambda compat: LeastAttainedGpuTime(compat=compat),
 }
@@ -79,7 +85,7 @@ def policy_named(
         name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
             2, 4, 8, 10, 100, 1000.
         compat: `"tiresias"` repeats the defects of that simulator that its results need: those
-            that `LongestPending` and `las.py` name.
+            that `policies/tiresias.py` names.
         samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
 
     Raises:

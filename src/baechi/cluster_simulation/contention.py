@@ -1,10 +1,10 @@
-"""How jobs share a GPU: alone on it, in turns, or side by side.
+"""Contention: models of several jobs on one GPU, by exclusion, in turns, or side by side.
 
 A rate is work done per tick. `WORK` units are one tick of a whole GPU of speed 1: a number that all
 small counts divide, so that turns among them are exact integers. The sum of what the jobs of a GPU
 use of its compute is never above the whole.
 
-| model | rate of a job among those on its GPU | what it stands for |
+| model | rate of a job among those on its GPU | models |
 |---|---|---|
 | exclusive | 1 | whole GPUs |
 | time-sliced | 1/n | the driver's turns; also schedulers that only keep books of fractions |
@@ -26,7 +26,7 @@ WORK: Final = 720_720  # the least common multiple of 1 to 16
 @final
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one job has on one GPU.
+    """The share of one job in one GPU.
 
     Attributes:
         memory_bytes: What it holds there.
@@ -51,7 +51,7 @@ class Sharing(ABC):
     wants_whole: ClassVar[bool] = False
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
-        """Whether a job may join those that are there, memory apart."""
+        """True if a job may join those that are there, memory apart."""
         del part
         return len(parts) < self.most
 
@@ -78,7 +78,7 @@ def _alone(part: Part, share: int) -> int:
 @final
 @dataclass(frozen=True, slots=True)
 class Exclusive(Sharing):
-    """One job per GPU or slice, and nobody else."""
+    """One job per GPU or slice."""
 
     most: int = 1
     wants_whole: ClassVar[bool] = True

@@ -21,7 +21,7 @@ class Gpu:
         memory_bytes: Its memory; `None` where memory is not modeled.
         speed: How fast it runs a job, in thousandths of the GPU that durations were measured on.
         share: The part of a GPU's compute that it has, in thousandths; below 1,000 for a slice.
-        kind: The kind of hardware, in the words of `OpGraph.times`.
+        kind: The kind of hardware, as named in `OpGraph.times`.
         held_bytes: What others hold of its memory all the time; not the jobs that are simulated.
             What they take of its compute is missing in `share`.
     """
@@ -36,7 +36,7 @@ class Gpu:
 
     @property
     def free_bytes(self) -> int | None:
-        """What is left for jobs; `None` where memory is not modeled."""
+        """Memory for jobs; `None` where it is not modeled."""
         return None if self.memory_bytes is None else self.memory_bytes - self.held_bytes
 
 
@@ -139,7 +139,7 @@ class Fleet:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes."""
         return self.gpus[-1].node + 1
 
     @property

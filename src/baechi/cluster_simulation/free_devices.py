@@ -1,4 +1,4 @@
-"""What is taken and what is left while a cluster is simulated: by count, or GPU by GPU."""
+"""Free and used devices of a simulated cluster: counted, or GPU by GPU."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,11 +14,11 @@ from baechi.cluster_simulation.jobs import WHOLE, Job
 @final
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Where a job runs.
+    """The GPUs of a job.
 
     Attributes:
-        gpus: Which GPUs; empty where they are only counted.
-        parts: What it has on each of them.
+        gpus: Their indices; empty where they are only counted.
+        parts: Its share of each of them.
         rate: Work per tick on whole GPUs: below `WORK` where being split slows the job down.
     """
 
@@ -27,8 +27,8 @@ class Grant:
     rate: int = WORK
 
 
-class Room(ABC):
-    """What is left of a cluster.
+class FreeDevices(ABC):
+    """The state of a cluster's devices.
 
     Attributes:
         held_bytes: The memory that jobs hold, where it is modeled.
@@ -38,15 +38,15 @@ class Room(ABC):
 
     @abstractmethod
     def place(self, job: Job) -> Grant | None:
-        """Where the job could run now; changes nothing."""
+        """The GPUs on which the job could run now; changes nothing."""
 
     @abstractmethod
     def take(self, owner: int, job: Job, grant: Grant) -> None:
-        """Puts a job there."""
+        """Puts a job on its GPUs."""
 
     @abstractmethod
     def give(self, owner: int, job: Job, grant: Grant) -> None:
-        """Takes it away again."""
+        """Takes a job off its GPUs."""
 
     @abstractmethod
     def rate(self, grant: Grant, *, joins: bool = False) -> int:
@@ -63,7 +63,7 @@ class Room(ABC):
 
     @abstractmethod
     def place_again(self, grant: Grant) -> bool:
-        """Whether a job that was taken away still has room where it was."""
+        """True if a job that was taken off its GPUs still fits on them."""
 
     @abstractmethod
     def row(self) -> tuple[int, int, int, int, int]:
@@ -71,8 +71,8 @@ class Room(ABC):
 
 
 @final
-class Counter(Room):
-    """Counts free GPUs, as the published simulators' scheme `count`: none is told from another."""
+class DeviceCounter(FreeDevices):
+    """Counts free GPUs, as the published simulators' scheme `count`: GPUs are not told apart."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.total = self.free = len(fleet.gpus)
@@ -81,7 +81,7 @@ class Counter(Room):
         self._grant = Grant((), ())
 
     def place(self, job: Job) -> Grant | None:
-        """Wherever, if there are enough."""
+        """On any GPUs, if enough are free."""
         return self._grant if job.gpus <= self.free else None
 
     def take(self, owner: int, job: Job, grant: Grant) -> None:
@@ -100,12 +100,12 @@ class Counter(Room):
         return WORK
 
     def neighbors(self, grant: Grant) -> set[int]:
-        """Nobody: GPUs are not shared."""
+        """None: GPUs are not shared."""
         del grant
         return set()
 
     def place_again(self, grant: Grant) -> bool:
-        """Not asked for: who counts, orders all jobs anew."""
+        """Never called: where GPUs are counted, preemption reorders all jobs."""
         del grant
         return False
 
@@ -117,8 +117,8 @@ class Counter(Room):
 
 
 @final
-class Machines(Room):
-    """Knows the jobs on every GPU.
+class DeviceStates(FreeDevices):
+    """The jobs on every GPU.
 
     Attributes:
         fleet: The GPUs.
@@ -127,15 +127,15 @@ class Machines(Room):
         parts: What each of them has there, in the same order.
         memory_left: The memory that is left on every GPU; `None` where it is not modeled.
         random: For schemes that draw; seeded.
-        memo: What schemes have found out; other simulations may have, too.
-        refused: What schemes were asked in this simulation, and found no room for.
+        memo: Answers of schemes; may be shared with other simulations.
+        refused: Requests of this simulation that schemes found no room for.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         sharing: Sharing,
-        choose: "Callable[[Job, Machines], Grant | None]",
+        choose: "Callable[[Job, DeviceStates], Grant | None]",
         seed: int,
         memo: dict[object, object],
     ) -> None:
@@ -156,7 +156,7 @@ class Machines(Room):
         self._busy_gpus = self._full_nodes = self._busy_nodes = 0
 
     def admits(self, gpu: int, part: Part) -> bool:
-        """Whether a GPU has room for one more."""
+        """True if a GPU has room for one more part."""
         left = self.memory_left[gpu]
         fits = left is None or part.memory_bytes <= left
         if self.sharing.wants_whole and self.fleet.gpus[gpu].held_bytes:
@@ -164,15 +164,15 @@ class Machines(Room):
         return fits and self.sharing.admits(self.parts[gpu], part)
 
     def open(self, part: Part) -> list[int]:
-        """The GPUs that have room for one more."""
+        """The GPUs that have room for one more part."""
         return [gpu for gpu in range(len(self.owners)) if self.admits(gpu, part)]
 
     def place(self, job: Job) -> Grant | None:
-        """What the scheme says."""
+        """The scheme's choice."""
         return self._choose(job, self)
 
     def place_again(self, grant: Grant) -> bool:
-        """Whether a job that was taken away still has room where it was."""
+        """True if a job that was taken off its GPUs still fits on them."""
         return all(
             self.admits(gpu, part) for gpu, part in zip(grant.gpus, grant.parts, strict=True)
         )
@@ -227,7 +227,7 @@ class Machines(Room):
             self.held_bytes += nbytes
 
     def _count(self, gpu: int, more: int) -> None:
-        """Keeps what `row` tells up to date as a GPU becomes busy or idle."""
+        """Updates the counts behind `row` as a GPU becomes busy or idle."""
         node = self.fleet.gpus[gpu].node
         before = self._busy[node]
         after = self._busy[node] = before + more

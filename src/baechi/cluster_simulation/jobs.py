@@ -1,4 +1,4 @@
-"""Jobs as a trace tells them, and what became of them."""
+"""Jobs of a trace, and their outcomes."""
 
 from dataclasses import dataclass
 from typing import Final, final
@@ -22,7 +22,7 @@ class Job:
         gpus: How many GPUs it holds at once; all of them or none (a gang).
         submit_time: When it arrives.
         duration: How long it runs on whole GPUs of speed 1.
-        model: The trace's word for what it trains.
+        model: The trace's name of its model.
         memory_bytes: What it holds on each of its GPUs.
         compute: The share of a GPU that it keeps busy when alone on it, in thousandths.
         limit: The share of a GPU that it may use at most (an MPS limit), in thousandths.
@@ -65,11 +65,17 @@ class Job:
                     f"{WHOLE}."
                 )
 
+    @property
+    def shape(self) -> object:
+        """All that a scheme looks at: jobs of equal shape fit on the same GPUs."""
+        asked = self.gpus, self.memory_bytes, self.compute, self.limit
+        return *asked, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job.
+    """The outcome of a job.
 
     Attributes:
         job: The job.

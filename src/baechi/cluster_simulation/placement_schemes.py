@@ -1,8 +1,8 @@
-"""Placement schemes: on which GPUs a job runs.
+"""Placement schemes: the choice of GPUs for a job.
 
 | scheme | takes |
 |---|---|
-| `count` | as many GPUs as there are free, wherever (`rooms.Counter`) |
+| `count` | any free GPUs, only counted (`free_devices.DeviceCounter`) |
 | `first-fit` | the first GPUs that have room, in order |
 | `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
 | `random` | any GPUs with room |
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import final
 
 from baechi.cluster_simulation.contention import Part
-from baechi.cluster_simulation.free_devices import Grant, Machines
+from baechi.cluster_simulation.free_devices import DeviceStates, Grant
 from baechi.cluster_simulation.jobs import Job
 
 
@@ -25,12 +25,12 @@ class Scheme(ABC):
     """Chooses GPUs."""
 
     @abstractmethod
-    def place(self, job: Job, room: Machines) -> Grant | None:
-        """Where the job goes among what is left, or `None` if it must wait; changes nothing."""
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+        """The GPUs for a job, or `None` if it must wait; changes nothing."""
 
 
 def part_of(job: Job) -> Part:
-    """What a job that is not split has on each of its GPUs."""
+    """The part of a job that is not split on each of its GPUs."""
     return Part(job.memory_bytes, job.compute, job.limit)
 
 
@@ -39,22 +39,22 @@ def granted(job: Job, gpus: Sequence[int]) -> Grant:
     return Grant(tuple(gpus), (part_of(job),) * len(gpus))
 
 
-def by_node(room: Machines, gpus: Sequence[int]) -> dict[int, list[int]]:
+def by_node(devices: DeviceStates, gpus: Sequence[int]) -> dict[int, list[int]]:
     """GPUs by their node, in order."""
     nodes: dict[int, list[int]] = {}
     for gpu in gpus:
-        nodes.setdefault(room.fleet.gpus[gpu].node, []).append(gpu)
+        nodes.setdefault(devices.fleet.gpus[gpu].node, []).append(gpu)
     return nodes
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class FirstFit(Scheme):
-    """On the first GPUs that have room, whatever node they are on."""
+    """On the first GPUs that have room, on any nodes."""
 
-    def place(self, job: Job, room: Machines) -> Grant | None:
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """In the order of the cluster."""
-        free = room.open(part_of(job))
+        free = devices.open(part_of(job))
         return granted(job, free[: job.gpus]) if len(free) >= job.gpus else None
 
 
@@ -66,24 +66,24 @@ class Consolidated(Scheme):
     The rule of the Tiresias simulator's scheme `yarn`; CPUs and host memory are not modeled here.
     """
 
-    def place(self, job: Job, room: Machines) -> Grant | None:
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """The first node or switch that has room; GPUs with fewer jobs before others."""
-        free = by_node(room, room.open(part_of(job)))
+        free = by_node(devices, devices.open(part_of(job)))
         for row in free.values():
-            row.sort(key=lambda gpu: len(room.owners[gpu]))
-        per_node = room.fleet.gpus_per_node
+            row.sort(key=lambda gpu: len(devices.owners[gpu]))
+        per_node = devices.fleet.gpus_per_node
         if job.gpus <= per_node:
             found = next((row for row in free.values() if len(row) >= job.gpus), None)
             return None if found is None else granted(job, sorted(found[: job.gpus]))
         whole, rest = divmod(job.gpus, per_node)
         switches: dict[int, list[list[int]]] = {}
         for row in free.values():
-            switches.setdefault(room.fleet.gpus[row[0]].switch, []).append(row)
+            switches.setdefault(devices.fleet.gpus[row[0]].switch, []).append(row)
         for nodes in switches.values():
             idle = [
                 row
                 for row in nodes
-                if len(row) == per_node and not any(room.owners[gpu] for gpu in row)
+                if len(row) == per_node and not any(devices.owners[gpu] for gpu in row)
             ][:whole]
             last = next((row for row in nodes if len(row) >= rest and row not in idle), None)
             if len(idle) == whole and (last is not None or not rest):
@@ -97,36 +97,36 @@ class Consolidated(Scheme):
 class Random(Scheme):
     """On any GPUs with room, drawn anew for each job."""
 
-    def place(self, job: Job, room: Machines) -> Grant | None:
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """A uniform sample."""
-        free = room.open(part_of(job))
+        free = devices.open(part_of(job))
         if len(free) < job.gpus:
             return None
-        return granted(job, sorted(room.random.sample(free, job.gpus)))
+        return granted(job, sorted(devices.random.sample(free, job.gpus)))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class BestFit(Scheme):
-    """Where the least is left over: the tightest node, and on it the fullest GPUs."""
+    """On the tightest node, and there on the fullest GPUs."""
 
-    def place(self, job: Job, room: Machines) -> Grant | None:
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """One node if any has room for all; else the nodes with the most room, one by one."""
-        free = room.open(part_of(job))
+        free = devices.open(part_of(job))
         if len(free) < job.gpus:
             return None
-        nodes = sorted(by_node(room, free).values(), key=len)
+        nodes = sorted(by_node(devices, free).values(), key=len)
         tightest = next((row for row in nodes if len(row) >= job.gpus), None)
         chosen: list[int] = []
         for row in [tightest] if tightest else reversed(nodes):
-            fullest = sorted(row, key=lambda gpu: _left(room, gpu))
+            fullest = sorted(row, key=lambda gpu: _left(devices, gpu))
             chosen += fullest[: job.gpus - len(chosen)]
         return granted(job, sorted(chosen))
 
 
-def _left(room: Machines, gpu: int) -> tuple[int, int]:
-    """What orders GPUs from full to empty: the memory left, then the places left."""
-    return room.memory_left[gpu] or 0, -len(room.owners[gpu])
+def _left(devices: DeviceStates, gpu: int) -> tuple[int, int]:
+    """A key that sorts GPUs from full to empty: free memory, then number of jobs."""
+    return devices.memory_left[gpu] or 0, -len(devices.owners[gpu])
 
 
 @final
@@ -134,10 +134,10 @@ def _left(room: Machines, gpu: int) -> tuple[int, int]:
 class LeastLoaded(Scheme):
     """On the GPUs that have the fewest jobs."""
 
-    def place(self, job: Job, room: Machines) -> Grant | None:
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
         """The first of those with the fewest jobs."""
-        free = room.open(part_of(job))
+        free = devices.open(part_of(job))
         if len(free) < job.gpus:
             return None
-        free.sort(key=lambda gpu: len(room.owners[gpu]))
+        free.sort(key=lambda gpu: len(devices.owners[gpu]))
         return granted(job, sorted(free[: job.gpus]))

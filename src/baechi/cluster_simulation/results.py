@@ -1,21 +1,38 @@
-"""What a simulation of a cluster found."""
+"""Results of a simulated cluster: their figures, their files, and a picture of them.
 
+The files are CSV in the published simulators' columns, and JSON; the picture is plotly's.
+"""
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import final
+from fractions import Fraction
+from html import escape
+from pathlib import Path
+from typing import Any, Final, final
 
 from baechi.cluster_simulation.jobs import Outcome, Refusal
+from baechi.reporting.figures import color, dash, require_plotly
+from baechi.storage.serialization import write_whole
 
-# What `Result.rows` has in each row, after every event.
+# The columns of `SimulationResult.rows`.
 ROW = (
     *("time", "idle_node", "busy_node", "full_node", "idle_gpu", "busy_gpu"),
     *("pending_job", "running_job", "completed_job"),
 )
+JOB_COLUMNS: Final = (
+    *("job_id", "num_gpu", "submit_time", "start_time", "end_time", "executed_time", "JCT"),
+    *("duration", "pending_time", "preempt", "resume", "promote"),
+)
+_POINTS = 2000  # of a curve at most: more than a screen is wide
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Result:
-    """What a simulation found.
+class SimulationResult:
+    """The result of a simulation.
 
     Attributes:
         policy: The policy's name.
@@ -34,3 +51,160 @@ class Result:
     rows: tuple[tuple[int, ...], ...]
     memory_bytes: int = 0
     byte_ticks: int = 0
+
+
+def job_csv(result: SimulationResult) -> str:
+    """A row per job that ended. As published, `executed_time` is from first start to end."""
+    rows = (
+        (
+            outcome.job.name,
+            outcome.job.gpus,
+            outcome.job.submit_time,
+            outcome.start_time,
+            outcome.end_time,
+            outcome.end_time - outcome.start_time,
+            outcome.completion_time,
+            outcome.job.duration,
+            outcome.pending_time,
+            outcome.preempt,
+            outcome.resume,
+            outcome.promote,
+        )
+        for outcome in result.outcomes
+    )
+    return _table(JOB_COLUMNS, rows)
+
+
+def cluster_csv(result: SimulationResult) -> str:
+    """A row per event: busy devices and waiting jobs after it."""
+    return _table(ROW, result.rows)
+
+
+def summary(result: SimulationResult) -> dict[str, Any]:
+    """The figures that policies are compared by, in ticks.
+
+    `p99_jct` is the smallest time that 99 % of the jobs did not exceed; `makespan` is from the
+    first arrival to the last end; `utilization` is the part of the GPU-time in between that was
+    held, `memory_utilization` that of memory. Figures that no job contributes to are `None`.
+    """
+    times = sorted(outcome.completion_time for outcome in result.outcomes)
+    count = len(times)
+    first = min((outcome.job.submit_time for outcome in result.outcomes), default=0)
+    last = max((outcome.end_time for outcome in result.outcomes), default=0)
+    makespan = last - first
+    return {
+        "policy": result.policy,
+        "gpus": result.gpus,
+        "jobs": count + len(result.refused),
+        "completed": count,
+        "refused": [{"job_id": row.job.name, "reason": row.reason} for row in result.refused],
+        "mean_jct": sum(times) / count if count else None,
+        "median_jct": (times[(count - 1) // 2] + times[count // 2]) / 2 if count else None,
+        "p99_jct": times[-(-count * 99 // 100) - 1] if count else None,
+        "mean_pending": (
+            sum(outcome.pending_time for outcome in result.outcomes) / count if count else None
+        ),
+        "makespan": makespan,
+        "preemptions": sum(outcome.preempt for outcome in result.outcomes),
+        "utilization": (
+            float(Fraction(held_gpu_time(result), makespan * result.gpus)) if makespan else None
+        ),
+        "memory_utilization": (
+            float(Fraction(result.byte_ticks, makespan * result.memory_bytes))
+            if makespan and result.memory_bytes
+            else None
+        ),
+    }
+
+
+def held_gpu_time(result: SimulationResult) -> int:
+    """GPU-ticks in which a GPU was held by at least one job."""
+    total = 0
+    for row, following in zip(result.rows, result.rows[1:], strict=False):
+        total += row[ROW.index("busy_gpu")] * (following[0] - row[0])
+    return total
+
+
+def write_result(result: SimulationResult, folder: Path) -> None:
+    """Writes `job.csv`, `cluster.csv` and `summary.json`, each whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / "job.csv", job_csv(result))
+    write_whole(folder / "cluster.csv", cluster_csv(result))
+    write_whole(folder / "summary.json", json.dumps(summary(result), indent=2) + "\n")
+
+
+def write_comparison(results: Sequence[SimulationResult], folder: Path) -> None:
+    """Writes `comparison.csv` and `comparison.json`: a row per policy."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [summary(result) for result in results]
+    columns = [column for column in (rows[0] if rows else ()) if column != "refused"]
+    table = _table(columns, ([row[column] for column in columns] for row in rows))
+    write_whole(folder / "comparison.csv", table)
+    write_whole(folder / "comparison.json", json.dumps(rows, indent=2) + "\n")
+
+
+def cluster_figure(results: Sequence[SimulationResult]) -> Any:
+    """Busy GPUs and waiting jobs over time, and the share of jobs done within a time."""
+    require_plotly()
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(
+        rows=3,
+        cols=1,
+        vertical_spacing=0.12,
+        subplot_titles=("busy GPUs", "waiting jobs", "jobs completed within a time"),
+    )
+    busy, waiting = ROW.index("busy_gpu"), ROW.index("pending_job")
+    for number, result in enumerate(results):
+        style = {"color": color(number), "width": 1.6, "dash": dash(number)}
+        name = escape(result.policy)
+        shared = {"name": name, "legendgroup": name, "mode": "lines"}
+        rows = _thinned(result.rows)
+        for place, column in ((1, busy), (2, waiting)):
+            figure.add_scatter(
+                x=[row[0] for row in rows],
+                y=[row[column] for row in rows],
+                line={**style, "shape": "hv"},
+                showlegend=place == 1,
+                row=place,
+                col=1,
+                **shared,
+            )
+        times = sorted(outcome.completion_time for outcome in result.outcomes)
+        ranked = _thinned([(time, rank) for rank, time in enumerate(times, start=1)])
+        figure.add_scatter(
+            x=[time for time, _ in ranked],
+            y=[rank / len(times) for _, rank in ranked],
+            line={**style, "shape": "hv"},
+            showlegend=False,
+            row=3,
+            col=1,
+            **shared,
+        )
+    figure.update_layout(template="plotly_white", height=960, legend={"x": 1.02, "y": 1})
+    figure.update_xaxes(title_text="time, ticks of the trace (seconds)", row=2)
+    figure.update_xaxes(title_text="completion time, of waiting and running", type="log", row=3)
+    figure.update_yaxes(rangemode="tozero")
+    for row, title in enumerate(("GPUs", "jobs", "share of jobs"), start=1):
+        figure.update_yaxes(title_text=title, row=row)
+    return figure
+
+
+def write_figure(results: Sequence[SimulationResult], path: Path) -> None:
+    """Writes the picture as a page that opens without a network."""
+    figure = cluster_figure(results)
+    write_whole(path, figure.to_html(include_plotlyjs=True, div_id="cluster"))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _thinned(rows: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+    """Every nth row and the last, few enough to draw."""
+    step = -(-len(rows) // _POINTS)
+    return [*rows[::step], rows[-1]] if step > 1 else rows

@@ -1,8 +1,8 @@
-"""What a job's step takes on some GPUs, and what it holds there: the grant of a placed graph.
+"""Step time and memory of a job whose operator graph is placed on some GPUs.
 
 The predicted step gives the job's rate, the predicted peaks its memory on each GPU, the busy times
 what share of each GPU's compute it keeps busy. The rate is that of the placement on GPUs that have
-no other job; what others take away is the sharing model's matter.
+no other job; contention with others is the sharing model's matter.
 
 Where only a share of a GPU is left, an op takes as much longer as the job wants more than that
 share: `Job.compute` is what the job keeps busy of a whole GPU while an op of it runs.
@@ -40,7 +40,7 @@ LISTED: Final = "list"
 @final
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What GPUs are linked by.
+    """The links between GPUs.
 
     Attributes:
         near: Those of one node.
@@ -53,30 +53,32 @@ class Links:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Left:
-    """What is left on a GPU."""
+class ResidualGpu:
+    """A GPU with the memory that is left on it."""
 
     index: int
     nbytes: int
     gpu: Gpu
 
-    def rounded(self) -> "Left":
+    def rounded(self) -> "ResidualGpu":
         """With memory in 32nds of the GPU's, rounded down, so that fewer questions differ."""
         unit = (self.gpu.memory_bytes or 0) // 32
         return replace(self, nbytes=self.nbytes // unit * unit) if unit else self
 
 
-def shape_of(left: Sequence[Left]) -> tuple[Left, ...]:
+def shape_of(left: Sequence[ResidualGpu]) -> tuple[ResidualGpu, ...]:
     """Equal for GPUs on which a graph has the same answer: without indices, nodes renumbered."""
     nodes = {node: rank for rank, node in enumerate(dict.fromkeys(row.gpu.node for row in left))}
     return tuple(
-        Left(0, row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0, held_bytes=0))
+        ResidualGpu(
+            0, row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0, held_bytes=0)
+        )
         for row in left
     )
 
 
-def cluster_of(left: Sequence[Left], links: Links, job: Job) -> Cluster:
-    """What is left, as `solve` reads it: a share of a GPU is a slower GPU."""
+def cluster_of(left: Sequence[ResidualGpu], links: Links, job: Job) -> Cluster:
+    """The cluster for `solve`: a share of a GPU is a slower GPU."""
     devices = tuple(
         Device(f"gpu{place}", row.nbytes, _speed(row.gpu, job), row.gpu.kind)
         for place, row in enumerate(left)
@@ -91,9 +93,9 @@ def cluster_of(left: Sequence[Left], links: Links, job: Job) -> Cluster:
 
 
 def solved(
-    job: Job, graph: OpGraph, left: Sequence[Left], links: Links, effort: str
+    job: Job, graph: OpGraph, left: Sequence[ResidualGpu], links: Links, effort: str
 ) -> Grant | None:
-    """Where `solve` places the graph on what is left; the grant's GPUs are places in `left`."""
+    """The grant of the placement by `solve`; its GPUs are indices into `left`."""
     cluster = cluster_of(left, links, job)
     problem = Problem(graph, cluster)
     placement = _listed(problem) if effort == LISTED else find(problem, effort)
@@ -101,9 +103,9 @@ def solved(
 
 
 def stepped(
-    job: Job, graph: OpGraph, placement: Placement, cluster: Cluster, left: Sequence[Left]
+    job: Job, graph: OpGraph, placement: Placement, cluster: Cluster, left: Sequence[ResidualGpu]
 ) -> Grant | None:
-    """The grant of a placement, whose GPUs are places in `left`; `None` if it does not fit."""
+    """The grant of a placement; its GPUs are indices into `left`. `None` if it does not fit."""
     schedule = simulate(graph, cluster, placement)
     if any(peak > row.nbytes for peak, row in zip(schedule.peak_bytes, left, strict=True)):
         return None
@@ -121,7 +123,7 @@ def stepped(
         for place in used
     )
     whole_ns = job.step_ns or sum(op.time_ns for op in graph.ops)
-    # Speeds are in the predicted step; `Machines.rate` multiplies by the slowest once more.
+    # Speeds are in the predicted step; `DeviceStates.rate` multiplies by the slowest once more.
     slowest = min(left[place].gpu.speed for place in used)
     rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
     return Grant(tuple(used), parts, max(1, rate))

@@ -1,1 +1,1 @@
-"""What every operator costs: measured, or computed from shapes."""
+"""Costs of operators: measured, or computed from shapes."""

@@ -13,8 +13,8 @@ measurements do not move:
 
 and what binds is settled anew with its answer, until it stays. The weight is 1 / sqrt(measured),
 between relative errors, in which short operators would drown long ones, and absolute ones, the
-other way. The second term keeps an efficiency that the profiles do not tell at the table's x0; it
-is too small to move one that they do.
+other way. The second term keeps an efficiency that the profiles do not determine at the table's x0;
+it is too small to move one that they do.
 
 Distinct operators count once, however often they occur in a model.
 
@@ -132,9 +132,9 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
     samples = []
     for key, load in workloads(traced).items():
         cost, op = profile.costs[first[key]], traced.ops[first[key]]
-        told = load.remark not in (UNSEEN, UNSEEN_BACKWARD)
+        known = load.remark not in (UNSEEN, UNSEEN_BACKWARD)
         runs = [(load.forward, cost.forward_ns)] if load.remark != UNSEEN else []
-        runs += [(load.backward, cost.backward_ns)] if told and op.differentiable else []
+        runs += [(load.backward, cost.backward_ns)] if known and op.differentiable else []
         for kernels, measured_ns in runs:
             if kernels and measured_ns:
                 run = tuple(as_run(kernel, rounded) for kernel in kernels)
@@ -177,7 +177,7 @@ def _share(column: _Column, kind: DeviceKind, shares: dict[_Column, float]) -> f
 def _ideals(
     kernels: Sequence[Kernel], kind: DeviceKind, shares: dict[_Column, float]
 ) -> dict[_Column, float]:
-    """What the kernels would take at the peaks, by what binds each at the present shares."""
+    """The kernels' times at the peaks, by what binds each at the present shares."""
     ideal: dict[_Column, float] = defaultdict(float)
     for kernel in kernels:
         bounds = []

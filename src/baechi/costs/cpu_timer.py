@@ -1,11 +1,11 @@
-"""The CPU's clock: short runs are repeated, an empty loop is subtracted, the median is kept.
+"""The CPU timer: repeats of short runs, less an empty loop, by their median.
 
 A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
 everything that it does itself is outside of the reading.
 
 A reading is *held up* where the calling thread was off its core for a part of it: something else
-ran there. Such readings are left out. Those of several threads are found so, too: a thread that
-waits for one that has no core soon sleeps.
+ran there. Such readings are left out. This finds contention in runs of several threads, too: a
+waiting thread sleeps, so that its CPU time falls behind wall time.
 """
 
 import gc
@@ -21,8 +21,8 @@ Run = Callable[[], Any]
 Preparation = Callable[[int], Sequence[Run]]
 Clock = Callable[[], int]
 
-# Of one pass (`passes`), two of which are made: enough rounds for a median, and no more than this
-# long for one measurement.
+# Of one pass (`repetition`), two of which are made: enough rounds for a median, and no more than
+# this long for one measurement.
 ROUNDS: Final = (3, 20)
 BUDGET_NS: Final = 30_000_000
 # A reading of the clock takes some 0.1 us; a hundred times that makes its grain a percent at most.
@@ -32,7 +32,7 @@ MAX_REPEATS: Final = 50
 _LONG_NS: Final = 20 * READING_NS
 # Longer than interrupts and the clocks themselves take, shorter than another process's turn.
 _MAX_AWAY: Final = 0.05
-# A clock of the thread that ticks coarser than this says nothing of a reading.
+# A thread clock with coarser ticks than this is useless for a reading.
 _MAX_TICK_S: Final = 1e-6
 
 
@@ -57,7 +57,7 @@ class Timer(Protocol):
     def time(
         self, preparations: Sequence[Preparation], *, single: bool = False
     ) -> tuple[Reading, ...]:
-        """How long one run of each preparation takes.
+        """The time of one run of each preparation.
 
         Args:
             preparations: Each makes as many runs as asked for, outside of the reading. Their
@@ -114,7 +114,7 @@ class CpuTimer:
         )
 
     def read(self, runs: Sequence[Run]) -> Sample:
-        """What all runs take together, one after the other, in this thread."""
+        """The time of all runs together, one after the other, in this thread."""
         results = []  # live to the end of the reading, as in a step that goes on to its backward
         busy = self._busy()
         start = self._wall()
@@ -126,13 +126,13 @@ class CpuTimer:
 
     def _reading(self, samples: Sequence[Sample], repeats: int) -> Reading:
         free = [sample.ns for sample in samples if not sample.held_up]
-        # Where all were held up, the one that was least is nearest.
+        # Where all were held up, the least delayed is nearest.
         readings = free or [min(sample.ns for sample in samples)]
         empty_ns = self._call_ns + self._clock_ns / repeats
         return Reading(summary(readings, repeats, empty_ns), held_up=not free)
 
     def _repeats(self, prepare: Preparation, single: bool) -> int:
-        """How many runs make a reading long enough; the first run warms up."""
+        """The number of runs that make a reading long enough; the first run warms up."""
         if single or self.read(prepare(1)).ns > _LONG_NS:
             return 1
         once = max(min(self.read(prepare(1)).ns for _ in range(2)), 1)
@@ -164,7 +164,7 @@ def summary(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
     Args:
         readings_ns: Of several runs each.
         repeats: The runs of a reading.
-        empty_ns: What a run takes that does nothing.
+        empty_ns: The time of a run that does nothing.
     """
     return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
 

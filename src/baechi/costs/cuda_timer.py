@@ -1,4 +1,4 @@
-"""CUDA's clock: events on the stream, behind a kernel that spins until everything is queued.
+"""The CUDA timer: events on the stream, behind a kernel that spins until everything is queued.
 
     host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
     stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between
@@ -95,7 +95,7 @@ class CudaTimer:
 
         Args:
             runs: What to queue.
-            launch_ns: How long the host takes to queue one, about.
+            launch_ns: The approximate time in which the host queues one.
         """
         pairs = [[_event() for _ in range(2)] for _ in runs]
         torch.cuda.synchronize(self._device)
@@ -179,7 +179,7 @@ class CudaTimer:
 
 @cache
 def _captures(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which what is timed on a device is captured: one, whoever measures.
+    """The stream on which timed runs of a device are captured: the same for every timer.
 
     torch never gives a stream back, and cuBLAS keeps a workspace for each.
     """

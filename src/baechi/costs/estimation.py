@@ -1,4 +1,4 @@
-"""What every operator costs, computed from shapes alone, for a device that need not be here.
+"""Costs computed from shapes alone, for a device that need not be here.
 
     time of an operator = sum over its kernels of
         max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch

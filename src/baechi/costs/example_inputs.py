@@ -1,15 +1,18 @@
-"""Inputs for an operator that runs alone: right shapes, strides and types, and values it can take.
+"""Inputs for operators that run alone, and the remark where an operator's time depends on them.
 
-What follows from the example without any activation (positions, masks, token ids) keeps the values
-that it has there. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and
-variances are numbers; booleans that are true; integers that are in range of what they index, drawn
-evenly, so that neither every row nor a single one is read.
+Inputs have the right shapes, strides and types, and values that the operator can take. What follows
+from the example without any activation (positions, masks, token ids) keeps the values that it has
+there. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and variances are
+numbers; booleans that are true; integers that are in range of what they index, drawn evenly, so
+that neither every row nor a single one is read. Where an operator fails on such values, the model
+is run up to it for the real ones.
 
 Known values are computed on the CPU: the example, and what the model holds, may be on any devices.
 
 Complexity: O(nodes + bytes of the known values).
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, Final, final
 
@@ -51,10 +54,35 @@ _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
 GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _MAX_INDEX: Final = 1 << 31
 _CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
+# Operator -> what its time depends on. Their backwards add up where indices repeat.
+_REASONS: Final = {
+    **dict.fromkeys(("embedding", "embedding_bag"), "which rows are read, and how often each"),
+    **dict.fromkeys(
+        (
+            *("index", "index_put", "index_select", "index_add", "index_copy", "gather", "take"),
+            *("take_along_dim", "scatter", "scatter_add", "scatter_reduce"),
+        ),
+        "which places are indexed, and how often each",
+    ),
+    **dict.fromkeys(
+        ("nonzero", "masked_select", "unique", "unique_consecutive", "bincount", "histc"),
+        "how many elements are found",
+    ),
+    **dict.fromkeys(("sort", "argsort", "topk", "kthvalue", "median"), "how sorted the values are"),
+    **dict.fromkeys(("argmax", "argmin"), "where the extreme values are"),
+    **dict.fromkeys(("masked_fill", "masked_scatter", "where"), "how many elements are masked"),
+    **dict.fromkeys(("cond", "while_loop", "scan"), "which branch is taken, and how often"),
+    **dict.fromkeys(GROUPED, "how many rows each expert gets"),
+}
+_ATTENTION: Final = (
+    "scaled_dot_product_attention",
+    "flex_attention",
+    "multi_head_attention_forward",
+)
 
 
 @final
-class Operands:
+class ExampleInputs:
     """Makes the values that operators read.
 
     Args:
@@ -105,7 +133,7 @@ class Operands:
         if node.op == "get_attr" and not facts.values:
             return attribute(self._module.graph_module, str(node.target))
         assert facts.structure is not None
-        if not facts.values:  # a number or a device that another operator tells
+        if not facts.values:  # a number or a device that another operator gives
             return facts.structure.fill([])
         if node in self._known:
             return pytree.tree_map_only(  # a copy: an operator may count in it
@@ -131,13 +159,13 @@ class Operands:
             flat = torch.ones(extent, dtype=torch.bool, device=self._device)
         else:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
-        # Detached, so no view of `flat`: where there is no gradient, operators ask what a view of
-        # a weight is a view of, and choose another kernel if that needs none.
+        # Detached, so no view of `flat`: without gradients, operators look at the base of a weight
+        # that is a view, and choose another kernel if the base needs no gradient.
         tensor = flat.as_strided(value.shape, value.stride).detach()
         return tensor.requires_grad_(value.requires_grad)
 
     def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
-        """How many rows `reader` has for its groups, if `node` says where each ends."""
+        """The number of rows of `reader`'s groups, if `node` has their ends."""
         if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
             return None
         rows, _, ends = list(node_arguments(reader).values())[:3]
@@ -170,8 +198,101 @@ class Operands:
         return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
 
 
+def real_inputs(
+    module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
+) -> dict[fx.Node, Any]:
+    """The values that an operator reads in a run of the traced model on its example.
+
+    The model itself stays as it is: state that is written is copied first. Needs the memory of a
+    forward up to there.
+
+    Args:
+        module: The traced model; its parameters must have values.
+        nodes: The operator's.
+        device: Where the values shall be.
+    """
+    inside = set(nodes)
+    wanted = {node for inner in nodes for node in inner.all_input_nodes if node not in inside}
+    runner = _Prefix(module, inside)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        runner.run_up_to(nodes[-1])
+    facts = module.facts.nodes
+    return {
+        node: _anew(runner.env[node], device, [v.requires_grad for v in facts[node].values])
+        for node in wanted
+        if facts[node].values
+    }
+
+
+@final
+class _Prefix(fx.Interpreter):
+    """Runs what comes before an operator and does not need it."""
+
+    def __init__(self, module: TracedModule, without: set[fx.Node]) -> None:
+        super().__init__(module.graph_module, garbage_collect_values=False)
+        self._without = set(without)
+        self._copies: dict[str, Any] = {}
+        tensors = [*module.call.tensors, *module.model.parameters()]
+        self._home = next((tensor.device for tensor in tensors), torch.device("cpu"))
+        self.args_iter = iter([tensor.detach().clone() for tensor in module.call.tensors])
+        self._graph = module.graph_module.graph
+
+    def run_up_to(self, last: fx.Node) -> None:
+        for node in self._graph.nodes:
+            if node is last:
+                return
+            if any(argument in self._without for argument in node.all_input_nodes):
+                self._without.add(node)
+            if node not in self._without or node.op == "placeholder":  # which takes its turn
+                self.env[node] = self.run_node(node)
+
+    def fetch_attr(self, target: str) -> Any:
+        """A copy of the model's parameter, buffer or submodule, where the example is."""
+        if target not in self._copies:
+            value = super().fetch_attr(target)
+            if isinstance(value, torch.Tensor):
+                value = value.detach().to(self._home, copy=True)
+            elif isinstance(value, torch.nn.Module):
+                value = copy.deepcopy(value).to(self._home)
+            self._copies[target] = value
+        return self._copies[target]
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.fetch_attr(str(target))(*args, **kwargs)
+
+
+def _anew(value: Any, device: torch.device, differentiable: Sequence[bool]) -> Any:
+    """The value's tensors as leaves of their own, with the same strides."""
+    flags = iter(differentiable)
+    return pytree.tree_map_only(
+        torch.Tensor,
+        lambda t: t.detach().clone().to(device).requires_grad_(next(flags)),
+        value,
+    )
+
+
+def value_remark(nodes: Sequence[fx.Node]) -> str:
+    """The remark on an operator whose time depends on values; empty for most."""
+    reasons = []
+    for node in nodes:
+        if node.op not in ("call_function", "call_method"):
+            continue
+        name = operator_name(node).rstrip("_")
+        if name in _REASONS:
+            reasons.append(_REASONS[name])
+        if name in _ATTENTION and _has_mask(node):
+            reasons.append("what the attention mask hides")
+    unique = dict.fromkeys(reasons)
+    return f"time depends on values: {'; '.join(unique)}" if unique else ""
+
+
+def _has_mask(node: fx.Node) -> bool:
+    """True if an attention gets more than query, key and value."""
+    return any(isinstance(a, fx.Node) for a in [*node.args[3:], *node.kwargs.values()])
+
+
 def _is_knowable(values: Sequence[Value]) -> bool:
-    """Whether they may follow from the example: without gradients, and not too large."""
+    """True if they may follow from the example: without gradients, and not too large."""
     if not values or any(value.requires_grad for value in values):
         return False
     nbytes = 0

@@ -1,4 +1,4 @@
-"""What one call of an ATen kernel does: its class, its element type, its FLOPs and its bytes.
+"""The work of one call of an ATen kernel: its class, element type, FLOPs and bytes.
 
 FLOPs: 2 m n k of a product, through `torch.utils.flop_counter` where it knows the kernel. Bytes:
 every input and output once; of a broadcast input what is stored; of a gather what it picks; nothing
@@ -59,13 +59,13 @@ _WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "ra
 def kernel_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> Kernel | None:
-    """What one call of a kernel does; `None` where nothing runs, as for a view.
+    """The work of one call of a kernel; `None` where nothing runs, as for a view.
 
     Args:
         func: The operator, as a dispatch mode sees it.
         args: Its positional arguments; the tensors may be fake.
         kwargs: Its keyword arguments.
-        result: What it gave.
+        result: Its result.
     """
     name = func._overloadpacket.__name__
     given, produced = tensors_in((args, kwargs)), tensors_in(result)

@@ -1,7 +1,7 @@
-"""One operator of a model on one device, measured once: its times, and at first its sizes.
+"""One measurement of an operator on one device: its times, and at first its sizes.
 
 An operator runs on tensors made for it. Forward and backward are timed apart, each as it is in a
-step: the forward builds autograd's graph, and memory is as a whole step leaves it (`isolation`).
+step: the forward builds autograd's graph, and memory is as a whole step leaves it (`single_op`).
 Where gradients are wanted torch may choose another kernel, so the scratch of a forward without is
 measured, too. An operator that fails on made-up inputs is measured on the model's own.
 """
@@ -14,9 +14,8 @@ from typing import Any, Final, final
 import torch
 
 from baechi.costs.cpu_timer import CpuTimer, Reading, Run, Timer, no_collections
-from baechi.costs.example_inputs import Operands
+from baechi.costs.example_inputs import ExampleInputs, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
-from baechi.costs.real_inputs import real_operands
 from baechi.costs.single_op import Alone, Setting, evictor
 from baechi.costs.workspace import Sizes, sizes
 from baechi.errors import InputError
@@ -53,7 +52,7 @@ class Addition:
 @final
 @dataclass
 class Bench:
-    """Measures operators of one traced model on one device, one pass at a time (`passes`)."""
+    """Measures operators of one traced model on one device, one pass at a time (`repetition`)."""
 
     traced: Traced
     place: torch.device
@@ -82,7 +81,7 @@ class Bench:
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
             leaf = torch.ones(2, device=self.place, requires_grad=True)
             torch.autograd.grad(leaf.exp().sum(), leaf)
-        self._operands: Operands | None = None
+        self._inputs: ExampleInputs | None = None
         self._timer: Timer | None = None
         self._engine_ns: int | None = None
 
@@ -100,7 +99,7 @@ class Bench:
 
     @property
     def engine_ns(self) -> int:
-        """What starting autograd's engine costs, which a segment does once for all its ops."""
+        """The time to start autograd's engine, which a segment does once for all its ops."""
         if self._engine_ns is None:
             leaf = torch.zeros((), device=self.place, requires_grad=True)
             seed = torch.ones((), device=self.place)
@@ -120,18 +119,18 @@ class Bench:
             InputError: It runs neither alone nor in the model.
         """
         nodes = self._module.nodes[index]
-        if self._operands is None:
-            self._operands = Operands(self._module, self.place)
+        if self._inputs is None:
+            self._inputs = ExampleInputs(self._module, self.place)
         try:
-            return self._measure(self._operands.make, nodes, before)
+            return self._measure(self._inputs.make, nodes, before)
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
-            values = real_operands(self._module, nodes, self.place)
-            operands = self._operands
+            values = real_inputs(self._module, nodes, self.place)
+            made_up = self._inputs
 
             def make(node: Any, readers: Any) -> Any:
-                return values[node] if node in values else operands.make(node, readers)
+                return values[node] if node in values else made_up.make(node, readers)
 
             measured = self._measure(make, nodes, before)
         except Exception as error:
@@ -205,7 +204,7 @@ def _brief(error: Exception) -> str:
 
 
 def _library_settings() -> str:
-    """What of torch's settings changes how fast an operator is."""
+    """The settings of torch that change an operator's speed."""
     settings = {
         "dtype": torch.get_default_dtype(),
         **fp32_precisions(),

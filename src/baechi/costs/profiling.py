@@ -1,11 +1,11 @@
-"""What every operator costs, measured: each distinct operator alone, once.
+"""Measured costs: each distinct operator alone, once.
 
-An operator runs on tensors made for it (`bench`), so the whole model need never fit one device, and
-twelve equal layers are measured as one. It is measured in passes, seconds apart, until two of them
-agree (`passes`). Where a tensor has several readers, adding up their gradients is a part of its
-producer's backward, as it is in autograd.
+An operator runs on tensors made for it (`op_benchmark`), so the whole model need never fit one
+device, and twelve equal layers are measured as one. It is measured in passes, seconds apart, until
+two of them agree (`repetition`). Where a tensor has several readers, adding up their gradients is a
+part of its producer's backward, as it is in autograd.
 
-What was measured is kept in a store (`profile_store`), so a second run measures nothing.
+What was measured is kept in a file (`profile_cache`), so a second run measures nothing.
 
 Complexity: O(distinct operators), about 0.2 s each; with a full store O(operators).
 """
@@ -19,10 +19,10 @@ from typing import Final
 
 import torch
 
+from baechi.costs.example_inputs import value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
 from baechi.costs.repetition import TOLERANCE, is_settled, measure_all, with_pass
-from baechi.costs.value_dependence import value_remark
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import device_kind, torch_device
@@ -138,7 +138,7 @@ Job = tuple[str, Callable[[Bench, Measured | None], Measured]]
 
 
 def _jobs(traced: Traced) -> dict[str, Job]:
-    """What to measure, by key, with a name for people: distinct operators, then additions."""
+    """The work by key, with a name for people: distinct operators, then additions."""
     jobs: dict[str, Job] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
@@ -181,7 +181,7 @@ def _tracked(keys: list[str], title: str, jobs: dict[str, Job], progress: bool) 
 
 
 def _additions(traced: Traced) -> list[Counter[Addition]]:
-    """For every op the additions in its backward.
+    """The additions in the backward of every op.
 
     Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
     those of a parameter that later operators read, too.

@@ -1,4 +1,4 @@
-"""Until when to measure: passes over everything, until two of them agree on each operator.
+"""Repeated passes over all operators, until two of them agree on each.
 
 What disturbs a machine for a second or two (another process, another virtual machine) lengthens
 whatever is measured meanwhile, and never shortens it. So an operator is not measured once for long
@@ -8,9 +8,9 @@ but in passes over all operators, seconds apart, and
     its spread    is how far above that the next pass is: what confirms it
     it is settled where the spread is small
 
-A pass that was held up throughout (`timing`) may lower a time but confirms none; until one does,
+A pass that was held up throughout (`cpu_timer`) may lower a time but confirms none; until one does,
 the spread is the time itself. What is not settled after two passes is measured again, the least
-certain first, for a while. What is uncertain even then is said to be so. What has its passes is not
+certain first, for a while. What is uncertain even then is reported. What has its passes is not
 measured again: a second profile of the same model measures nothing.
 
 Complexity: two passes over what is new, and at most half of their time again.
@@ -38,7 +38,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 def is_settled(measured: Measured) -> bool:
-    """Whether two passes agree on its forward, and two on its backward."""
+    """True if two passes agree on its forward, and two on its backward."""
     rows = (
         (measured.forward_ns, measured.forward_spread_ns),
         (measured.backward_ns, measured.backward_spread_ns),
@@ -47,10 +47,10 @@ def is_settled(measured: Measured) -> bool:
 
 
 def with_pass(before: Measured | None, found: Measured) -> Measured:
-    """What is known after one more pass.
+    """The measurement with one more pass.
 
     Args:
-        before: What was known; its sizes and its remark stay.
+        before: The costs known so far; its sizes and its remark stay.
         found: The pass. Its spreads are the times themselves where it was held up, and else 0.
     """
     if before is None:
@@ -98,7 +98,8 @@ def measure_all(
         costs: What was measured before; what had its passes then is not measured again. What is
             measured now is put here after each pass, so that an interrupt loses nothing.
         measure: Makes one more pass over one of them, given what is known of it.
-        tracked: Given what a pass goes over, and which pass it is, yields the same and tells.
+        tracked: Given what a pass goes over, and which pass it is, yields the same and reports
+            progress.
         wall: Nanoseconds that go by.
     """
     order = [key for key in keys if key not in costs or costs[key].passes < _PASSES]

@@ -1,4 +1,4 @@
-"""One operator by itself, made ready to be timed: forward, the same for inference, and backward.
+"""One operator on its own, ready to be timed: forward, inference, and backward.
 
 In a training step of a large model some things are so that a tight loop would hide:
 
@@ -7,8 +7,8 @@ In a training step of a large model some things are so that a tight loop would h
   to matter, everything is evicted before every reading, and the activations, or the gradients that
   have just arrived, are read once to bring them back. Others run on what is in the caches.
 - Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
-  them after that (`Setting.fresh` is that share) lands in pages that the process has to ask the
-  system for in the next step. So those backwards are measured a second time, with the gradients
+  them after that (`Setting.fresh` is that share) lands in pages that the process has to get
+  from the system in the next step. So those backwards are measured a second time, with gradients
   of parameters of earlier runs held, while those of activations are freed and used again.
 """
 
@@ -37,7 +37,7 @@ _HELD_BYTES: Final = 1 << 28
 @final
 @dataclass(frozen=True)
 class Setting:
-    """How a whole step treats memory.
+    """The state of memory in a whole step.
 
     Attributes:
         evict: Empties the caches but for what it is given, or `None` where a step's bytes fit.
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def words(self) -> str:
-        """For the key of a stored result."""
+        """The words for the key of a stored result."""
         caches = "warm" if self.evict is None else "cold"
         # A tenth is finer than the difference that it makes.
         return f"caches {caches}, gradients {round(10 * self.fresh)}/10 fresh"
@@ -147,7 +147,7 @@ class Alone:
 
     @property
     def single(self) -> bool:
-        """Whether every run needs preparing of its own."""
+        """True if every run needs preparing of its own."""
         return self._evict is not None
 
     def forward(self) -> Any:
@@ -155,7 +155,7 @@ class Alone:
         return self._function(*self._fresh_inputs())
 
     def inference(self) -> Any:
-        """One forward on activations that want no gradient, for a caller who wants none."""
+        """One forward on activations that need no gradient, as for inference."""
         return self._function(*self._plain_inputs())
 
     def _fresh_inputs(self) -> list[Any]:
@@ -165,13 +165,13 @@ class Alone:
         return [v.clone() if over else v for v, over in pairs]
 
     def _plain_inputs(self) -> list[Any]:
-        """The inputs as they are where none is wanted; parameters still say that they need one."""
+        """The inputs without gradients; parameters keep `requires_grad`."""
         pairs = zip(self._fresh_inputs(), self._stays, strict=True)
         return [v if stays else tree_map_only(torch.Tensor, _detached, v) for v, stays in pairs]
 
     @staticmethod
     def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What of a forward's results has a gradient, and gradients for it."""
+        """The results of a forward that have gradients, and gradients for them."""
         outputs = [t for t in tensors_in(results) if t.requires_grad]
         return outputs, [torch.ones_like(tensor) for tensor in outputs]
 

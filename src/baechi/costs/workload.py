@@ -1,4 +1,4 @@
-"""What every operator does, from shapes alone: its kernels, their FLOPs and bytes, its scratch.
+"""The work of operators, from shapes alone: kernels, their FLOPs and bytes, and scratch.
 
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
 every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.costs.example_inputs import real_inputs
 from baechi.costs.flop_rules import kernel_of
-from baechi.costs.real_inputs import real_operands
 from baechi.errors import InputError
 from baechi.records.efficiency import Kernel
 from baechi.torch_support.memory_meter import Meter
@@ -49,14 +49,14 @@ _CPU: Final = torch.device("cpu")
 @final
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What one operator does.
+    """The work of one operator.
 
     Attributes:
         forward: Its kernels, in order.
         backward: Those of its backward.
         workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
         backward_workspace_bytes: The same of its backward.
-        remark: What a reader should know of these; empty for most.
+        remark: A note for the reader; empty for most.
     """
 
     forward: tuple[Kernel, ...] = ()
@@ -67,7 +67,7 @@ class Workload:
 
 
 def workloads(traced: Traced) -> dict[str, Workload]:
-    """What every distinct operator of a traced model does, by `TracedOp.key`.
+    """The work of every distinct operator of a traced model, by `TracedOp.key`.
 
     Raises:
         InputError: The traced model was loaded from a file.
@@ -113,7 +113,7 @@ def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
     """One operator, run on what it reads in a run of the model on its example."""
     with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
-        values = real_operands(module, nodes, _CPU)
+        values = real_inputs(module, nodes, _CPU)
 
         def make(node: fx.Node) -> Any:
             return values[node] if node in values else _fake(module, node)
@@ -203,7 +203,7 @@ class _Leaf(torch.nn.Module):
         self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the leaf does."""
+        """The work of the leaf."""
         return self._run(args, kwargs)
 
 
@@ -236,7 +236,7 @@ class _Kernels(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def scratch_bytes(self) -> int:
-        """What was live inside at its fullest, beyond what is live now."""
+        """The peak of live bytes inside, beyond what is live now."""
         return max(self._meter.peak_bytes[0] - self._meter.live_bytes[0], 0)
 
     def __torch_dispatch__(

@@ -1,4 +1,4 @@
-"""The memory of one operator besides what it gives out: scratch, and what autograd keeps of it.
+"""The memory of one operator besides its outputs: scratch, and what autograd keeps.
 
 Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
 gradients take its room: that much less is live at the backward's fullest than what was kept and the
@@ -16,7 +16,8 @@ from torch.utils import _pytree as pytree
 
 from baechi.costs.single_op import Alone
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import Leave, saved_inside_bytes
+from baechi.torch_support.saved_tensors import TapeEnd, saved_inside_bytes
+from baechi.torch_support.storages import distinct_storages, key_of
 
 
 @final
@@ -40,7 +41,7 @@ class Sizes:
 
 
 def sizes(alone: Alone, place: torch.device) -> Sizes:
-    """What an operator takes; on CUDA from the allocator, libraries' scratch included.
+    """The memory of an operator; on CUDA from the allocator, with libraries' scratch.
 
     These first runs warm up, too.
     """
@@ -56,7 +57,7 @@ def sizes(alone: Alone, place: torch.device) -> Sizes:
     arrived = [weakref.ref(seed.untyped_storage()) for seed in seeds]
     # The peak above what was there before; the gradients that are new count by themselves.
     gradients, _, above = gauge.measure(lambda: _handed_over(alone, graded, seeds))
-    passed_on = {storage._cdata for ref in arrived if (storage := ref()) is not None}
+    passed_on = {key_of(storage) for ref in arrived if (storage := ref()) is not None}
     backward = max(above - _storage_bytes(gradients), 0)
     reused = max(_storage_bytes(gradients, but=passed_on) - above, 0)
     return Sizes(saved, forward, backward, min(reused, saved), inference)
@@ -68,7 +69,7 @@ def _handed_over(
     """A backward that gradients are handed over to, as in a step: each lives until it is used."""
     if not graded:
         return ()
-    end = Leave.apply(seeds, *graded)  # type: ignore[no-untyped-call]
+    end = TapeEnd.apply(seeds, *graded)  # type: ignore[no-untyped-call]
     return alone.differentiated([end], [end.detach()])
 
 
@@ -116,5 +117,5 @@ class _Allocator:
 def _storage_bytes(values: Iterable[Any], but: Collection[int] = ()) -> int:
     """The bytes of the tensors among the values, each storage once, but for some by their keys."""
     tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in but)
+    rows = distinct_storages(tensors)
+    return sum(storage.nbytes() for key, storage in rows.items() if key not in but)

@@ -1,9 +1,10 @@
-"""What placers share that first give every group a device and then ask the exact clock.
+"""Device assignments of groups: memory loads, op orders, and evaluation by the exact clock.
 
-Such a placer sees memory as loads of groups that add up on a device. How much of its outputs a
-group holds at a time shows only in the order of the ops. So there are static loads with several
-shares of them (`group_loads`), and loads at several moments of an order (`live_loads`); and what
-an assignment really needs, the clock says (`in_both_orders`, `shortest_assignment`).
+Some placers first give every group a device and then evaluate the result with the clock. They
+estimate memory by loads of groups that add up on a device. The part of its outputs that a group
+holds at a time depends on the order of the ops, so there are static loads with several shares of
+the outputs (`group_loads`), and loads at several moments of an order (`live_loads`); the clock
+computes the exact need of an assignment (`in_both_orders`, `shortest_assignment`).
 """
 
 import random
@@ -23,16 +24,16 @@ from baechi.records.placement import Placement
 
 # Shares of the outputs that count as if they stayed: none as in inference, all as in training.
 _SHARES: Final = ((0, 1), (1, 4), (1, 1))
-# Moments of a step whose memory is looked at: the work of a split grows with them.
+# Moments of a step at which memory is checked: the work of a split grows with them.
 _MOMENTS: Final = 32
 # A partition is made for at most this many devices, or for twice as many as it needs.
 _DEVICES: Final = 32
-# This many of the best assignments are also scheduled anew.
+# Number of the best assignments that are also rescheduled.
 _REORDERED: Final = 8
 
 
 def shortest(placements: Iterable[Placement]) -> Placement | None:
-    """The first of those with the shortest step."""
+    """The first of the placements with the shortest step."""
     return min(placements, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
 
@@ -48,7 +49,7 @@ def group_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """`group_loads` without repetitions; one alone where any device holds the whole graph."""
+    """`group_loads` without repetitions; only one where any device holds the whole graph."""
     rows = group_loads(problem)
     if sum(rows[-1]) <= min(problem.pool_memory):
         return rows[-1:]
@@ -56,12 +57,12 @@ def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
 
 
 def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
-    """What every group holds at some moments of a step that runs the ops in that order.
+    """Bytes held by every group at some moments of a step that runs the ops in that order.
 
-    Held are persistent bytes, the group's tensors from their producer to their last consumer, or
-    to the end where they stay, and the workspace of the op that runs. Copies are not, which another
-    device would hold. The moments are those with the largest sum in `_MOMENTS` stretches of the
-    order; one without bytes stands for all where any device holds the whole graph.
+    These are persistent bytes, the group's tensors from their producer to their last consumer (to
+    the end if they stay), and the workspace of the running op, but not copies on other devices. The
+    moments are those with the largest sum in `_MOMENTS` stretches of the order; a single moment
+    without bytes is returned where any device holds the whole graph.
 
     Returns:
         A row per moment, a column per group.
@@ -95,7 +96,7 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
 
 
 def depth_first(problem: Problem) -> tuple[int, ...]:
-    """A topological order that goes on with what it has just made.
+    """A topological order that continues with the latest results.
 
     The op that became ready last is next, and of those the one with the lowest index.
     """
@@ -103,13 +104,13 @@ def depth_first(problem: Problem) -> tuple[int, ...]:
 
 
 def shuffled(problem: Problem, seed: int) -> tuple[int, ...]:
-    """A topological order whose every op is any of those that are ready."""
+    """A random topological order: each op is drawn from those that are ready."""
     draw = random.Random(seed).random  # the same in every version of Python
     return _topological(problem, lambda n_ready: int(draw() * n_ready))
 
 
 def _topological(problem: Problem, pick: Callable[[int], int]) -> tuple[int, ...]:
-    """A topological order; `pick` says which of so many ready ops is next. The latest is last."""
+    """A topological order; `pick(n)` chooses among n ready ops, the latest being last."""
     producers, consumers = problem.graph.arrays.edges()
     n = len(problem.graph.ops)
     waiting = np.bincount(consumers, minlength=n).tolist()
@@ -134,7 +135,7 @@ def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]
 
 
 def in_both_orders(problem: Problem, assignment: Sequence[int], placer: str) -> Iterator[Placement]:
-    """The assignment of devices to groups in index order and in list order, where it fits.
+    """The placements of an assignment in index order and in list order, where they fit.
 
     Nothing where it uses too many devices.
     """
@@ -152,12 +153,12 @@ def in_both_orders(problem: Problem, assignment: Sequence[int], placer: str) -> 
 
 
 def in_order(timeline: _core.Timeline, devices: NDArray[np.int32], order: Sequence[int]) -> bool:
-    """Commits the ops in that order; false where one has no path."""
+    """Commit the ops in that order; false where one has no path."""
     return timeline.fold(devices, np.array(order, np.int32)) < 0
 
 
 def in_list_order(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int32]) -> bool:
-    """Commits the ops by earliest start; false at a dead end."""
+    """Commit the ops by earliest start; false at a dead end."""
     _reserve(problem, timeline, devices)
     return timeline.list_schedule(np.empty(0, np.int32))
 
@@ -168,27 +169,27 @@ def _reserve(problem: Problem, timeline: _core.Timeline, devices: NDArray[np.int
 
 
 def most_devices(problem: Problem) -> int:
-    """How many devices may be used."""
+    """Maximum number of devices in use."""
     most = problem.max_devices
     n = len(problem.device_pool)
     return n if most is None else min(n, most)
 
 
 def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
-    """Whether every op may be on its device, and no more devices are used than may be."""
+    """True if every op may be on its device, and the number of devices is within the limit."""
     there = problem.allowed[devices, np.array(problem.op_group, np.int64)]
     return bool(there.all()) and len(set(devices.tolist())) <= most_devices(problem)
 
 
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
-    """How many devices, in their order, at least hold `need` bytes, and how many to look at.
+    """The fewest first devices that hold `need` bytes, and the most devices to try.
 
-    Splits over very many devices cost much to look for, and their parts are too small to gain.
+    Splits over very many devices are expensive to find, and their parts are too small to help.
 
     Args:
         problem: Graph and cluster.
         memory: Bytes of the devices, in their order.
-        need: Bytes that they must hold.
+        need: Required bytes.
     """
     most = min(most_devices(problem), len(memory))
     fewest = min(most, 1 + bisect_left(list(accumulate(memory[:most])), need))
@@ -201,18 +202,18 @@ def shortest_assignment(
     placer: str,
     reordered: int | None = None,
 ) -> Placement | None:
-    """The shortest step of some assignments that fits, by the exact clock.
+    """The placement with the shortest step of some assignments, by the exact clock.
 
-    Each is tried in its order, and the best of them, whether they fit or not, also by earliest
-    start and by upward rank.
+    Each is tried in its order, and the best ones, fitting or not, also by earliest start and by
+    upward rank.
 
     Args:
         problem: Graph and cluster.
-        candidates: Device of every group, and a topological order of the ops; those that use
-            devices which they may not are left out.
-        placer: Its name.
-        reordered: How many are scheduled anew at most, which is dearer than to follow an order;
-            `None` is the `_REORDERED` best, and all as long as nothing fits.
+        candidates: Device of every group, and a topological order of the ops; those that use a
+            forbidden device are skipped.
+        placer: Name of the placer.
+        reordered: Maximum number to reschedule, which costs more than following an order;
+        `None` is the `_REORDERED` best, and all as long as nothing fits.
     """
     rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
     for assignment, order in candidates.items():

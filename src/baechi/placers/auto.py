@@ -1,20 +1,21 @@
-"""The portfolio: run the candidates in the one simulator, search from the best, keep the best.
+"""Portfolio of placers: simulate all candidates, search from the best, and keep the best.
 
-Candidates in their order, which breaks ties: every single device, the placers, and what local
-search makes of them (`search.py`). So the result is never worse than the best single device that
-fits, nor than any of the placers, nor than with less effort. Efforts, with their cost on two cores:
+Candidates in order, which breaks ties: every single device, the placers, and the results of local
+search from them (`placers/local_search.py`). So the result is never worse than the best single
+device that fits, nor than any of the placers, nor than with less effort. Efforts, with their cost
+on two cores:
 
-- `"fast"`, for schedulers that ask often: m-ETF and HEFT on the graph itself, the contiguous
+- `"fast"`, for schedulers that call often: m-ETF and HEFT on the graph itself, the contiguous
   split up to 4,000 ops, and a short search; about 0.1 s for 2,000 ops on 8 devices. Where that
   finds nothing, the search is as long as a balanced one.
-- `"balanced"`: all placers, on the coarse graph, too (`coarsening.py`), and a search from eight
-  starts; under 2 s.
+- `"balanced"`: all placers, also on the coarse graph (`problem/coarsening.py`), and a search from
+  eight starts; under 2 s.
 - `"thorough"`: the same, and a search from 32 starts; under a minute.
 
-Of more than `_MANY_DEVICES` devices, m-ETF and HEFT choose; the others, and the search, see those
-that the best of them use. Above `_BALANCED_OPS` ops placers see the coarse graph alone unless the
-effort is thorough, and searches of large graphs end when their evaluations are used up, long before
-they are done.
+With more than `_MANY_DEVICES` devices, m-ETF and HEFT run first; the other placers and the search
+use only the devices that the best of them use. Above `_BALANCED_OPS` ops placers get only the
+coarse graph unless the effort is thorough, and searches of large graphs end when their evaluations
+are used up, long before they converge.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,11 +29,10 @@ from baechi.placers.baselines import SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_kinds
 from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis
-from baechi.placers.peft import PEFT
 from baechi.placers.placer import Placer, placement_of, timed
 from baechi.placers.sct import MSCT
 from baechi.placers.topo import MTopo
@@ -48,10 +48,10 @@ BUDGETS: Final[Mapping[str, Budget]] = FrozenDict(
 EFFORTS: Final = tuple(BUDGETS)
 # The graph itself is placed within about a second up to here.
 _BALANCED_OPS: Final = 20_000
-# Of more devices than this only those are looked at closely that m-ETF or HEFT uses.
+# With more devices than this, only those that m-ETF or HEFT uses are considered further.
 _MANY_DEVICES: Final = 32
-# A fast solve splits so few ops contiguously as others do, in some 20 ms; more of them hastily, in
-# as long for 2,000 ops; and very many not at all.
+# Up to the first number of ops, a fast solve runs the full contiguous split, in some 20 ms; up to
+# # the second a quick one, in as long for 2,000 ops; above, none.
 _SMALL_OPS: Final = 700
 _HASTY_OPS: Final = 4_000
 _HASTY: Final = Contiguous(work=2**16, headrooms=(0.0, 1 / 8), reordered=1)
@@ -62,7 +62,7 @@ _PACKED_OPS: Final = 2_000
 @final
 @dataclass(frozen=True, slots=True)
 class Auto(Placer):
-    """The best of several placers, and of every single device.
+    """The best of several placers and of every single device.
 
     Attributes:
         placers: The candidates after the single devices.
@@ -89,7 +89,7 @@ class Auto(Placer):
         object.__setattr__(self, "placers", tuple(self.placers))
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says; `stats` has the makespan of every candidate."""
+        """The best candidate; `stats` has the makespan of every candidate."""
         n = len(problem.cluster.devices)
         usable = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
         if 0 < len(usable) < n:
@@ -109,14 +109,14 @@ class Auto(Placer):
         fitting = [placement for _, placement in candidates if placement is not None]
         better = improved(problem, fitting, BUDGETS[self.effort])
         if better is None and not fitting and self.effort == "fast":
-            # A placement is worth more than haste.
+            # Finding a placement matters more than speed.
             better = improved(problem, (), BALANCED)
         if better is not None:
             candidates.append((better.placer, better))
         return best(candidates, self.name)
 
     def _place_on(self, problem: Problem, devices: list[int]) -> Placement | None:
-        """What `place` finds on some of the devices."""
+        """The result of `place` on some of the devices."""
         placement = self.place(problem.on(devices))
         if placement is None:
             return None
@@ -138,7 +138,7 @@ class Auto(Placer):
 
 
 def check_effort(effort: str) -> None:
-    """Passes the known efforts.
+    """Check that an effort is known.
 
     Raises:
         InputError: Any other.
@@ -154,14 +154,14 @@ def portfolio(
     *,
     coarsely: bool = True,
 ) -> list[tuple[str, Placement | None]]:
-    """Label and placement of placers on the grains that the effort asks for.
+    """Labels and placements of the placers on the grains that the effort requires.
 
     Args:
         problem: What to place.
         placers: The placers.
         effort: See the module.
-        coarsely: Whether they see the coarse graph. If so, and the graph is large or the effort
-            fast, they see the graph itself only where nothing else fits.
+        coarsely: Whether they get the coarse graph. If so, and the graph is large or the effort
+            fast, they get the graph itself only where nothing else fits.
     """
     candidates: list[tuple[str, Placement | None]] = []
     coarse = coarsen(problem) if coarsely else None
@@ -207,7 +207,7 @@ def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
 
 
 def _expanded(problem: Problem, placement: Placement) -> Placement | None:
-    """The placement with the makespan that it has on the graph itself, if it fits there."""
+    """The placement with its makespan on the graph itself, if it fits there."""
     timeline = replay(problem, placement.devices, placement.order)
     if not fits_memory(problem, timeline):
         return None

@@ -1,6 +1,6 @@
-"""Placers that decide without looking at costs: what the others are compared with.
+"""Baseline placers, which ignore costs.
 
-None of them searches: where its placement does not fit, `solve` says so.
+None of them searches: if its placement does not fit, `solve` raises an error.
 """
 
 import random
@@ -23,7 +23,7 @@ class SingleDevice(Placer):
     """All ops on one device, in index order.
 
     Attributes:
-        device: Its index; `None` is the one with the shortest step of those that fit.
+        device: Its index; `None` is the fitting device with the shortest step.
     """
 
     name: ClassVar[str] = "single"
@@ -35,7 +35,7 @@ class SingleDevice(Placer):
             check_count(self.device, "device of SingleDevice")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says."""
+        """A placement by the rule of the class."""
         n = len(problem.cluster.devices)
         if self.device is not None and not 0 <= self.device < n:
             raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
@@ -49,7 +49,7 @@ class SingleDevice(Placer):
 
 
 def _choices(problem: Problem) -> list[list[int]]:
-    """The devices of every group; of the first choice of devices, where their number is limited."""
+    """The allowed devices of every group, within the first device choice if there is a limit."""
     if problem.max_devices is not None:
         devices = next(device_choices(problem), None)
         problem = problem if devices is None else problem.within(devices)
@@ -70,7 +70,7 @@ class RoundRobin(Placer):
     fixed: ClassVar[bool] = True
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says."""
+        """A placement by the rule of the class."""
         choices = _choices(problem)
         devices = [choices[group][group % len(choices[group])] for group in problem.op_group]
         return in_index_order(problem, devices, self.name)
@@ -93,7 +93,7 @@ class RandomPlacer(Placer):
         check_count(self.seed, "seed")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says."""
+        """A placement by the rule of the class."""
         draw = random.Random(self.seed)
         of_group = [row[draw.randrange(len(row))] for row in _choices(problem)]
         devices = [of_group[group] for group in problem.op_group]
@@ -103,7 +103,7 @@ class RandomPlacer(Placer):
 @final
 @dataclass(frozen=True, slots=True)
 class Pinned(Placer):
-    """Every op where somebody wants it: an expert's placement; index order.
+    """Every op on a given device: an expert's placement; index order.
 
     Attributes:
         devices: Device index of every op.

@@ -1,23 +1,23 @@
 """Contiguous splits: the groups in a row, cut into one segment per device, by dynamic programming.
 
-The row is that of the groups' first ops in a topological order of the ops: index order, depth
-first, and by falling upward rank (`_orders`). A segment fits if what its groups hold fits at some
-moments of that order (`live_loads`). Of the splits over the first k devices, for every k, two are
+The row follows the groups' first ops in a topological order of the ops: index order, depth first,
+and by decreasing upward rank (`_orders`). A segment fits if its groups' loads fit at some moments
+of that order (`live_loads`). Of the splits over the first k devices, for every k, two are
 best (`contiguous_splits` in `csrc/schedulers/contiguous_splits.cc`):
 
-- least cut: the smallest sum of mean transfer times of all tensors that a segment reads and does
+- least cut: the smallest sum of mean transfer times of all tensors that a segment reads but does
   not make, each counted once per segment;
 - bottleneck: the smallest maximum over the segments of their time plus that sum.
 
-The first suits a graph that is a chain in the large, or dear links; the second one with branches,
-or cheap links. Devices take segments by falling memory, by falling speed, and in index order
-(`_rows_of_devices`). The exact clock judges all of them in the order of the row, and the best also
-by earliest start and by rank (`shortest_assignment`). Where none fits, ever more of every memory is
-left free for what the loads do not show, such as copies (`HEADROOMS`).
+The first suits chain-like graphs or slow links; the second, graphs with branches or fast links.
+Devices take segments by decreasing memory, by decreasing speed, and in index order
+(`_rows_of_devices`). The exact clock evaluates all of them in the order of the row, and the best
+also by earliest start and by rank (`shortest_assignment`). If none fits, increasing shares of
+every memory are left free for bytes missing from the loads, such as copies (`HEADROOMS`).
 
 Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (NeurIPS 2020) for
 splits of a chain by dynamic programming; here with memory, with tensors that several segments read,
-and judged by the clock of one step instead of a pipeline's. Complexity: O(blocks * (tensors +
+and evaluated by the clock of one step instead of a pipeline's. Complexity: O(blocks * (tensors +
 blocks * (devices + moments))) per program, with blocks of neighboring groups so large that
 blocks**2 * devices <= `work`, and some tens of simulations.
 """
@@ -40,20 +40,20 @@ from baechi.placers.placer import HEADROOMS, Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
-# Splits of one program that are judged: those over the fewest devices, the most, and some between.
+# Splits of one program to evaluate: those over the fewest devices, the most, and some between.
 _SPLITS: Final = 8
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Contiguous(Placer):
-    """The shortest step of all contiguous splits that are best by cut or by bottleneck.
+    """The shortest step of all contiguous splits that minimize the cut or the bottleneck.
 
     Attributes:
         work: Steps of one dynamic program: by default some tens of milliseconds, and 2,048 blocks
             for 8 devices.
-        headrooms: Shares of every memory that are left free, the next where nothing fits.
-        reordered: How many of the best splits are also scheduled by earliest start and by rank,
+        headrooms: Shares of every memory to leave free, tried in order until something fits.
+        reordered: Number of the best splits also scheduled by earliest start and by rank,
             which costs more than following the order of the row; `None` is a few of them, and all
             as long as nothing fits.
     """
@@ -64,7 +64,7 @@ class Contiguous(Placer):
     reordered: int | None = None
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says."""
+        """A placement by the rule of the module."""
         rows = [row for order in _orders(problem) for row in _rows(problem, order, self.work)]
         for headroom in self.headrooms:
             candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
@@ -92,13 +92,13 @@ class _Row:
     """The groups in a row, as blocks, and devices for segments of it.
 
     Attributes:
-        order: Of the ops; the row is that of the groups' first ops.
-        blocks: Their number.
-        block: Of every group.
-        loads: What every group holds, per moment.
+        order: Order of the ops; the row follows the groups' first ops.
+        blocks: Number of blocks.
+        block: Block of every group.
+        loads: Bytes of every group, per moment.
         costs: The mean transfer time of every tensor.
-        devices: In the order in which they take segments.
-        caps: What the groups on each may load.
+        devices: Devices in the order of their segments.
+        caps: Maximum load of each device.
     """
 
     order: tuple[int, ...]
@@ -129,7 +129,7 @@ class _Row:
 
 
 def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]:
-    """The row of groups in that order, for every order of the devices."""
+    """The row of groups in that order, once for every order of the devices."""
     row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
     loads = live_loads(problem, order)
@@ -140,10 +140,10 @@ def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]
 
 
 def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Orders of the devices, and what the groups on each may load, for `need` bytes in all.
+    """Orders of the devices and the maximum load of each, for `need` bytes in total.
 
-    The devices of a pool have equal shares of its memory; once more only the fastest of each pool,
-    with all of it.
+    The devices of a pool get equal shares of its memory; alternatively, only the fastest of each pool
+    is used, with all of it.
     """
     n = len(problem.device_pool)
     totals = [sum(row.tolist()) for row in problem.durations]
@@ -169,7 +169,7 @@ def _blocks(
 ) -> tuple[int, NDArray[np.int32]]:
     """The number of blocks, at most about `most`, and the block of every group.
 
-    Where the groups are more, they are cut at the cheapest place in every stretch of equal length.
+    If there are more groups, the row is cut at the cheapest place in stretches of equal length.
     """
     position = np.empty(len(row), np.int64)
     position[list(row)] = np.arange(len(row))

@@ -1,11 +1,11 @@
-"""Which devices to use, where only so many may be.
+"""Choices of devices under a limit on their number.
 
-With at most k devices a placer is asked once per choice of k devices, with nothing else to use, so
-that no placer needs to know of the limit. A choice is any that has a device for every group. Equal
-devices are interchangeable, and of choices that differ in nothing else only the first counts.
+With at most k devices, a placer runs once per choice of k devices with all others excluded, so no
+placer needs to handle the limit. A choice must have a device for every group. Equal devices are
+interchangeable, and of choices that differ only in them the first is used.
 
-Choices in their order: greedy ones, by memory, by speed, by both, and around every kind of device
-in turn by the rate of its links; then all others, where they are few.
+Choices in order: greedy ones, by memory, by speed, by both, and around every kind of device in turn
+by the rate of its links; then all others, if they are few.
 Complexity: O(choices * (devices * groups + devices**2)).
 """
 
@@ -22,7 +22,7 @@ from baechi.problem.problem_arrays import Problem
 
 # All choices are listed up to this number of them.
 _CHOICES: Final = 256
-# Kinds of devices around which a choice is made.
+# Maximum number of kinds of devices around which a choice is made.
 _SEEDS: Final = 16
 
 
@@ -42,7 +42,7 @@ def device_choices(problem: Problem) -> Iterator[tuple[int, ...]]:
 
 
 def device_kinds(problem: Problem) -> list[int]:
-    """For every device the first that is like it in all but its name."""
+    """The first device equal to each device in everything but its name."""
     n = len(problem.cluster.devices)
     if problem.cluster.uniform_link is None or len(problem.pool_memory) < n:
         return list(range(n))
@@ -82,7 +82,7 @@ def _nearness(problem: Problem, device: int) -> NDArray[np.float64]:
 def _grown(
     problem: Problem, chosen: tuple[int, ...], *scores: NDArray[np.float64]
 ) -> Iterator[tuple[int, ...]]:
-    """The choice with what groups cannot do without, then with the best of the others."""
+    """A choice that starts with the devices that groups require and adds the best of the others."""
     limit = problem.max_devices or len(problem.cluster.devices)
     allowed = problem.allowed
     only = np.flatnonzero(needed(allowed)).tolist()
@@ -91,7 +91,7 @@ def _grown(
     ranked = np.lexsort(keys)[::-1].tolist()
     while len(devices) < limit:
         homeless = ~allowed[devices].any(axis=0)
-        # The most groups that have no device yet, then the rank.
+        # Prefer the device that serves the most groups without one, then the rank.
         served = allowed[:, homeless].sum(axis=1)
         left = [device for device in ranked if device not in devices]
         devices.append(max(left, key=lambda device: served[device]))

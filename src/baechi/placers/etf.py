@@ -6,13 +6,13 @@ Repeatedly commit the pair of a ready op and a device with the smallest (earlies
 device index) among the devices that have a path to its inputs and room for it (`list_schedule` in
 `csrc/schedulers/list_schedule.cc`).
 
-Where we leave the paper: the earliest start is the exact clock's, with ports and copies, and a pair
-without room comes back when memory is freed. A forward op takes a device without knowing what its
-backward will need there, so a dead end is met again, first with ever more of every memory held
-back from new groups (`HEADROOMS`), then with the largest group that found no device pinned in
-advance to the one with the most memory that is not promised, at most `retries` times.
+Differences from the paper: the earliest start is the exact clock's, with ports and copies, and a
+pair without room is reconsidered when memory is freed. A forward op is placed without regard to
+the needs of its backward there, so after a dead end the schedule is retried, first with increasing
+shares of every memory held back from new groups (`HEADROOMS`), then with the largest unplaced group
+pinned in advance to the device with the most unreserved memory, at most `retries` times.
 Complexity: O((ops * devices + tensors) * log ops) queue operations where memory is ample; of equal
-devices those count that are used, and one more.
+devices only the used ones and one more count.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class METF(Placer):
     """Earliest task first.
 
     Attributes:
-        retries: How often a dead end is met with one more group pinned.
+        retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
 
     name: ClassVar[str] = "m-etf"
@@ -45,7 +45,7 @@ class METF(Placer):
         check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says."""
+        """A placement by the rule of the module."""
         timeline, pins = schedule_list(problem, np.empty(0, np.int32), self.retries)
         if timeline is None:
             return None
@@ -55,12 +55,12 @@ class METF(Placer):
 def schedule_list(
     problem: Problem, favorites: NDArray[np.int32], retries: int
 ) -> tuple[_core.Timeline | None, int]:
-    """The complete timeline of the list scheduler, or `None`; and how many groups were pinned.
+    """The complete timeline of the list scheduler, or `None`; and the number of pinned groups.
 
     Args:
         problem: Graph and cluster.
         favorites: Favorite child of every op, or -1; empty for ETF's rule.
-        retries: How many groups to pin at most.
+        retries: Maximum number of groups to pin.
     """
     return past_dead_ends(problem, lambda timeline: timeline.list_schedule(favorites), retries)
 
@@ -68,13 +68,13 @@ def schedule_list(
 def past_dead_ends(
     problem: Problem, schedule: Callable[[_core.Timeline], bool], retries: int
 ) -> tuple[_core.Timeline | None, int]:
-    """The first complete timeline, as the module says of a dead end; and how many groups it pins.
+    """The first complete timeline after retries, as in the module; and the number of pinned groups.
 
     Args:
         problem: Graph and cluster.
-        schedule: Commits all ops to a timeline, in which some groups may be reserved and memory be
-            held back; false at a dead end.
-        retries: How many groups to pin at most.
+        schedule: Commits all ops to a timeline, in which groups may be reserved and memory held
+            back; false at a dead end.
+            retries: Maximum number of groups to pin.
     """
     for headroom in HEADROOMS:
         timeline = problem.timeline(headroom)
@@ -96,7 +96,7 @@ def past_dead_ends(
 def _next_pin(
     problem: Problem, timeline: _core.Timeline, pins: dict[int, int]
 ) -> tuple[int, int] | None:
-    """The largest group that has no device, and where there is most room for it."""
+    """The largest group without a device, and the device with the most room for it."""
     homeless = [
         group for group, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0
     ]

@@ -1,22 +1,35 @@
-"""HEFT: heterogeneous earliest finish time, under memory.
+"""HEFT and PEFT: list schedules by rank and earliest finish time, under memory.
 
-Source: Topcuoglu, Hariri and Wu, "Performance-effective and low-complexity task scheduling for
-heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1. Take the ops by falling upward rank,
-rank(i) = w(i) + max over children j of (c(i, j) + rank(j)) with mean times w and mean transfers c
-(`upward_ranks` in `csrc/schedulers/ranked_schedule.cc`), each to the device where it ends first, in
-the first gap there that is long enough.
+HEFT (heterogeneous earliest finish time): Topcuoglu, Hariri and Wu, "Performance-effective and
+low-complexity task scheduling for heterogeneous computing" (IEEE TPDS 13(3), 2002), section 5.1.
+Take the ops by decreasing upward rank, rank(i) = w(i) + max over children j of (c(i, j) + rank(j))
+with mean times w and mean transfers c (`upward_ranks` in `csrc/schedulers/ranked_schedule.cc`),
+each to the device where it ends first, in the first gap there that is long enough.
 
-Where we leave the paper: its model has no memory and no ports, and fills gaps between ops that were
-placed before; the exact clock has both and only appends. So there are two candidates, and the one
-with the shorter step is returned (`by_rank`):
+PEFT (predict earliest finish time): Arabnejad and Barbosa, "List scheduling algorithm for
+heterogeneous systems by an optimistic cost table" (IEEE TPDS 25(3), 2014), section 4. For every op
+i and device p the table has the shortest time that must follow once i has ended there,
+
+    OCT(i, p) = max over children j of min over q of OCT(j, q) + w(j, q) + (c(i, j) if p != q),
+
+with mean transfers c (`optimistic_costs`, the same file). Of the ready ops the one with the largest
+mean OCT is next, and goes to the device with the smallest end + OCT. Devices of one kind and speed
+share a column. If all devices are equal, the table is the longest path to the end without
+transfers, and devices are chosen as by HEFT.
+
+Differences from the papers: their model has no memory and no ports, and fills gaps between ops
+already placed; the exact clock has both and only appends. So there are two candidates, and the
+shorter is returned (`by_rank`):
 
 - the ranks on the exact clock, without gaps: an op goes to the device where it fits and ends first,
   and one without room waits for memory; dead ends as in `placers/etf.py`;
-- the paper's schedule with gaps, in its own model, where static loads of groups (`distinct_loads`)
-  stand for memory; then its devices and the order of its starts on the exact clock, if it fits.
+- the papers' schedule with gaps, in their own model, where static loads of groups
+  (`distinct_loads`) approximate memory; its devices and the order of its starts are then used on
+  the exact clock, if it fits.
 
-Means are rounded down to ns. The first op of a group decides for the others.
-Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gaps are few.
+Means are rounded down to ns. The first op of a group decides its device.
+Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gaps are few; the table
+takes O(tensors * kinds of devices).
 """
 
 from collections.abc import Iterator
@@ -42,7 +55,7 @@ class HEFT(Placer):
     """Heterogeneous earliest finish time.
 
     Attributes:
-        retries: How often a dead end is met with one more group pinned.
+        retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
 
     name: ClassVar[str] = "heft"
@@ -52,7 +65,7 @@ class HEFT(Placer):
         check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says."""
+        """A placement by the rule of the module."""
         ranks = np.array(_core.upward_ranks(problem.core), np.int64)
         return by_rank(problem, ranks, np.empty(0, np.int64), self.name, self.retries)
 
@@ -64,15 +77,15 @@ def by_rank(
     placer: str,
     retries: int,
 ) -> Placement | None:
-    """The shorter of the two schedules by rank; `None` where neither fits.
+    """The shorter of the two schedules by rank; `None` if neither fits.
 
     Args:
         problem: Graph and cluster.
         ranks: Rank of every op; of the ready ops the highest is next.
-        future: What counts besides the end of an op on a device, as the core's
-            `ranked_schedule` reads it.
-        placer: Its name.
-        retries: How often a dead end is met with one more group pinned.
+        future: Time added to the end of an op on a device, in the layout of the core's
+        `ranked_schedule`.
+        placer: Name of the placer.
+        retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
     return shortest(_schedules(problem, ranks, future, placer, retries))
 
@@ -100,3 +113,24 @@ def _schedules(
         placement = placement_of(problem, timeline, placer, {"schedule": "inserted"})
         if is_allowed(problem, np.array(placement.devices, np.int32)):
             yield placement
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PEFT(Placer):
+    """Predict earliest finish time.
+
+    Attributes:
+        retries: Maximum number of retries after a dead end, each with one more group pinned.
+    """
+
+    name: ClassVar[str] = "peft"
+    retries: int = 16
+
+    def __post_init__(self) -> None:
+        check_count(self.retries, "retries")
+
+    def place(self, problem: Problem) -> Placement | None:
+        """A placement by the rule of the module."""
+        table, ranks = (np.array(row, np.int64) for row in _core.optimistic_costs(problem.core))
+        return by_rank(problem, ranks, table, self.name, self.retries)

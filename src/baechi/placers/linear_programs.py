@@ -1,15 +1,15 @@
-"""Linear programs, and the solvers that Baechi can ask: HiGHS, CVXOPT and MOSEK.
+"""Linear programs and their solvers: HiGHS, CVXOPT and MOSEK.
 
     minimize cost @ z  subject to  A z <= limit,  0 <= z <= upper
 
 HiGHS comes with Baechi. CVXOPT (`pip install baechi[cvxopt]`) and MOSEK (`pip install
-baechi[mosek]`, and a licence) are imported when they are asked for. All run on one thread, with
-fixed seeds, and stop by iterations, never by time, so that equal programs give equal answers.
+baechi[mosek]`, and a licence) are imported on use. All run on one thread, with
+fixed seeds, and stop by iterations, never by time, so that equal programs give equal solutions.
 An optimum need not be unique: HiGHS's simplex and MOSEK return a vertex of the optimal face,
-CVXOPT a point inside of it.
+CVXOPT a point inside it.
 
-Programs should hold numbers around 1: tolerances are absolute in part, and CVXOPT's interior point
-answers `unknown` where numbers of very different sizes meet.
+The numbers of a program should be near 1: tolerances are partly absolute, and CVXOPT's interior
+point returns `unknown` if numbers differ too much in size.
 """
 
 from abc import ABC, abstractmethod
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from baechi.errors import InputError
 
-# HiGHS's number for it.
+# HiGHS's constant for it.
 _PRIMAL_SIMPLEX: Final = 4
-# Without a second refinement step its Newton directions get lost on the last digits of programs of
-# thousands of rows, and it answers `unknown`.
+# Without a second refinement step its Newton directions lose precision on programs with thousands
+# # of rows, and it returns `unknown`.
 _CVXOPT_REFINEMENT: Final = 2
 _CVXOPT_ITERATIONS: Final = 200
 
@@ -34,7 +34,7 @@ _CVXOPT_ITERATIONS: Final = 200
 @final
 @dataclass(frozen=True, eq=False)
 class LinearProgram:
-    """The program above; A is given by its nonzeros, in any order, each place at most once.
+    """A linear program; A is given by its nonzeros in any order, each position at most once.
 
     Attributes:
         cost: Per column.
@@ -53,7 +53,7 @@ class LinearProgram:
     limit: NDArray[np.float64]
 
     def by_rows(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
-        """Begin of every row, and columns and values behind each other, columns ascending."""
+        """Begin of every row, and the columns and values of all rows, columns ascending."""
         order = np.lexsort((self.column, self.row))
         counts = np.bincount(self.row, minlength=len(self.limit))
         begin = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
@@ -63,7 +63,7 @@ class LinearProgram:
 @final
 @dataclass(frozen=True, eq=False)
 class Point:
-    """A feasible point near the optimum, from which a solver finds a vertex near it.
+    """A feasible point near the optimum, as a start for a solver.
 
     Attributes:
         values: Per column.
@@ -75,10 +75,10 @@ class Point:
 @final
 @dataclass(frozen=True, eq=False)
 class LinearSolution:
-    """What a solver answers.
+    """Result of a solver.
 
     Attributes:
-        status: `"optimal"`, or why it stopped, in its own words.
+        status: `"optimal"`, or the solver's own reason for stopping.
         values: Per column; `None` where it stopped before the optimum.
     """
 
@@ -87,18 +87,18 @@ class LinearSolution:
 
 
 class LinearSolver(ABC):
-    """A solver; a frozen value."""
+    """A solver of linear programs; a frozen value."""
 
     __slots__ = ()
     name: ClassVar[str]
 
     @abstractmethod
     def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
-        """The optimum, or why there is none.
+        """The optimum, or the reason for stopping before it.
 
         Args:
-            program: What to solve.
-            start: Where HiGHS may start; the others have no use for it.
+            program: The program.
+            start: A start for HiGHS; the others ignore it.
 
         Raises:
             InputError: The solver is not installed or has no licence.
@@ -110,31 +110,31 @@ class LinearSolver(ABC):
 class Highs(LinearSolver):
     """HiGHS's simplex: a vertex. Dual without a start.
 
-    A start is first pushed to a vertex, by the crossover of HiGHS's interior point; the primal
-    simplex goes on from there.
+    A start is first pushed to a vertex by the crossover of HiGHS's interior point; the primal
+    simplex continues from there.
 
     Attributes:
-        iterations_per_row: It stops after so many times the number of rows. The default is far
-            above what any program has been seen to take (2.6).
+        iterations_per_row: Limit on iterations, as a multiple of the number of rows. The default
+            is far above the largest need seen so far (2.6).
     """
 
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
     def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
-        """As the class says."""
-        make: Any = _SilentHighs  # some releases have types, others none
+        """The optimum, or the reason for stopping before it."""
+        make: Any = _SilentHighs  # some releases have types, others do not
         solver = make()
         for option, value in (
-            ("output_flag", False),  # releases before 1.11 enable no callbacks while they are made
+            ("output_flag", False),  # constructors before 1.11 enable no callbacks
             ("threads", 1),
             ("random_seed", 0),
             ("solver", "simplex"),
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
-        # HiGHS 1.15 falls over in `crossover` before its thread has run anything. And a thread in
-        # which somebody ran it with more threads keeps them, and refuses to run with one.
+        # HiGHS 1.15 crashes in `crossover` if its thread has not run anything yet. And a thread that
+        # # has run it with more threads keeps them, and refuses to run with one.
         solver.addVar(0.0, 1.0)
         if solver.run() == highspy.HighsStatus.kError:
             solver.setOptionValue("threads", 0)
@@ -153,8 +153,8 @@ class Highs(LinearSolver):
 class _SilentHighs(highspy.Highs):
     """HiGHS without its banner on stdout.
 
-    Since 1.16 the constructor enables callbacks, and the first call of any method but of options
-    prints the banner; so output is off before. Not needed once the constructor is silent:
+    Since 1.16 the constructor enables callbacks, and the first call of any method except those for
+    options prints the banner, so output is off before. Not needed once the constructor is silent:
     https://github.com/ERGO-Code/HiGHS/issues/1932
     """
 
@@ -199,7 +199,7 @@ class Cvxopt(LinearSolver):
     name: ClassVar[str] = "cvxopt"
 
     def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
-        """As the class says."""
+        """The optimum, or the reason for stopping before it."""
         try:
             from cvxopt import matrix, solvers, spmatrix
         except ModuleNotFoundError as error:
@@ -236,7 +236,7 @@ class Mosek(LinearSolver):
     name: ClassVar[str] = "mosek"
 
     def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
-        """As the class says."""
+        """The optimum, or the reason for stopping before it."""
         mosek = _mosek()
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
             try:
@@ -253,10 +253,10 @@ class Mosek(LinearSolver):
 
 
 def write_mosek_task(program: LinearProgram, path: Path) -> None:
-    """Writes the task that `Mosek` would solve; needs the package, but no licence.
+    """Write the task that `Mosek` would solve; needs the package, but no licence.
 
     Args:
-        program: What to write.
+        program: The program.
         path: The file, with the suffix of a format that MOSEK writes, such as `.mps`.
 
     Raises:

@@ -1,27 +1,27 @@
 """Local search over placements, from several starts.
 
-A state is a device for every group and an order of all ops; what it takes, the clock says. A step
-changes a little: a group, a cluster of groups, or a run of a device's ops goes to another device
-(which shifts the boundary between two devices), two groups change places, or an op launches earlier
-or later. It is kept where the step gets shorter, or not much longer (simulated annealing:
-Kirkpatrick, Gelatt, Vecchi, Science 220, 1983). A placement may pass the memory meanwhile, at a
-price that rises while it does, since where memory is tight hardly any single change fits. In a part
-of every cycle the order is made anew after each change of devices, by list scheduling along the
-critical path and under the ports of the clock (`csrc/search/list_order.cc`), so that devices are
+A state is a device for every group and an order of all ops; the clock computes its time and memory.
+A move is a small change: a group, a cluster of groups, or a run of a device's ops goes to another
+device (which shifts the boundary between two devices), two groups swap devices, or an op launches
+earlier or later. It is kept if the step gets shorter, or not much longer (simulated annealing:
+Kirkpatrick, Gelatt, Vecchi, Science 220, 1983). A placement may exceed the memory meanwhile, at a
+price that rises while it does, because where memory is tight hardly any single move fits. In a part
+of every cycle the order is rebuilt after each change of devices, by list scheduling along the
+critical path with the ports of the clock (`csrc/search/list_order.cc`), so that devices are
 found first and the order afterwards (`csrc/search/local_search.cc`).
 
-Starts are placements that others have found; list schedules that decide about whole clusters
-(`coarsening.regrouped`); partitions of the groups that balance work and transfers whatever the
-order, found by annealing too (`csrc/search/partition_search.cc`), for several weights of transfers
-and in several windows of time; and, when thorough, placements grown along time, whose begin is
-annealed before more ops come in (`csrc/search/growth.cc`). All get a little of the budget, the
-better ones more, and the best most of it (`Budget`): successive halving (Karnin, Koren, Somekh,
-ICML 2013).
+Starts are placements from other placers; list schedules that place whole clusters
+(`coarsening.regrouped`); partitions of the groups that balance work and transfers regardless of
+order, also found by annealing (`csrc/search/partition_search.cc`), for several weights of
+transfers and several time windows; and, when thorough, placements grown along time, whose
+beginning is annealed before more ops are added (`csrc/search/growth.cc`). All get a little of the
+budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin,
+Koren, Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
-the searches of one stage run in threads of their own. An evaluation costs O((ops + tensors) log
-tensors) at most, and usually a fraction, since it resumes from the first change and ends where the
-step is known to be too long.
+the searches of one stage run in separate threads. An evaluation costs O((ops + tensors) log
+tensors) at most, and usually a fraction, since it resumes from the first change and ends as soon
+as the step is known to be too long.
 """
 
 import os
@@ -45,51 +45,50 @@ from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
-# Of more devices than this only those are searched that some start uses.
+# With more devices than this, only those that some start uses are searched.
 _DEVICES: Final = 16
-# Evaluations of a whole step below which a search is not worth its start.
+# Evaluations of a whole step below which a search does not pay.
 _WORTH: Final = 20
-# Changes of a partition at least, some milliseconds.
+# Minimum number of moves of a partition, some milliseconds.
 _MOVES: Final = 30_000
-# Graphs with fewer ops get fewer evaluations per op, too, in proportion; but so many, a tenth of a
-# second, or so many times the ops squared for the tiniest, if that is no more than this share of
-# what the budget has for large ones.
+# Graphs with fewer ops get proportionally fewer evaluations per op; but at least so many, a tenth
+# # of a second, or so many times the ops squared for the smallest, if that is at most this share of
+# # the budget for large ones.
 _TINY: Final = 50
 _ENOUGH: Final = 6_000_000
 _SQUARED: Final = 10_000
 _SHARE: Final = 10
-# A step that is proved to be within this part of the shortest is good enough.
+# A step proved to be within this fraction of the optimum is good enough.
 _CLOSE: Final = 2_000
-# Inputs of an op on average, above which its evaluation counts for several.
+# Mean inputs per op above which the evaluation of an op counts for several.
 _INPUTS: Final = 4
-# Tensors times devices, of 40 bytes, above which a search takes too much memory.
+# Tensors times devices, at 40 bytes each, above which a search takes too much memory.
 _SIZE: Final = 2**22
-# Windows of time in which a partition balances the work, and how many ns of work a ns of transfer
-# counts in it: where transfers can hide behind work the first, where they are dear the second.
+# Numbers of time windows in which a partition balances the work, and ns of work that a ns of
+# # transfer counts as: the first where transfers overlap with work, the second where they are slow.
 _SHAPES: Final = ((4, 1.0), (1, 1.0), (4, 3.0), (1, 3.0), (4, 0.3), (16, 3.0))
 
 
-# Ops per device that come in at once, growth by growth.
+# Ops per device added at once, for each growth.
 _STRETCHES: Final = (12, 12, 16, 8)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a search may cost.
+    """Effort of a search.
 
     Attributes:
-        evaluations: Ops to evaluate, at most; about a hundred million in ten seconds.
+        evaluations: Maximum number of op evaluations; about a hundred million in ten seconds.
         per_op: The same per op of the graph: a small graph needs less.
-        stages: Number of searches and share of the budget of each, from stage to stage; what
-            growing costs is taken from those after the first.
-        levels: How many levels of clusters list schedules start from, at most.
-        partitions: How many partitions to start from.
-        moves: Changes per group and partition; `_MOVES` at least, and of all partitions at most
-            half the evaluations.
-        growths: How many placements to grow, at most one per `_STRETCHES`, and share of the budget
-            of each; before them half as many at half the cost, which must be better than what the
-            first stage finds.
+        stages: Number of searches and share of the budget of each, per stage; the cost of
+            growing is taken from the stages after the first.
+        levels: Maximum number of cluster levels for list schedules to start from.
+        partitions: Number of partitions to start from.
+        moves: Moves per group and partition; at least `_MOVES`, and at most half the
+        evaluations for all partitions.
+        growths: Number of placements to grow, at most one per `_STRETCHES`, and share of the budget
+        of each; half as many are grown first at half the cost, and must beat the first stage.
     """
 
     evaluations: int
@@ -117,11 +116,11 @@ THOROUGH: Final = Budget(
 @final
 @dataclass(frozen=True, slots=True)
 class LocalSearch(Placer):
-    """The best that a search from some placers' placements finds.
+    """The best placement found by a search from other placers' placements.
 
     Attributes:
         starts: The placers.
-        budget: What it may cost.
+        budget: Effort of the search.
     """
 
     name: ClassVar[str] = "local-search"
@@ -129,7 +128,7 @@ class LocalSearch(Placer):
     budget: Budget = BALANCED
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says; never worse than the starts."""
+        """The best placement found; never worse than the starts."""
         placements = [timed(problem, placer.place(problem)) for placer in self.starts]
         found = [placement for placement in placements if placement is not None]
         better = improved(problem, found, self.budget)
@@ -142,20 +141,20 @@ class LocalSearch(Placer):
 
 
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
-    """The best placement that a search finds from these and other starts on.
+    """The best placement found by a search from these and other starts.
 
-    `None` where none is found that fits, or where nothing can be improved: there are no ops, or a
-    start is within a `_CLOSE`th of the lower bound.
+    `None` if none is found that fits, or if nothing can be improved: there are no ops, or a start
+    is within a `_CLOSE`th of the lower bound.
 
     Args:
-        problem: What to place.
-        placements: Valid placements, if there are any.
-        budget: What it may cost. Graphs for which it does not pay for more than `_WORTH`
-            evaluations of the whole step are left alone; so are problems with a limit on the number
-            of devices, for which `solve` asks about one choice of devices at a time.
+        problem: Graph and cluster.
+        placements: Valid placements, if any.
+        budget: Effort of the search. Graphs for which it allows at most `_WORTH` evaluations of the
+        whole step are skipped; so are problems with a limit on the number of devices, for which
+        `solve` tries one choice of devices at a time.
     """
     n = len(problem.graph.ops)
-    # What an op costs grows with its inputs.
+    # The cost of an op grows with its inputs.
     density = max(1, len(problem.graph.arrays.consumers) // (_INPUTS * max(1, n)))
     budget = replace(
         budget,
@@ -211,7 +210,7 @@ def _grown(
     target: int,
     threads: Executor,
 ) -> "tuple[list[_State], int]":
-    """Grown placements, and what they have cost; few and cheap ones if none of them is better."""
+    """Grown placements and their cost; only the first, cheap ones if none of them is better."""
     states: list[_State] = []
     spent = 0
     count, share = growths
@@ -227,7 +226,7 @@ def _grown(
 @final
 @dataclass(frozen=True, eq=False)
 class _State:
-    """Devices (of the space) and order of all ops, and what they take."""
+    """Devices (of the space) and order of all ops, with their time and memory."""
 
     devices: NDArray[np.int32]
     order: NDArray[np.int32]
@@ -243,14 +242,14 @@ def _is_optimal(state: _State, target: int) -> bool:
 @final
 @dataclass(frozen=True, eq=False)
 class _Space:
-    """A problem on the devices that are searched.
+    """A problem on the devices to search.
 
     Attributes:
-        problem: With all devices.
-        devices: Those that are searched; a device of the space is an index into them.
-        core: The problem with them alone.
+        problem: The problem with all devices.
+        devices: The devices to search; a device of the space is an index into them.
+        core: The problem with only these.
         clusters: Clusters of groups per level.
-        halt: Ends all searches when it is closed, so that an interrupt waits for none of them.
+        halt: Ends all searches when closed, so that an interrupt does not wait for them.
     """
 
     problem: Problem
@@ -261,7 +260,7 @@ class _Space:
 
     @staticmethod
     def of(problem: Problem, placements: Iterable[Placement]) -> "_Space":
-        """The space of all devices, if they are few, or of those that the placements use."""
+        """The space of all devices if they are few, or else of those that the placements use."""
         n = len(problem.device_pool)
         devices = np.flatnonzero(problem.allowed.any(axis=1))
         if len(devices) > _DEVICES:
@@ -291,7 +290,7 @@ class _Space:
         return rows
 
     def _clustered(self, levels: int) -> list[tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """What earliest task first gives where the groups of a cluster stay together."""
+        """Earliest-task-first schedules that keep the groups of a cluster together."""
         rows = []
         n = len(self.problem.graph.ops)
         for cluster in self.clusters[1 : 1 + levels]:
@@ -304,7 +303,7 @@ class _Space:
         return rows
 
     def _anywhere(self) -> NDArray[np.int32]:
-        """Every group on the first device that it may use."""
+        """Every group on its first allowed device."""
         first = self.problem.allowed[self.devices].argmax(axis=0)
         return np.asarray(first[np.array(self.problem.op_group, np.int64)], np.int32)
 
@@ -328,14 +327,14 @@ class _Space:
     def grown(
         self, count: int, evaluations: int, threads: Executor
     ) -> tuple[list[tuple[NDArray[np.int32], NDArray[np.int32]]], int]:
-        """Devices and order of placements grown along time, and what they have cost together.
+        """Devices and order of placements grown along time, and their total cost.
 
-        None where one stretch is all, or where too little would be left for each.
+        None if one stretch holds all ops, or if the budget of each would be too small.
 
         Args:
-            count: How many.
-            evaluations: Of each, about.
-            threads: That grow them.
+            count: Number of placements.
+            evaluations: Approximate evaluations of each.
+            threads: Number of threads.
         """
         n = len(self.problem.graph.ops)
         stretches = [len(self.devices) * ops for ops in _STRETCHES[:count] if len(self.devices) > 1]
@@ -361,12 +360,12 @@ class _Space:
         return self.ranked(states.values())
 
     def searched(self, state: _State, evaluations: int, target: int, *, seed: int) -> _State:
-        """The best that is found from a state on."""
+        """The best state found by a search from a state."""
         start = (state.devices, state.order, self.clusters, evaluations, target, seed, self.halt)
         return _State(*_core.local_search(self.core, *start))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
-        """The best first; what does not fit counts as longer by twice the share that is missing."""
+        """Best first; overflowing ones count as longer by twice the missing share of memory."""
         memory = max(1, sum(self.problem.pool_memory))
 
         def rank(state: _State) -> tuple[bool, float]:
@@ -376,7 +375,7 @@ class _Space:
         return sorted(states, key=rank)
 
     def placement(self, state: _State, stats: dict[str, int | float | str]) -> Placement | None:
-        """The state as a placement of the problem, with the exact clock's word for it."""
+        """The state as a placement of the problem, confirmed by the exact clock."""
         timeline = self.problem.timeline()
         stuck = timeline.fold(self.devices[state.devices], state.order)
         if stuck >= 0 or not fits_memory(self.problem, timeline):
@@ -385,7 +384,7 @@ class _Space:
 
 
 def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
-    """The devices of the best placements, and those that a group cannot do without, ascending."""
+    """The devices of the best placements and those that some group requires, ascending."""
     used: set[int] = set()
     for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
         more = used | set(placement.devices)

@@ -1,15 +1,24 @@
-"""Placements that are found by packing memory, for when greedy rules meet a dead end.
+"""Placements by memory packing, for problems where greedy rules reach a dead end.
 
 Static loads of groups are packed into devices, and every assignment found is checked with the exact
-clock, in index order and in list order. The searches, from cheap to dear (`arrangements`):
+clock, in index order and in list order. The searches, in order of cost (`arrangements`):
 
 1. everything on one device; m-TOPO with and without its cap; m-ETF;
-2. packings (`packings`): loads of persistent bytes plus a share of all outputs, laid contiguously
-   in topological order or best fit decreasing, under the smallest common fill of the devices with
-   which everything has a place, and under looser ones;
-3. backtracking over devices with the exact clock (`backtracking.py`), on small problems to the end.
+2. packings (`packings`): loads of persistent bytes plus a share of all outputs, packed contiguously
+   in topological order or by best fit decreasing, with the smallest common fill level of the
+   devices at which everything fits, and with higher ones;
+3. backtracking over devices with the exact clock (`backtracked`), exhaustive on small problems.
 
-So it finds what first fit, bin packing or, on small problems, backtracking over assignments find.
+Backtracking: for a given order of the ops, `csrc/schedulers/backtracking.cc` assigns devices to one
+group after another and backtracks when the ops committed so far exceed a memory by the exact clock,
+whatever follows. Small problems are searched exhaustively; large ones by many short searches with
+budgets counted in ops, each with another rule for the devices. The orders are the ops' own and a
+depth-first one, which consumes tensors soon and so holds less at a time (`depth_first`). It is
+hard to predict which order fits where memory is tight, so small problems also try random ones;
+together they cost as much as one of these. Without an order the same search packs persistent bytes
+alone: if that is impossible, nothing fits in any order (`is_unpackable`).
+
+So it succeeds wherever first fit, bin packing or, on small problems, full backtracking does.
 Complexity: some tens of simulations, and the budget of the backtracking.
 """
 
@@ -20,21 +29,42 @@ from typing import ClassVar, Final, final
 
 import numpy as np
 
-from baechi.placers.assignments import group_loads, in_both_orders, shortest
-from baechi.placers.backtracking import PATIENT, backtracked, is_unpackable
+from baechi import _core
+from baechi.placers.assignments import (
+    depth_first,
+    group_loads,
+    in_both_orders,
+    in_order,
+    op_devices,
+    shortest,
+    shuffled,
+)
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.etf import METF
-from baechi.placers.placer import Placer
+from baechi.placers.placer import Placer, placement_of
 from baechi.placers.topo import MTopo
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
-# Fills of the devices are tried in steps of 1 / _STEPS of their memory.
+# Fill levels of the devices are tried in steps of 1 / _STEPS of their memory.
 _STEPS: Final = 64
-# A proof that groups have no place is worth its time where they fill so much of the memory.
+# A proof that groups cannot be packed is attempted if they fill at least this much of the memory.
 _TIGHT: Final = 3 / 4
-# Groups are counted that are larger than this part of the largest memory.
+# Only groups larger than this part of the largest memory are counted.
 _LARGE: Final = 8
+# Budget of a whole search, in committed ops and examined groups: a fifth of a second.
+PATIENT: Final = 1_000_000
+# The same for each of many searches, when computing the missing memory.
+HASTY: Final = 50_000
+# Number of random orders, and the most ops to try them for: a search of few ops ends early.
+_RANDOM: Final = 32
+_FEW_OPS: Final = 64
+# Budget of a proof, which comes before anything else: some milliseconds.
+_PROOF: Final = 200_000
+# Budget below which nothing is proved.
+_NODES: Final = 100
+_SEED: Final = 1
 
 
 @final
@@ -45,15 +75,15 @@ class Packing(Placer):
     name: ClassVar[str] = "packing"
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says."""
+        """A placement by the rule of the class."""
         return shortest(packings(problem))
 
 
 def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placement]:
-    """Valid placements, as the module says; none where none of its searches finds one.
+    """Valid placements from the module's searches, in their order; empty if all fail.
 
     Args:
-        problem: What to place, and where.
+        problem: Graph and cluster.
         patience: The budget of each backtracking.
     """
     if is_hopeless(problem):
@@ -88,17 +118,17 @@ def packings(problem: Problem) -> Iterator[Placement]:
                     yield from in_both_orders(problem, assignment, Packing.name)
 
 
-# From a problem, loads of groups and caps of pools to a device per group.
+# A function from a problem, loads of groups and caps of pools to a device per group.
 _Pack = Callable[[Problem, Sequence[int], Sequence[int]], tuple[int, ...] | None]
 
 
 def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[tuple[int, ...]]:
-    """What `pack` finds at the smallest fill of the devices where it finds anything, and above."""
+    """Packings at the smallest fill level of the devices at which `pack` succeeds, and above."""
 
     def packed(fill: int) -> tuple[int, ...] | None:
         return pack(problem, loads, [memory * fill // _STEPS for memory in problem.pool_memory])
 
-    # More than the memory may be laid there, since not all of it is there at the same time.
+    # Fill levels may exceed the memory, since not all loads are there at the same time.
     low, high = 0, 4 * _STEPS
     if packed(high) is None:
         return
@@ -114,10 +144,10 @@ def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[t
 def _contiguous(
     problem: Problem, loads: Sequence[int], caps: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """Groups in the order of their first op, to device after device; a full one is left.
+    """Groups in the order of their first op, to one device after another; a full one is closed.
 
-    What may not go to the present device goes to the next with room that it may use, or else to
-    the first; so that nothing else moves.
+    A group that may not use the current device goes to the next allowed one with room, or else to
+    the first, so that no other group moves.
     """
     assignment = []
     order = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
@@ -147,9 +177,9 @@ def _contiguous(
 def _best_fit(
     problem: Problem, loads: Sequence[int], caps: Sequence[int]
 ) -> tuple[int, ...] | None:
-    """The largest group first, to the pool where it leaves the least room.
+    """Best fit decreasing: the largest group first, to the pool where it leaves the least room.
 
-    Those that may use a single device come before all others.
+    Groups with a single allowed device come first.
     """
     assignment = [0] * len(loads)
     room = list(caps)
@@ -172,11 +202,11 @@ def _best_fit(
 
 
 def is_hopeless(problem: Problem) -> bool:
-    """Whether there is no placement, by what is seen quickly.
+    """True if a quick test proves that there is no placement.
 
-    That is where a group is too large for every pool; or, of persistent bytes, all groups for all
-    pools together; or too many groups are so large that only so many have room in each; or, where
-    memory is nearly full, a search proves that they cannot be packed.
+    That is if a group is too large for every pool; or the persistent bytes of all groups exceed all
+    pools together; or too many groups are so large that each pool holds only a few; or, if memory
+    is nearly full, a search proves that they cannot be packed.
     """
     arrays = problem.graph.arrays
     if not arrays.groups:
@@ -184,7 +214,7 @@ def is_hopeless(problem: Problem) -> bool:
     memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
     usable = problem.allowed.any(axis=1)
     pools = {problem.device_pool[device] for device in np.flatnonzero(usable).tolist()}
-    # Fewer devices than pools: of the pools at most as many.
+    # If fewer devices than pools may be used, at most that many pools count.
     room = sorted(problem.pool_memory[pool] for pool in pools)[-(problem.max_devices or 2**31) :]
     if sum(problem.group_persistent) > sum(room) or _too_many(problem, room):
         return True
@@ -198,10 +228,42 @@ def is_hopeless(problem: Problem) -> bool:
 
 
 def _too_many(problem: Problem, room: Sequence[int]) -> bool:
-    """Whether for some size more groups are at least as large than the pools have room for."""
+    """True if, for some size, there are more groups of at least that size than the pools can hold."""
     sizes = np.array(problem.group_persistent, np.int64)
     sizes = np.sort(sizes[sizes > max(room) // _LARGE])[::-1]
     places = np.zeros(len(sizes), np.int64)
     for nbytes, pools in Counter(room).items():
         places += pools * (nbytes // sizes)
     return bool((places < np.arange(1, len(sizes) + 1)).any())
+
+
+def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterator[Placement]:
+    """Placements with the first devices found for each order; empty if none are found.
+
+    Also empty if `PATIENT` searches do not find a device for every group.
+    """
+    ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
+    if groups * (groups + ops) // 2 > PATIENT:
+        return
+    tries = dict.fromkeys([tuple(range(ops)), depth_first(problem)], budget)
+    if ops <= _FEW_OPS:
+        for seed in range(_RANDOM):
+            tries.setdefault(shuffled(problem, seed), budget // _RANDOM)
+    for order, most in tries.items():
+        launches = np.array(order, np.int32)
+        assignment, _ = _core.backtrack(problem.core, launches, most, _SEED)
+        if not len(assignment):
+            continue
+        timeline = problem.timeline()
+        devices = op_devices(problem, assignment.tolist())
+        if in_order(timeline, devices, order) and fits_memory(problem, timeline):
+            yield placement_of(problem, timeline, placer)
+        yield from in_both_orders(problem, assignment.tolist(), placer)
+        return
+
+
+def is_unpackable(problem: Problem) -> bool:
+    """True if it is proved that the persistent bytes of all groups cannot be packed."""
+    if problem.graph.arrays.groups > _PROOF // _NODES:
+        return False
+    return _core.backtrack(problem.core, np.empty(0, np.int32), _PROOF, _SEED)[1]

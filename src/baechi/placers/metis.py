@@ -1,17 +1,17 @@
-"""A balanced minimum cut by METIS, and then list order.
+"""Balanced minimum cuts by METIS, followed by list scheduling.
 
 The vertices are groups, weighted by the bytes that they hold (`live_loads`) and by their time; an
 edge joins the producer of a tensor with each reader, weighted by the mean transfer time over the
 number of readers, so that a tensor whose readers are all elsewhere counts once (`_Net`). The graph
 is cut into k parts, from the fewest devices that hold it up to all of them, balanced by bytes, by
 time, or by both, within several tolerances, in proportion to the devices' memory and speed
-(`_partitions`). A part that its device cannot hold gives groups away (`_Repair`). The exact clock
-judges all of them in index order, and the best also by earliest start and by rank
+(`_partitions`). If its device cannot hold a part, groups move elsewhere (`_Repair`). The exact clock
+evaluates all of them in index order, and the best also by earliest start and by rank
 (`shortest_assignment`).
 
 Source: Karypis and Kumar, "Multilevel k-way partitioning scheme for irregular graphs" (JPDC 48(1),
-1998), by its authors' library. Good where transfers are dear and the graph is no chain. Parts may
-depend on each other both ways, which one step's schedule permits. Complexity: some tens of
+1998), by its authors' library. Good if transfers are expensive and the graph is not a chain. Parts
+may depend on each other both ways, which one step's schedule permits. Complexity: some tens of
 partitions, each O(tensors), and as many simulations.
 """
 
@@ -34,15 +34,15 @@ from baechi.placers.placer import Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
-# How far a part may exceed its share, in thousandths.
+# Tolerances: the excess of a part over its share, in thousandths.
 _TOLERANCES: Final = (30, 150, 500)
-# Fewer groups than this for each part are no matter for METIS, which then leaves parts empty.
+# With fewer groups per part than this METIS leaves parts empty, so it is not used.
 _GROUPS_PER_PART: Final = 4
-# All weights of one kind together: METIS adds them up in 32 bits.
+# Total of all weights of one kind: METIS adds them up in 32 bits.
 _TOTAL: Final = 2**29
-# Numbers of parts that are tried.
+# Maximum number of part counts to try.
 _COUNTS: Final = 4
-# Groups that one partition may give away: each costs a look at all of them.
+# Maximum number of moves to repair a partition: each scans all groups.
 _MOVES: Final = 256
 
 
@@ -60,7 +60,7 @@ class Metis(Placer):
 
     @staticmethod
     def available() -> bool:
-        """Whether pymetis is installed."""
+        """True if pymetis is installed."""
         return importlib.util.find_spec("pymetis") is not None
 
     def place(self, problem: Problem) -> Placement | None:
@@ -224,7 +224,7 @@ class _Repair:
         np.add.at(self._held, self._pool[assignment], net.loads.T)
 
     def repaired(self) -> tuple[int, ...] | None:
-        """The devices of the groups then; `None` where it finds no way."""
+        """The devices of the groups after all moves; `None` if they do not suffice."""
         groups = np.arange(len(self._device))
         for group in np.flatnonzero(~self._allowed[self._device, groups]).tolist():
             options = np.flatnonzero(self._allowed[:, group])
@@ -243,7 +243,7 @@ class _Repair:
         return None
 
     def _cheapest(self, pool: int, moment: int) -> tuple[int, int] | None:
-        """The group of the pool, and its new device, that cost the least cut weight per byte."""
+        """The group of the pool and its new device that add the least cut weight per byte."""
         loads = self._net.loads
         held = (self._pool[self._device] == pool) & (loads[moment] > 0)
         groups = np.flatnonzero(held)

@@ -1,4 +1,4 @@
-"""What a placer is, and what all of them share."""
+"""Base class of placers, and shared helpers."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from baechi.problem.simulation import fits_memory, replay
 from baechi.records.placement import Placement
 from baechi.validation import FrozenDict
 
-# Shares of every memory to hold back from new groups, one after the other, where a rule meets a
-# dead end: the room that backward ops need beyond what their forward ops showed.
+# Shares of every memory to hold back from new groups, tried in order after a dead end: room for
+# # backward ops, which greedy rules do not foresee.
 HEADROOMS: Final = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8)
 
 
@@ -23,8 +23,8 @@ class Placer(ABC):
 
     Attributes:
         name: As in `Placement.placer` and `solve(..., placer=name)`.
-        fixed: Whether the rule itself is the answer (one device, an expert's): then `solve` neither
-            coarsens the graph before it nor looks for another placement where it does not fit.
+        fixed: Whether the rule determines the placement (one device, an expert's): then `solve`
+            neither coarsens the graph first nor searches for another placement if it does not fit.
     """
 
     __slots__ = ()
@@ -33,7 +33,7 @@ class Placer(ABC):
 
     @abstractmethod
     def place(self, problem: Problem) -> Placement | None:
-        """A valid placement of the problem's graph, or `None` where the rule meets a dead end.
+        """A valid placement of the problem's graph, or `None` if the rule reaches a dead end.
 
         A pure function: equal problems give equal placements.
         """
@@ -45,7 +45,7 @@ def placement_of(
     placer: str,
     stats: Mapping[str, int | float | str] | None = None,
 ) -> Placement:
-    """The placement that a complete timeline holds."""
+    """The placement of a complete timeline."""
     order, where, _, _ = timeline.span_columns()
     devices = np.empty_like(where)
     devices[order] = where
@@ -56,7 +56,7 @@ def placement_of(
 
 
 def timed(problem: Problem, placement: Placement | None) -> Placement | None:
-    """The placement with the makespan in its stats, which a placer of the user may leave out."""
+    """The placement with the makespan in its stats, which custom placers may omit."""
     if placement is None or "makespan_ns" in placement.stats:
         return placement
     timeline = replay(problem, placement.devices, placement.order)
@@ -65,7 +65,7 @@ def timed(problem: Problem, placement: Placement | None) -> Placement | None:
 
 
 def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Placement | None:
-    """The placement with a device for every op, in index order; `None` where it does not fit.
+    """The placement of the ops on these devices in index order; `None` if it does not fit.
 
     Raises:
         InputError: As `simulate`.

@@ -7,10 +7,9 @@ from baechi.placers.auto import Auto
 from baechi.placers.baselines import RandomPlacer, RoundRobin, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.etf import METF
-from baechi.placers.heft import HEFT
+from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.metis import Metis
-from baechi.placers.peft import PEFT
 from baechi.placers.placer import Placer
 from baechi.placers.sct import MSCT
 from baechi.placers.topo import MTopo

@@ -1,24 +1,24 @@
-"""Favorite children: which op should follow which on the same device.
+"""Favorite children: pairs of ops to run in succession on one device.
 
-The linear program is in `placers/favorite_program.py`. Solvers: `"first-order"`, the default, finds
-a choice and a lower bound that proves how far it is from the optimum
-(`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"` (`linear_programs.py`) find
-the optimum, and take longer the larger and wider a graph is. HiGHS starts from what first-order
-found (`near_point`). Where one of them stops before the optimum, the first-order result is the
-answer.
+The linear program is in `placers/sct_program.py`. Solvers: `"first-order"`, the default, finds
+a choice and a lower bound that proves its distance from the optimum
+(`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"`
+(`placers/linear_programs.py`) find the optimum, and take longer the larger and wider a graph is.
+HiGHS starts from the first-order result (`near_point`). If a solver stops before the optimum, the
+first-order result is used.
 
-Optima are many, and a simplex returns one that chooses wherever it may. A favorite child without
-need is harmful: its device waits for it. So shares 1 - x that w does not need are taken back first
-(`FavoriteProgram.needed`); `docs/favorites.md` has what that gains.
+The optimum is not unique, and a simplex returns one with as many favorites as possible. An unneeded
+favorite child hurts: its device idles until it is ready. So shares 1 - x that w does not need are
+removed first (`FavoriteProgram.needed`); `docs/favorites.md` has the measured gain.
 Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
-(i, j), are taken as long as i has no favorite child and j is nobody's: so every op ends with at
-most one of each, whatever the solver returned.
+(i, j), are taken as long as i has no favorite child and j is not one yet, so every op has at most
+one favorite child and is that of at most one op, whatever the solver returned.
 
-Where we leave the paper: edges inside one group cost nothing and choose nothing; HiGHS instead of
-MOSEK; no favorites without need; the threshold is 1/2 with repair, instead of 0.1 without; c is the
+Differences from the paper: edges inside one group cost nothing and get no favorites; HiGHS instead
+of MOSEK; no unneeded favorites; the threshold is 1/2 with repair, instead of 0.1 without; c is the
 mean over the links. All solvers run on one thread with fixed seeds, and are bounded by iterations,
-never by time, so that equal input gives equal favorites. Where communication outweighs computation,
-w is no lower bound on the makespan.
+never by time, so that equal input gives equal favorites. w is not a lower bound on the makespan if
+communication outweighs computation.
 Complexity: a linear program of ops + edges rows and columns; first-order takes some hundred passes
 over the edges.
 """
@@ -43,23 +43,23 @@ from baechi.placers.sct_program import (
 from baechi.problem.problem_arrays import Problem
 
 NAMES: Final = ("first-order", *SOLVERS)
-# Some solvers are right to about this; closer values of x are one and the same.
+# Accuracy of some solvers; values of x closer than this are considered equal.
 _DIGITS: Final = 6
-# Twice what the hardest graph seen so far took to 0.25 %.
+# Twice the steps that the hardest graph seen so far took to 0.25 %.
 _FIRST_ORDER_STEPS: Final = 1000
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Favorites:
-    """Favorite children, and the relaxation that they come from.
+    """Favorite children, with figures of the relaxation.
 
     Attributes:
-        children: The favorite child of every op, or -1; no op is the favorite child of two.
+        children: The favorite child of every op, or -1; no op is that of two.
         objective_ns: w of the relaxed choice before rounding, as a longest path.
-        bound_ns: A lower bound on w: proved by `"first-order"`; of the others, their optimum,
-            to their tolerances.
-        method: The solver, and why another one stopped before it.
+        bound_ns: A lower bound on w: proved by `"first-order"`; for the others their optimum, up to
+            their tolerances.
+        method: The solver, and the reason why another one stopped before it.
     """
 
     children: NDArray[np.int32]
@@ -69,7 +69,7 @@ class Favorites:
 
 
 def check_solver(solver: str | LinearSolver) -> None:
-    """Passes solvers, and the names of known ones.
+    """Check that this is a solver, or the name of one.
 
     Raises:
         InputError: Any other.
@@ -88,7 +88,7 @@ def favorite_children(
 
     Args:
         problem: Graph and cluster.
-        solver: As the module says.
+        solver: See the module.
         tolerance: The relative gap between objective and bound at which first-order stops.
 
     Raises:
@@ -108,7 +108,7 @@ def favorite_children(
 def _solved(
     program: FavoriteProgram, solver: str | LinearSolver, tolerance: float
 ) -> tuple[str, "Relaxed"]:
-    """A solution of a program that has a free edge, and how it was found."""
+    """A solution of a program that has a free edge, and the method."""
     near = first_order(program, tolerance)
     if isinstance(solver, str):
         if solver not in SOLVERS:
@@ -125,7 +125,7 @@ def _solved(
 class Relaxed:
     """A solution of the program: 1 - x of every edge, feasible, and a bound on w.
 
-    The bound is the optimum, as the solver told it, or what is proved.
+    The bound is the solver's optimum, or a proved bound.
     """
 
     shares: NDArray[np.float64]
@@ -133,7 +133,7 @@ class Relaxed:
 
 
 def _trivial(program: FavoriteProgram) -> Relaxed:
-    """The solution where no edge is free."""
+    """The solution if no edge is free."""
     shares = np.zeros(len(program.src))
     return Relaxed(shares, program.spans(shares)[2])
 
@@ -141,12 +141,12 @@ def _trivial(program: FavoriteProgram) -> Relaxed:
 def relax(
     program: FavoriteProgram, solver: LinearSolver, near: NDArray[np.float64] | None = None
 ) -> Relaxed | str:
-    """The optimum of a program that has a free edge, or why the solver stopped.
+    """The optimum of a program that has a free edge, or the reason why the solver stopped.
 
     Args:
-        program: What to solve.
-        solver: By which.
-        near: Feasible shares near the optimum, where HiGHS may start.
+        program: The program.
+        solver: The solver.
+        near: Feasible shares near the optimum, as a start for HiGHS.
     """
     rows = solver_rows(program)
     start, whole = None, rows.program
@@ -177,7 +177,7 @@ def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
 
 
 def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
-    """The favorite children of feasible shares, as the module says under rounding."""
+    """The favorite children of feasible shares, by the module's rounding."""
     x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
     order = np.lexsort((program.dst, program.src, -program.cost, x))
     taken = greedy_matching(program, order, x < 0.5)

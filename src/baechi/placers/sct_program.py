@@ -1,8 +1,8 @@
-"""The linear program behind favorite children, as arrays and as rows for a solver.
+"""The linear program for favorite children, as arrays and as rows for a solver.
 
 Given ops with times k_i and edges with transfer times c_ij, choose for every op at most one
 favorite child, so that the step would be short if a favorite child needed no transfer and every
-other child did (and devices were without number). Source: Hanen and Munier (1995), as in Baechi
+other child did (with unlimited devices). Source: Hanen and Munier (1995), as in Baechi
 (SoCC 2020; arXiv 2301.08695), section "m-SCT". The relaxation, with x_ij = 0 for a favorite child:
 
     minimize w
@@ -12,13 +12,13 @@ other child did (and devices were without number). Source: Hanen and Munier (199
     sum over children j of i of (1 - x_ij) <= 1  at most one favorite child, `_choice_rows`
     sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent, `_choice_rows`
 
-What is known is left out, and the optimum stays what it is: an edge whose src has no other edge
-to choose, and whose dst has none either, gets x = 0; an edge that costs nothing (inside a group,
-or without a link) gets x = 1; only ops without children need their end row.
+Known values are left out without a change of the optimum: an edge gets x = 0 if it is the only
+candidate at both ends; an edge that costs nothing (inside a group, or without a link) gets x = 1;
+only ops without children need an end row.
 
-Numbers are shifted and scaled, so that solvers see them around 1 and lose no digits to the length
-of the path: s and w count from what they are when transfers take no time, and the unit is the
-largest c. So the origin satisfies all edge and end rows.
+Numbers are shifted and scaled to be near 1 and to lose no digits to the length of the path: s and w
+count from their values without transfer times, and the unit is the largest c. So the origin
+satisfies all edge and end rows.
 Complexity: edges + ops rows and columns.
 """
 
@@ -44,8 +44,8 @@ class FavoriteProgram:
         times: k of every op, in ns: the mean over the devices.
         src: Of every edge.
         dst: Of every edge.
-        cost: c of every edge, in ns: the mean over the links, with what a transfer keeps its
-            receiver busy; 0 inside a group.
+        cost: c of every edge, in ns: the mean over the links, including the overhead at the
+            receiver; 0 inside a group.
     """
 
     times: NDArray[np.float64]
@@ -69,13 +69,13 @@ class FavoriteProgram:
 
     @cached_property
     def free_cost(self) -> NDArray[np.float64]:
-        """The c of free edges, and 0 of the others."""
+        """The c of free edges, and 0 for the others."""
         return np.where(self.free, self.cost, 0.0)
 
     def spans(
         self, shares: NDArray[np.float64]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64], float]:
-        """The earliest and the latest s of every op, and w, where 1 - x of an edge is its share.
+        """The earliest and the latest s of every op, and w, for given shares 1 - x of the edges.
 
         All in ns.
         """
@@ -85,10 +85,10 @@ class FavoriteProgram:
         return heads, total - tails - self.times, total
 
     def needed(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Of feasible shares the part without which w would grow.
+        """The part of feasible shares that w needs: without it w would grow.
 
         Every op starts as late as w allows, but no later than it would without any share: then an
-        edge needs no more than it had, and none before the slack of its path is used up.
+        edge needs at most its share, and none until the slack of its path is used up.
         """
         without, _, _ = self.spans(np.zeros(len(shares)))
         _, latest, _ = self.spans(shares)
@@ -101,7 +101,7 @@ class FavoriteProgram:
     def feasible(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
         """Shares near the given ones that add up to at most 1 at both ends of every edge.
 
-        0 where an edge is not free.
+        0 for edges that are not free.
         """
         shares = np.where(self.free, np.clip(shares, 0.0, 1.0), 0.0)
         for end in (self.src, self.dst):
@@ -111,12 +111,12 @@ class FavoriteProgram:
 
     @cached_property
     def ends(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Of every edge, src and dst as the core reads them."""
+        """Src and dst of every edge, as the core reads them."""
         return self.src.astype(np.int32), self.dst.astype(np.int32)
 
 
 def favorite_program(problem: Problem) -> FavoriteProgram:
-    """The program of a problem; tensors between the same two ops are sent one after the other."""
+    """The program of a problem; tensors between the same two ops are sent one after another."""
     n, tensors = len(problem.graph.ops), problem.graph.tensors
     pools = problem.device_pool
     links = [
@@ -145,11 +145,11 @@ def favorite_program(problem: Problem) -> FavoriteProgram:
 @final
 @dataclass(frozen=True, eq=False)
 class SolverRows:
-    """The program as a solver gets it; its columns are x of the free edges, s of the ops, and w.
+    """The program in the form for solvers; columns are x of the free edges, s of the ops, and w.
 
     Attributes:
         program: Shifted and scaled.
-        offset_ns: w where transfers take no time.
+        offset_ns: w without transfer times.
         unit_ns: The largest c.
     """
 
@@ -188,7 +188,7 @@ def solver_rows(program: FavoriteProgram) -> SolverRows:
 
 
 def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
-    """The point of `rows`, which are the program's, at these shares; every op starts early."""
+    """The point of the program's `rows` at these shares; every op starts as early as possible."""
     heads, _, total = program.spans(shares)
     without, _, _ = program.spans(np.ones(len(shares)))
     starts = np.maximum(0.0, heads - without) / rows.unit_ns
@@ -197,9 +197,9 @@ def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.fl
 
 
 def capped(program: LinearProgram, point: Point) -> LinearProgram:
-    """The program of some rows where w is at most what it is at this point.
+    """The program with w bounded by its value at this point.
 
-    The optimum is what it was. Where a solver pushes the point to a vertex it may not raise w.
+    The optimum does not change. When a solver pushes the point to a vertex, it may not raise w.
     """
     upper = program.upper.copy()
     upper[-1] = point.values[-1]
@@ -209,9 +209,9 @@ def capped(program: LinearProgram, point: Point) -> LinearProgram:
 def greedy_matching(
     program: FavoriteProgram, order: NDArray[np.int64], may: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
-    """Of the edges in this order that may be taken, those that no earlier one shares an end with.
+    """A greedy matching: the allowed edges, in order, that share no end with an earlier one.
 
-    Where both ends are counted apart: an op may be the parent of one and the child of another.
+    The two ends are separate: an op may be the parent of one edge and the child of another.
     """
     order = order[may[order]]
     parents, children = set[int](), set[int]()
@@ -261,7 +261,7 @@ def _end_rows(program: FavoriteProgram, slack: NDArray[np.float64], choices: int
 
 
 def _choice_rows(end: NDArray[np.int64], column: NDArray[np.int64]) -> _Block:
-    """-(sum of x over the d free edges at an end) <= 1 - d, for ends with two of them or more."""
+    """-(sum of x over the d free edges at an end) <= 1 - d, for ends with two or more of them."""
     picked = column >= 0
     _, row, degree = np.unique(end[picked], return_inverse=True, return_counts=True)
     keep = degree > 1

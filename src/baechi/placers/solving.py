@@ -1,7 +1,7 @@
-"""From a graph and a cluster to a placement: check, coarsen, place, expand, simulate, guard.
+"""The solver: check, coarsen, place, expand, simulate, and explain failures.
 
-Placers that search do not give up where `placers/packing.py` finds a placement; where nothing is
-found, the error says what is missing (`_explain`).
+Placers that search fall back on `placers/memory_packing.py`; if nothing is found, the error names
+the missing memory (`_explain`).
 """
 
 import itertools
@@ -14,10 +14,9 @@ import numpy as np
 from baechi.errors import InfeasibleError, InputError
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
-from baechi.placers.backtracking import HASTY, PATIENT
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.device_choice import device_choices, device_kinds
-from baechi.placers.memory_packing import arrangements, is_hopeless
+from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.placer import Placer
 from baechi.placers.placer_names import placer_of
 from baechi.problem.problem_arrays import Problem
@@ -30,18 +29,18 @@ from baechi.records.placement import Placement
 from baechi.units import format_bytes
 from baechi.validation import INT64_MAX, FrozenDict
 
-# Instead of a device: all of them, and none.
+# Special values for a device: all of them, and none.
 EVERY: Final = -1
 _NONE: Final = -2
-# Choices of devices that are tried at least, to find a good one, where their number is limited.
+# Minimum number of device choices to try if the number of devices is limited.
 _CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
-# Devices that an error text lists.
+# Maximum number of devices listed in an error.
 _LISTED: Final = 8
-# Up to how many ops the missing memory is found to the byte, and with the effort of the solve.
-# Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
-# hundredth, and a fast solve says what succeeds.
+# Up to this many ops the missing memory is found to the byte, and with the effort of the solve.
+# # Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
+# # hundredth, with fast solves.
 _EXACT_OPS: Final = 12
-# There the extra memory of so many different devices is compared so closely.
+# Number of different devices whose extra memory is compared so closely.
 _COMPARED: Final = 4
 _STEPS: Final = 7
 
@@ -59,17 +58,17 @@ def solve(
     A pure function: equal input gives equal bytes.
 
     Args:
-        graph: What to place.
-        cluster: What is left to place it on.
+        graph: The graph.
+        cluster: The devices, with their free capacity.
         placer: `"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, `"heft"`, `"peft"`, `"contiguous"`,
             `"metis"`, `"local-search"`, `"single"`, `"round-robin"`, `"random"`, in any case, or a
             placer.
-        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is that of an
-            `Auto` value, and `"balanced"` for any other placer.
-        constraints: What the placement must respect besides memory.
+        effort: `"fast"`, `"balanced"` or `"thorough"`; see `placers/auto.py`. `None` is the effort
+            of an `Auto` value, and `"balanced"` for any other placer.
+        constraints: Constraints besides memory.
 
     Raises:
-        InfeasibleError: No placement was found; says what is missing.
+        InfeasibleError: No placement was found; the text names the missing memory.
         InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
             constraints contradict each other, or a placer that does not search violates one.
     """
@@ -91,9 +90,9 @@ def solve(
 
 
 def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") -> Placement | None:
-    """What `solve` returns, or `None` where it would say what is missing.
+    """A placement as from `solve`, or `None` where it would raise `InfeasibleError`.
 
-    Finding out what is missing takes many times longer than finding that nothing fits.
+    Computing the missing memory takes many times longer than finding that nothing fits.
     """
     check_effort(effort)
     placer = placer_of(placer)
@@ -111,7 +110,7 @@ def _attempt(
         return None
     if problem.max_devices is None:
         return _attempt_freely(problem, placer, effort, patience)
-    # All choices are looked at fast, and the best of them with the effort that was asked for.
+    # All choices are tried fast, and the best of them with the requested effort.
     first = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
     found: list[Placement] = []
     choices = []
@@ -132,14 +131,14 @@ def _attempt(
         # The best single device may be in none of the choices.
         single = best([("single", SingleDevice().place(problem))], placer.name)
         found += [single] if single is not None else []
-    # What takes only a few devices by itself may find one that none of the choices allows.
+    # A placer that uses only a few devices anyway may find one outside of all choices.
     return shortest(iter(found) if found else arrangements(problem, patience))
 
 
 def _attempt_freely(
     problem: Problem, placer: Placer, effort: str, patience: int
 ) -> Placement | None:
-    """As `_attempt`, where the number of devices has no limit."""
+    """As `_attempt`, without a limit on the number of devices."""
     narrowed = linked(problem)
     if narrowed is None:
         return None
@@ -157,14 +156,14 @@ def _attempt_freely(
 
 
 def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
-    """What `placers/packing.py` finds; greedy rules may find what they miss where more is open."""
+    """A placement by packing; greedy rules also try the problem with all devices allowed."""
     yield from arrangements(narrowed, patience)
     if narrowed is not problem:
         yield from arrangements(problem, patience)
 
 
 def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
-    """Raises the error that says what is missing."""
+    """Raise the error that names the missing memory."""
     op, needed, left, may = _worst(problem)
     extra = _smallest_extra(problem, placer, effort)
     names = [device.name for device in problem.cluster.devices]
@@ -205,10 +204,10 @@ def _explain(problem: Problem, placer: Placer, effort: str) -> NoReturn:
 
 
 def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
-    """An op that finds no room, what it needs, what each device has left, and which it may use.
+    """An op without room, its need, the free bytes of each device, and its allowed devices.
 
-    That is the op with the largest need of those that earliest task first cannot place; or one
-    that is too large for every device that it may use, if there is one.
+    That is an op too large for all its allowed devices, if there is one; or else the op with the
+    largest need of those that earliest task first cannot place.
     """
     timeline = problem.timeline()
     n = len(problem.graph.ops)
@@ -232,16 +231,16 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
 
 
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
-    """The smallest extra memory of one device with which `solve` is known to succeed; that device.
+    """The smallest extra memory on one device with which `solve` is known to succeed; that device.
 
-    Found by bisection between what fails and what everything on that device needs: so `solve`
-    succeeds with it, and fails with one byte less, there or on one of `_COMPARED` other devices,
-    though it might succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a
-    unit, and a solve with the least effort, and less patience, fails with one unit less there;
-    what that finds, every effort finds.
+    Found by bisection up to the need of the whole graph on that device: `solve` succeeds with it,
+    and fails with one byte less, there or on one of `_COMPARED` other devices, though it might
+    succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve
+    with the least effort, and less patience, fails with one unit less there; every effort succeeds
+    where that one does.
 
     Under constraints it may be that no single device can help. Then the device is -1, and every
-    device must get so much; `None` where not even that helps.
+    device needs that much more; `None` if not even that helps.
     """
 
     def arranged(units: int, device: int) -> bool:
@@ -268,23 +267,23 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
         device = next(helping, _NONE)
         if device == _NONE:
             return None
-        units = _bisected(solved_fast, units, device)
+        units = smallest_extra(solved_fast, units, device)
     if device != EVERY:
         for other in different:
             if arranged(units - 1, other):
-                units, device = _bisected(arranged, units - 1, other), other
+                units, device = smallest_extra(arranged, units - 1, other), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
     others = different[:_COMPARED] if exact and device != EVERY else []
     solvers = (solved_fast, solved) if exact else (solved_fast,)
     for succeeds in solvers[-1:] if effort == "fast" else solvers:
         for other in dict.fromkeys((device, *others)):
             if succeeds(units - 1, other):
-                units, device = _bisected(succeeds, units - 1, other), other
+                units, device = smallest_extra(succeeds, units - 1, other), other
     return units * unit, device
 
 
 def _is_arranged(problem: Problem) -> bool:
-    """Whether `placers/packing.py` finds a placement."""
+    """True if `placers/memory_packing.py` finds a placement."""
     rows = itertools.islice(device_choices(problem), _CHOICES["fast"])
     choices = [] if problem.max_devices is None else [problem.within(row) for row in rows]
     for choice in (problem, *choices):
@@ -294,17 +293,24 @@ def _is_arranged(problem: Problem) -> bool:
     return False
 
 
-def _bisected(succeeds: Callable[[int, int], bool], high: int, device: int) -> int:
-    """The extra memory that succeeds where one unit less does not, given that `high` succeeds."""
-    low = 0
-    while high - low > 1:
-        middle = (low + high) // 2
+def smallest_extra(
+    succeeds: Callable[[int, int], bool], high: int, device: int, *, least: int = 1, steps: int = 64
+) -> int:
+    """The extra memory of a device that suffices where one unit less does not, by bisection.
+
+    `high` is known to suffice, and less than `least` is not tried; after `steps` the best so far is
+    returned.
+    """
+    low = least - 1
+    while high - low > 1 and steps:
+        middle = (max(low, 0) + high) // 2
         low, high = (low, middle) if succeeds(middle, device) else (middle, high)
+        steps -= 1
     return high
 
 
 def _missing_for_all(problem: Problem) -> list[int]:
-    """What every device lacks to hold the whole graph."""
+    """Bytes that every device lacks to hold the whole graph."""
     n = len(problem.graph.ops)
     free = Problem(problem.graph, problem.cluster)
     missing = []
@@ -316,19 +322,19 @@ def _missing_for_all(problem: Problem) -> list[int]:
 
 
 def _bare_memory(problem: Problem, pool: int) -> int:
-    """A pool's memory less its margin, which may be more than the memory."""
+    """A pool's memory less its margin, possibly negative."""
     devices = problem.pool_devices[pool]
     return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
 
 
 def ample_bytes(problem: Problem) -> int:
-    """More bytes than any device can need in addition."""
+    """An upper bound on the extra bytes that any device can need."""
     arrays = problem.graph.arrays
     return arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
 
 
 def grown(problem: Problem, device: int, extra: int) -> Problem:
-    """The problem with `extra` bytes more on a device, and so in its pool; or on `EVERY` one."""
+    """The problem with `extra` more bytes on a device, and so in its pool; or on `EVERY` one."""
     devices = tuple(
         replace(row, memory_bytes=min(row.memory_bytes + extra, INT64_MAX))
         if device == EVERY or problem.device_pool[index] == problem.device_pool[device]
@@ -340,7 +346,7 @@ def grown(problem: Problem, device: int, extra: int) -> Problem:
 
 
 def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
-    """Raises the error that says what a placer that does not search would need."""
+    """Raise the error that names the memory that a fixed placer would need."""
     if placer == SingleDevice():
         if not problem.free_devices:
             raise InputError(

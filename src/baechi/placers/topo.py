@@ -1,13 +1,13 @@
-"""m-TOPO: fill the devices one after the other, in topological order, up to a balanced cap.
+"""m-TOPO: devices filled one after another, in topological order, up to a balanced cap.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-TOPO": Cap = sum(d) / n + max(d), where d
 is the memory of an op and n the number of devices. Complexity: O(ops * log ops + tensors).
 
-Where we leave the paper: d is a whole group's, since its ops cannot be apart; a device also closes
-when the exact account says that an op does not fit there, so that the cap never breaks the real
-limit; on unequal devices the mean is shared out in proportion to their memory; and a dead end (a
-backward op that no longer fits beside its forward op) is met again with ever lower caps and ever
-more of every memory held back (`HEADROOMS`).
+Differences from the paper: d is that of a whole group, since its ops share a device; a device also
+closes when an op does not fit there by the exact clock, so that the cap never exceeds the real
+limit; on unequal devices the mean is divided in proportion to their memory; and after a dead end (a
+backward op that no longer fits beside its forward op) the schedule is retried with lower caps and
+increasing shares of every memory held back (`HEADROOMS`).
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class MTopo(Placer):
         check_is(self.capped, bool, "capped")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says; a device that closed stays closed."""
+        """Fill the devices; a closed device stays closed."""
         for headroom in HEADROOMS:
             timeline = problem.timeline(headroom)
             if self._fill(problem, timeline, headroom):
@@ -60,7 +60,7 @@ class MTopo(Placer):
                 may = problem.allowed[:, group]
                 while device < len(caps) and may[device] and closed(op, loads[group], device):
                     device += 1
-                # A device that the group may not use stays open for others.
+                # A device that is not allowed for the group stays open for others.
                 target = device
                 while target < len(caps) and (
                     not may[target] or (target > device and closed(op, loads[group], target))

@@ -1,1 +1,1 @@
-"""What a machine has: devices, free memory, links."""
+"""Probes of this machine: devices, free memory, links."""

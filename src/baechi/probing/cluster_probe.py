@@ -1,4 +1,4 @@
-"""What this machine has: devices with their free memory, and measured links between them."""
+"""The cluster of this machine: devices with their free memory, and measured links."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequ
 @final
 @dataclass(frozen=True)
 class Survey:
-    """What `survey` found.
+    """The result of `survey`.
 
     Attributes:
         cluster: Devices and links.
@@ -40,9 +40,9 @@ class Survey:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """A sentence for every link that tells some message wrong by more than 20 %."""
+        """A sentence for every link whose prediction of some message is wrong by more than 20 %."""
         return tuple(
-            f"The link from {src} to {dst} tells {format_bytes(fit.worst_bytes)} wrong by "
+            f"The link from {src} to {dst} predicts {format_bytes(fit.worst_bytes)} wrong by "
             f"{fit.worst_error:.0%}, where {GOOD_ERROR:.0%} is good: one latency and one rate do "
             "not fit all sizes there. Predictions that send such messages are as wrong."
             for (src, dst), fit in self.fits.items()
@@ -158,7 +158,7 @@ def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> 
 
 
 def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
-    """(name or device, capacity or None) of every device asked for."""
+    """(name or device, capacity or None) of every requested device."""
     if devices is None:
         n = torch.cuda.device_count()
         return [(f"cuda:{i}", None) for i in range(n)] or [("cpu:0", None)]
@@ -194,7 +194,7 @@ def _free_bytes(place: torch.device) -> int:
 
 
 def _lane_bytes(place: torch.device) -> int:
-    """What libraries will take for the streams of a logical device, and keep."""
+    """Bytes that libraries will allocate for the streams of a logical device, and keep."""
     if place.type != "cuda":
         return 0
     major = torch.cuda.get_device_capability(place)[0]
@@ -202,7 +202,7 @@ def _lane_bytes(place: torch.device) -> int:
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:
-    """What is free on a GPU once CUDA's context and libraries have taken theirs.
+    """Bytes that are free on a GPU beside CUDA's context and libraries.
 
     They take some hundred megabytes when they are first used, and keep them: so they are used
     first, by a matrix product and a convolution. What torch's allocator holds without using it is

@@ -1,4 +1,4 @@
-"""Copies between torch devices: how long they take, and whether what arrives is what was sent."""
+"""Times of copies between torch devices, with a check that they arrive unchanged."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def _copy_ns(src: torch.device, dst: torch.device, nbytes: int) -> int:
 
 
 def lane_ns(gpu: torch.device) -> int:
-    """What it adds that a kernel waits for one of another stream, per wait."""
+    """The time that one wait for a kernel of another stream adds."""
     own, other = (_stream(gpu) for _ in range(2))
     tensor = torch.zeros(1, device=gpu)
 

@@ -1,13 +1,12 @@
-"""What one more cut between two logical CPU devices really adds to a step.
+"""The cost that one more cut between two logical CPU devices adds to a step.
 
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of small operators runs on two workers of the runtime itself, forward and backward. What the
-second placement takes longer, per hand-over that it has more, is the price of one. What of it is
-time of a processor is the work of handing over, which no other work hides: the Python that leaves
-and enters a segment, and autograd that begins and ends there. The rest is the wait for a thread
-that wakes. No bytes are copied.
+A chain of small operators runs on two workers of the runtime itself, forward and backward. The cost
+of a hand-over is the extra time of the second placement per extra hand-over. Its processor time is
+the work of handing over, which no other work hides: Python that leaves and enters a segment, and
+autograd that begins and ends there. The rest is the wait for a thread to wake. No bytes are copied.
 """
 
 import time
@@ -45,7 +44,7 @@ _ROUNDS: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What one hand-over adds to a step, forward and backward taken together.
+    """The time that one hand-over adds to a step, forward and backward together.
 
     Attributes:
         wait_ns: Until the other worker begins.
@@ -121,7 +120,7 @@ def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
 
 
 def _crossings(graph: OpGraph, placement: Placement) -> int:
-    """How many values and gradients are handed over."""
+    """The number of values and gradients that are handed over."""
     device = placement.devices
     return sum(
         len({device[op] for op in tensor.consumers} - {device[tensor.producer]})

@@ -1,4 +1,4 @@
-"""A link from measured transfer times: the latency and the rate whose largest error is smallest.
+"""Links fitted to measured transfer times, with the smallest largest error.
 
     minimize over a >= 0, b >= 0:   max over i of |a + b * size_i - time_i| / time_i
 
@@ -26,7 +26,7 @@ GOOD_ERROR: Final = 0.2
 @final
 @dataclass(frozen=True, slots=True)
 class LinkFit:
-    """A link, and how well it tells the times that it was made from.
+    """A link, and how well it predicts the times that it was fitted to.
 
     Attributes:
         link: Latency and rate.
@@ -42,12 +42,12 @@ class LinkFit:
 
     @property
     def is_good(self) -> bool:
-        """Whether small and large messages are both told within 20 %."""
+        """True if small and large messages are both predicted within 20 %."""
         return self.worst_error <= GOOD_ERROR
 
     @property
     def worst_bytes(self) -> int:
-        """The size of the message that is told worst."""
+        """The size of the message whose time is predicted worst."""
         errors = _errors(self.link, self.sizes, self.times_ns)
         return self.sizes[errors.index(max(errors))]
 

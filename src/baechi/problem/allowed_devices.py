@@ -1,7 +1,7 @@
-"""Constraints against a graph and a cluster: names to indices, contradictions refused.
+"""Devices that each group may use: constraints resolved against a graph and a cluster.
 
-The result is a table of which group may go to which device; everything that decides reads only
-that, and the limit on the number of devices.
+Names become indices, and contradictions are refused. The result is a table of groups and devices;
+placers read only that, and the limit on the number of devices.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,16 +16,16 @@ from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.validation import FrozenDict
 
-# Names that an error text lists.
+# Maximum number of names listed in an error.
 _LISTED = 8
-# Names that are looked through for one like an unknown one, which takes some 20 us each.
+# Maximum number of names searched for one like an unknown one, at about 20 us each.
 _SEARCHED = 5_000
 
 
 def allowed_devices(
     graph: OpGraph, cluster: Cluster, constraints: Constraints
 ) -> NDArray[np.bool_]:
-    """Whether a device may take a group: a row per device, a column per group.
+    """True where a device may take a group: a row per device, a column per group.
 
     Raises:
         InputError: An op, group or device is unknown, or the constraints contradict each other.
@@ -80,7 +80,7 @@ def allowed_devices(
 
 
 def _hint(graph: OpGraph, name: str) -> str:
-    """What an unknown op or group may have meant: a submodule, a name like it, or any of them."""
+    """A hint on an unknown op or group: a submodule, similar names, or some examples."""
     inside = [op for op in graph.op_index if op.startswith((f"{name}/", f"{name}."))]
     if inside:
         return f"; it is a submodule's, so name its ops: {_list(inside)}."
@@ -90,12 +90,12 @@ def _hint(graph: OpGraph, name: str) -> str:
 
 
 def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Whether a device is the only one of some group: a row of `allowed_devices` each."""
+    """True where a device is the only one that some group may use: one entry per device."""
     return np.asarray(allowed[:, allowed.sum(axis=0) == 1].any(axis=1))
 
 
 def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
-    """Passes where every group has a device."""
+    """Check that every group has a device."""
     somewhere = np.asarray(allowed.any(axis=0))
     if not somewhere.all():
         op = graph.ops[int(np.argmin(somewhere[graph.arrays.op_group]))]
@@ -108,7 +108,7 @@ def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
 def _check_limit(
     limit: int, cluster: Cluster, allowed: NDArray[np.bool_], targets: Sequence[str]
 ) -> None:
-    """Passes where no more devices are needed, by pins or for want of others, than may be used."""
+    """Check that groups with a single allowed device need no more devices than the limit."""
     if len(targets) > limit:
         raise InputError(
             f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
@@ -129,10 +129,10 @@ def check_devices(
     allowed: NDArray[np.bool_],
     devices: NDArray[np.int64],
 ) -> None:
-    """Passes a device per op that violates no constraint but, perhaps, a margin.
+    """Check that the devices of the ops violate no constraint, margins aside.
 
     Raises:
-        InputError: It violates one; names it.
+        InputError: One is violated; the text names it.
     """
     here = allowed[devices, graph.arrays.op_group]
     if not here.all():
@@ -150,14 +150,14 @@ def check_devices(
 def why_not(
     graph: OpGraph, cluster: Cluster, constraints: Constraints, op: int, device: int
 ) -> str:
-    """Which constraint keeps the op from a device that it may not use."""
+    """The constraint that keeps the op from a device that it may not use."""
     name, target = graph.ops[op].name, cluster.devices[device].name
     if target in constraints.excluded:
         return f"op {name!r} is on {target!r}, which the constraints exclude for all."
     group = graph.ops[op].group
     members = (op,) if group is None else graph.groups[group]
     subjects = [graph.ops[member].name for member in members]
-    # A group's name counts where no op has it.
+    # A group's name applies where no op has it.
     if group is not None and group not in graph.op_index:
         subjects.append(group)
     for subject in subjects:
@@ -175,7 +175,7 @@ def why_not(
 def restricted_to(
     constraints: Constraints, cluster: Cluster, devices: Sequence[int]
 ) -> Constraints:
-    """The constraints of a choice of devices: nothing else may be used, and no limit is left."""
+    """The constraints for a choice of devices: others are excluded, and the limit is dropped."""
     chosen = set(devices)
     others = (row.name for index, row in enumerate(cluster.devices) if index not in chosen)
     return Constraints(

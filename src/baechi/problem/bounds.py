@@ -1,18 +1,19 @@
 """Lower bounds on the makespan of every valid schedule.
 
-Devices that the bounds need not tell apart form a *site* (`_Sites`), and everything costs work per
-site, not per device. Each bound, with its proof in `docs/bounds.md`:
+Devices that the bounds need not distinguish form a *site* (`_Sites`), so the work grows with the
+number of sites, not of devices. The bounds, with their proofs in `docs/bounds.md`:
 
-- path: an op's earliest start at its best site, its time there, and what must follow. Going to
-  another site costs the cheapest transfer; and of an op's ancestors either some are on another
-  device and cost a transfer, or all are on its own and run one at a time (`csrc/bounds/bounds.cc`).
-  Nor is a step shorter than a group, which one device runs.
+- path: an op's earliest start at its best site, its time there, and the shortest time from its end
+  to the end of the step. A change of site costs the cheapest transfer. Either some of an op's
+  ancestors are on another device and cost a transfer, or all are on its own device and run one at
+  a time (`csrc/bounds/bounds.cc`). A step is also no shorter than any group, which one device runs.
 - work: no device is busier than the makespan, so for weights y(p) >= 0 of the devices the makespan
   is at least (sum over ops of min over p of y(p) time(op, p)) / (sum over p of y(p)); and likewise
   for what must be done between two times (Fernandez and Bussell, "Bounds on the number of
   processors and time for multiprocessor optimal schedules", IEEE TC 1973).
-- guess: a makespan is assumed, ops that it has no time to part are joined, and both of the above
-  may then contradict it (destructive improvement: Klein and Scholl, EJOR 1999).
+- guess: a makespan is assumed, ops that it leaves no time to separate are joined, and if either of
+  the above bounds then exceeds it, it is refuted (destructive improvement: Klein and Scholl, EJOR
+  1999).
 
 Complexity: O((ops + tensors) * (sites^2 + window log window + thresholds * sites)) for each guess;
 `_effort` keeps it near-linear.
@@ -34,15 +35,15 @@ _NAMES: Final = ("path", "work", "guess")
 
 
 def lower_bound_ns(problem: Problem) -> int:
-    """No valid schedule of the graph on the cluster is shorter than this."""
+    """A lower bound on the makespan of every valid schedule of the graph on the cluster."""
     return max(parts(problem).values())
 
 
 def parts(problem: Problem) -> dict[str, int]:
     """Each bound by its name, in ns; the largest is `lower_bound_ns`.
 
-    Where no schedule is valid, every bound holds, and these are of the devices without limits on
-    memory and with free links between all of them.
+    Where no schedule is valid, every number is a bound; these are then computed without memory
+    limits and with free links between all devices.
     """
     if not problem.graph.ops:
         return dict.fromkeys(_NAMES, 0)
@@ -77,36 +78,36 @@ def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
 
 
 def _effort(size: int) -> tuple[int, int, int]:
-    """Ancestors, times and guesses to look at, for so many ops times sites."""
+    """Limits on ancestors, times and guesses for a given number of ops times sites."""
     window = min(128, max(4, 2**18 // size)) if size <= 2**21 else 0
     thresholds = min(48, max(2, 2**19 // size))
     return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
 def _usable(problem: Problem) -> int:
-    """How many devices a schedule may use."""
+    """Number of devices that a schedule may use."""
     return problem.max_devices or len(problem.cluster.devices)
 
 
-# The class, the memory, and which groups are allowed.
+# The class, the memory, and the allowed groups.
 _Look = tuple[int, int, bytes]
 
 
 def _look(problem: Problem, device: int) -> _Look:
-    """What makes devices different to the bounds, links aside."""
+    """The properties of a device that matter to the bounds, links aside."""
     allowed = b"" if problem.constraints is None else problem.allowed[device].tobytes()
     memory = problem.pool_memory[problem.device_pool[device]]
     return int(problem.device_class[device]), memory, allowed
 
 
 def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_]]:
-    """Per device, for every group whether it alone could be there."""
+    """Per device and group, whether the group could be there if it were alone."""
     running = problem.graph.arrays.running_bytes()
     persistent = np.array(problem.group_persistent, np.int64)
     groups = np.array(problem.op_group, np.int64)
     rows = []
     for device in devices:
-        # An op of no time holds nothing while it runs: its intervals may be empty.
+        # An op that takes no time holds no memory while it runs: its intervals may be empty.
         takes_time = problem.durations[problem.device_class[device]] > 0
         most = np.zeros_like(persistent)
         np.maximum.at(most, groups, np.where(takes_time, running, 0))
@@ -140,7 +141,7 @@ class _Sites:
         self.allowed = np.ones(shape, np.bool_)
         self.memory = np.full(len(self.members), LIMIT, np.int64)
         if limited:
-            # One device stands for all that look the same.
+            # One device represents all that look the same.
             devices = {look: device for device, look in enumerate(looks)}
             rows = dict(zip(devices, _possible(problem, devices.values()), strict=True))
             for site, row in enumerate(self.members):
@@ -156,14 +157,14 @@ class _Sites:
 
 
 def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Latency and rate of the cheapest way between any two devices.
+    """Latency and rate of the cheapest path between any two devices.
 
-    A tensor comes from its producer's device, or over another device of the reader's pool.
+    A tensor comes from its producer's device, or from another device of the reader's pool.
     """
     rows, n = problem.cluster.links, len(problem.cluster.devices)
     one = rows[0][-1]
     if all((row[:i] + row[i + 1 :]).count(one) == n - 1 for i, row in enumerate(rows)):
-        # Equal links, as most clusters have; a million of them need not be read one by one.
+        # Most clusters have equal links; then there is no need to read a million of them.
         latency = np.full((n, n), one.latency_ns if one else _FOREVER, np.int64)
         rate = np.full((n, n), one.bytes_per_s if one else 0, np.int64)
     else:
@@ -180,7 +181,7 @@ def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
             for to in pool:
                 if over == to:
                     continue
-                # Inside a pool only the hand-over takes time.
+                # Inside a pool only the latency counts.
                 best_rate[over, to] = 0
                 if latency[over, to] == _FOREVER:
                     continue
@@ -202,7 +203,7 @@ def _members(
     latency: NDArray[np.int64],
     rate: NDArray[np.int64],
 ) -> list[list[int]]:
-    """The devices of every site: as few apart as is exact, unless those are too many."""
+    """The devices of every site: the fewest sites that are exact, or fewer if too many."""
     others = ~np.eye(len(looks), dtype=bool)
     equal = all(len(row) == 0 or (row == row[0]).all() for row in (latency[others], rate[others]))
     few = len(looks) * len(problem.graph.ops) <= 2**16
@@ -237,6 +238,6 @@ def _between(
 
 
 def _by_speed(durations: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Weights proportional to what the sites' devices do of the whole graph in a time."""
+    """Weights proportional to the share of the graph's work that a site's devices do per time."""
     totals = [max(1, sum(row.tolist())) for row in durations]
     return np.array([max(1, min(totals) * 2**10 // total) for total in totals], np.int64)

@@ -1,43 +1,42 @@
-"""Coarsening: fuse what no good placement separates, and expand a placement back.
+"""Coarsening: fusion of ops that no good placement separates, and expansion of placements.
 
 A *part* is a set of ops that become one op of a coarse graph. Every op begins as its own part; a
-round (`csrc/coarsening/coarsening.cc`) proposes sets of parts and splits those that make a cycle;
-rounds end when nothing changes. With G(u) the group of part u, u and v are joined where a rule says
-so:
+round (`csrc/coarsening/coarsening.cc`) proposes sets of parts and splits those that form a cycle;
+rounds end when nothing changes. With G(u) the group of part u, u and v are joined by these rules:
 
 - chain: all successors of u outside G(u) are in G(v), all predecessors of v outside G(v) are in
   G(u), and u -> v is the first such edge. So a forward op and the next one are fused although both
   feed their own backward ops.
-- mates: v is in G(u) and u's only successor. They share a device, and nobody else waits for u.
+- mates: v is in G(u) and u's only successor. They share a device, and no other part waits for u.
 - idle: u takes no time and has no persistent bytes; v is its only neighbor on one side, on the side
   where more bytes flow if both have only one.
 - cheap: v is u's only neighbor on one side, and u takes no longer than the fastest link needs for
-  what flows between them. What v takes in like this runs there one after the other although it
-  might run side by side, so all of it together may take no longer either: this bounds what is lost
-  where many small branches meet.
+  the tensors between them. Everything that v absorbs in this way runs sequentially although it
+  might run in parallel, so its total time is bounded in the same way: this limits the loss where
+  many small branches meet.
 
 Joining parts joins their groups, so limits apply. Every part of the group with fewer parts must
 have a neighbor in the other: a forward op joins the next one where their backward ops are neighbors
-too, but groups that merely touch do not grow into one. No group becomes larger than a share of the
-largest memory, so that every lump has a device, with room for others. And groups of different color
-are not joined.
+too, but groups that merely touch do not merge. No group becomes larger than a share of the largest
+memory, so that every group fits on a device and leaves room for others. Groups with different
+allowed devices (colors) are not joined.
 
-Grains go on from there (`grains`). A round matches groups, by falling t^2 / (w * w'), where t is
-the time to send what flows between two groups, and w and w' are their works. It joins their parts
-along edges u -> v for which the longest path to v is one edge longer than that to u, or the longest
-path from u one edge longer than that from v: so no other path leads from u to v. Where that finds
-nothing, it joins parts next to each other among the neighbors of one part, if the longest paths to
-both, or from both, are equally long: so no path leads from one to the other. The limits stay, and
-no group takes more work than a few parts' mean at the target, or half a device's even share:
-devices can still work side by side.
+Coarser levels start from there (`grains`). A round matches groups by decreasing t^2 / (w * w'),
+where t is the time to send the tensors between two groups, and w and w' are their works. It joins
+their parts along edges u -> v for which the longest path to v is one edge longer than that to u,
+or the longest path from u one edge longer than that from v: so no other path leads from u to v. If
+that finds nothing, it joins adjacent neighbors of one part if the longest paths to both, or from
+both, are equally long: so no path connects them. The limits still apply, and no group takes more
+work than a few times the mean part at the target, or half a device's even share, so that devices
+can still work in parallel.
 
-A round's sets may make cycles together. Kahn's algorithm finds them; where it is stuck it splits
-the set of the first part that is left, and goes on: nothing is split but what stood in the way.
+A round's sets may form cycles. Kahn's algorithm finds them; when it is stuck, it splits the set of
+the first remaining part and continues, so only sets that block the order are split.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion; the
 matching is multilevel partitioning's, kept acyclic (Herrmann et al., SIAM J. Sci. Comput. 41,
-2019). Where we leave the paper: fusing never makes a cycle, a lump has a limit, and branches
-survive. Complexity: O((ops + tensors) log ops) a round, and a handful of rounds a level.
+2019). Differences from the paper: fusion never makes a cycle, group size is limited, and branches
+survive. Complexity: O((ops + tensors) log ops) per round, and a handful of rounds per level.
 """
 
 from collections import Counter
@@ -58,8 +57,8 @@ from baechi.records.graph_arrays import exact_sum
 from baechi.records.placement import Placement
 from baechi.validation import INT64_MAX
 
-# The largest memory holds this many of the largest groups that fusing makes: then first fit wastes
-# at most about an eighth of a device, and a graph that fills devices has several lumps for each.
+# The largest memory holds this many of the largest fused groups: then first fit wastes at most
+# # about an eighth of a device, and a graph that fills the devices has several groups for each.
 _GROUPS_PER_DEVICE: Final = 8
 # The default numbers of parts: about a third each, down to a few for every device.
 _TARGETS: Final = (2048, 768, 256, 96, 32)
@@ -68,12 +67,12 @@ _TARGETS: Final = (2048, 768, 256, 96, 32)
 @final
 @dataclass(frozen=True, eq=False)
 class Coarse:
-    """A coarse graph and the fine one that it stands for.
+    """A coarse graph and the fine graph that it represents.
 
     Attributes:
         problem: The fine graph, on its cluster.
-        part_of: For every op of the fine graph its op of the coarse one.
-        group_of: For every op of the coarse graph the first op of its group.
+        part_of: The coarse op of every fine op.
+        group_of: The first op of the group of every coarse op.
     """
 
     problem: Problem
@@ -82,7 +81,7 @@ class Coarse:
 
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
-        """For every op of the coarse graph its fine ops, in topological order."""
+        """The fine ops of every coarse op, in topological order."""
         ops = self._sorted.tolist()
         bounds = [*self._begin.tolist(), len(ops)]
         return tuple(tuple(ops[i:j]) for i, j in pairwise(bounds))
@@ -94,16 +93,16 @@ class Coarse:
 
     @cached_property
     def _begin(self) -> NDArray[np.int64]:
-        """Where each part begins in `_sorted`."""
+        """Begin of each part in `_sorted`."""
         return np.searchsorted(self.part_of[self._sorted], np.arange(len(self.group_of)))
 
     def _sums(self, values: NDArray[np.int64]) -> list[int]:
-        """For every part the sum over its ops."""
+        """The sum of each part over its ops."""
         if not len(self.group_of):
             return []
         row = values[self._sorted]
         if exact_sum(values) > INT64_MAX:
-            # Times of a kind that no device has, or on faster devices: what counts adds up to less.
+            # Times of a kind that no device has, or on faster devices: relevant sums are smaller.
             exact = np.add.reduceat(row.astype(object), self._begin).tolist()
             return [min(total, INT64_MAX) for total in exact]
         sums: list[int] = np.add.reduceat(row, self._begin).tolist()
@@ -142,16 +141,16 @@ class Coarse:
 
     @cached_property
     def core(self) -> _core.Problem:
-        """What C++ places instead of the fine problem, without the objects of `graph`.
+        """The coarse problem for C++, without the objects of `graph`.
 
         A part's duration is the sum of its ops' durations on a device. `Problem(graph, cluster)`
-        divides the sum of their times by the device's speed and rounds that up, which may be less
-        by less than a nanosecond an op.
+        divides the sum of their times by the device's speed and rounds up, which may give less, by
+        under a nanosecond per op.
         """
         return _core.contracted(self.problem.core, self.part_of, self.group_of)
 
     def _group_names(self) -> list[str | None]:
-        """The first name of a fine group in every part's group; `None` where a part is alone."""
+        """The first fine group's name in every part's group; `None` where a part is alone."""
         groups = self.group_of.tolist()
         sizes = Counter(groups)
         names: dict[int, str] = {}
@@ -194,27 +193,27 @@ def coarsen(problem: Problem) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
 
     Args:
-        problem: The fine graph, and the cluster whose links say what is cheap, and whose memory
-            says what is too large. Groups that may not go to the same devices are not joined.
+        problem: The fine graph, and the cluster, whose links decide what is cheap and whose memory
+            limits the groups. Groups with different allowed devices are not joined.
     """
     return grains(problem, ())[0]
 
 
 def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse, ...]:
-    """Coarse graphs with fewer and fewer parts, each of which stands for the fine graph.
+    """Coarse graphs with fewer and fewer parts, each representing the fine graph.
 
-    A part runs its ops one after the other, and waits for all that one of them waits for. So on
-    wide graphs whose transfers are cheap a level of few parts loses most of what could run side by
-    side: it is for what needs a small graph. Where it is enough to decide about few things,
-    `clusters` and `regrouped` lose less.
+    A part runs its ops one after another, and waits for the inputs of all of them. So on wide
+    graphs with cheap transfers, a level of few parts loses most of the parallelism: it is for
+    algorithms that need a small graph. Where it suffices to make few decisions, `clusters` and
+    `regrouped` lose less.
 
     Args:
         problem: The fine graph and the cluster.
         targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
 
     Returns:
-        What `coarsen` gives, and then a level for each target that makes a difference of a tenth.
-        Every level joins parts of the one before.
+        The result of `coarsen`, then a level for each target that reduces the parts by a tenth or
+        more. Every level joins parts of the previous one.
     """
     arrays = problem.graph.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
@@ -233,12 +232,12 @@ def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse,
 def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
     """The problem for C++, where the groups of one cluster share a device.
 
-    So a list scheduler decides about few clusters, and still starts every op by itself: unlike in a
-    coarse graph, what may run side by side does. What it finds is valid for the problem itself.
+    So a list scheduler places few clusters, but still starts every op separately: unlike a coarse
+    graph, this keeps the parallelism. Its placements are valid for the problem itself.
 
     Args:
-        problem: Whose groups.
-        cluster: For every group its cluster, counted from 0; one of the levels of `clusters`.
+        problem: The problem.
+        cluster: The cluster of every group, counted from 0; one of the levels of `clusters`.
     """
     return _core.regrouped(problem.core, cluster)
 
@@ -246,15 +245,15 @@ def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
 def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:
     """Nested clusters of well-connected groups, for a local search that moves many groups at once.
 
-    A cluster may have something between its groups that is not in it: this is no coarse graph. The
-    rules are in `csrc/coarsening/clusters.cc`; O(pairs of a tensor and a consumer), up to a
+    Other groups may lie on paths between the groups of a cluster, so this is not a coarse graph.
+    The rules are in `csrc/coarsening/clusters.cc`; O(pairs of a tensor and a consumer), up to a
     logarithm.
 
     Args:
-        problem: Whose groups. Those that may not go to the same devices are never in one cluster.
+        problem: The problem. Groups with different allowed devices are never in one cluster.
 
     Returns:
-        Per level and group its cluster, counted by first group. On level 0 every group is alone;
-        every other level joins clusters of the one before; the last has a handful.
+        The cluster of each group, per level, counted by first group. On level 0 every group is
+        alone; every other level joins clusters of the previous one; the last has a handful.
     """
     return tuple(_core.group_clusters(problem.core, problem.group_colors))

@@ -1,10 +1,10 @@
 """Memory over time, computed from a schedule alone.
 
-The rules are those of the clock that made the schedule, written a second time from its output: a
+The rules are those of the clock, implemented independently from its output: a
 device holds the persistent bytes of its ops for the whole step, a tensor from its producer's start
 to the end of its last use there, a received copy from the start of its transfer to the end of its
 last use there, and a running op's workspace. All intervals are half-open. So the highest step of a
-profile is `Schedule.peak_bytes`, and a report cannot say one thing and draw another.
+profile equals `Schedule.peak_bytes`, and the text of a report agrees with its figures.
 """
 
 from collections import Counter, defaultdict
@@ -37,16 +37,16 @@ class Holding(NamedTuple):
 def memory_profile(
     graph: OpGraph, cluster: Cluster, schedule: Schedule, longer: Iterable[Holding] = ()
 ) -> tuple[Steps, ...]:
-    """For each device the steps `(time_ns, bytes)` of its memory, from time 0 on.
+    """The memory of each device as steps `(time_ns, bytes)`, from time 0 on.
 
     A step holds until the next one's time; the last one is at the end of the schedule. Devices of
     one pool share one memory and have equal steps. O(n log n) time in ops, consumers and transfers.
 
     Args:
-        graph: What is scheduled.
-        cluster: Where.
-        schedule: When.
-        longer: What is held besides.
+        graph: The scheduled graph.
+        cluster: Its devices.
+        schedule: Its schedule.
+        longer: Additional holdings.
     """
     memory_of = memories(cluster)
     level: Counter[int] = Counter()
@@ -67,7 +67,7 @@ def memory_profile(
 def peak_holdings(
     graph: OpGraph, cluster: Cluster, schedule: Schedule
 ) -> tuple[tuple[int, Mapping[str, int]], ...]:
-    """For each device the first time of its peak, and the bytes that it holds then by reason."""
+    """The first time of each device's peak, and the bytes held then by reason."""
     memory_of = memories(cluster)
     profiles = memory_profile(graph, cluster, schedule)
     peak_ns = [max(steps, key=lambda step: step[1])[0] for steps in profiles]
@@ -82,7 +82,7 @@ def peak_holdings(
 
 
 def memories(cluster: Cluster) -> list[int]:
-    """For each device the first device of its pool; itself where it is in none."""
+    """The first device of each device's pool; the device itself where it is in none."""
     first: dict[str, int] = {}
     return [
         first.setdefault(device.pool, index) if device.pool else index
@@ -98,13 +98,13 @@ def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Itera
         op, memory = graph.ops[span.op], memory_of[span.device]
         yield Holding(memory, PERSISTENT, op.persistent_bytes, 0, end_ns)
         yield Holding(memory, WORKSPACE, op.workspace_bytes, span.start_ns, span.end_ns)
-        # Inputs that are gone already.
+        # Inputs that are already freed.
         yield Holding(memory, TENSORS, -op.reused_bytes, span.start_ns, span.end_ns)
     arrivals: dict[int, dict[int, int]] = defaultdict(dict)  # tensor -> memory -> start of copy
     departed: Counter[int] = Counter()  # tensor -> end of its last transfer out
     for transfer in schedule.transfers:
         memory = memory_of[transfer.dst]
-        if memory_of[transfer.src] != memory:  # inside a pool nothing is copied
+        if memory_of[transfer.src] != memory:  # there are no copies inside a pool
             start_ns = arrivals[transfer.tensor].get(memory, transfer.start_ns)
             arrivals[transfer.tensor][memory] = min(start_ns, transfer.start_ns)
             departed[transfer.tensor] = max(departed[transfer.tensor], transfer.end_ns)

@@ -1,7 +1,7 @@
 """A graph and a cluster as the flat arrays that the C++ core reads.
 
-The core adds times and bytes without looking for overflow; `Problem` proves beforehand that no sum
-that it can meet reaches 2**62.
+The core adds times and bytes without overflow checks; `Problem` proves beforehand that no such sum
+can reach 2**62.
 """
 
 from collections.abc import Sequence
@@ -27,16 +27,16 @@ LIMIT: Final = 2**62
 @final
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What a placer decides about: a graph, a cluster and constraints, checked together.
+    """The input of a placer: a graph, a cluster and constraints, checked together.
 
     Attributes:
         graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
         cluster: The devices and links.
-        constraints: What a placement must respect besides memory; `None` is nothing.
+        constraints: Constraints besides memory; `None` is none.
 
     Raises:
-        InputError: They are no graph, no cluster and no constraints, times or bytes add up to 2**62
-            or more, or the constraints name what does not exist or contradict each other.
+        InputError: An argument has the wrong type, times or bytes add up to 2**62 or more, or the
+            constraints use an unknown name or contradict each other.
     """
 
     graph: OpGraph
@@ -70,7 +70,7 @@ class Problem:
         tensors = len(self.graph.tensors)
         sent_ns = self.graph.arrays.total_tensor_bytes * 10**9 // slowest
         sent_ns += tensors * (1 + latency_ns + overhead_ns)
-        # Per op also the hand-over inside a pool, which costs the link's latency.
+        # Each op may also have a hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
         total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
         if total_ns >= LIMIT:
@@ -91,13 +91,13 @@ class Problem:
 
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
-        """Whether a device may take a group: a row per device, a column per group."""
+        """True where a device may take a group: a row per device, a column per group."""
         shape = (len(self.cluster.devices), self.graph.arrays.groups)
         return np.broadcast_to(np.True_, shape)
 
     @property
     def max_devices(self) -> int | None:
-        """How many devices may be used, where that is fewer than there are."""
+        """Limit on the number of devices in use; `None` where it excludes none."""
         limit = None if self.constraints is None else self.constraints.max_devices
         return limit if limit is not None and limit < len(self.cluster.devices) else None
 
@@ -115,18 +115,18 @@ class Problem:
         return color.reshape(-1).astype(np.int32)
 
     def within(self, devices: Sequence[int]) -> "Problem":
-        """The problem with no other devices; the number of devices in use has no limit then.
+        """The problem with all other devices excluded and no limit on their number.
 
         Raises:
-            InputError: Some group may use none of them.
+            InputError: A group may use none of them.
         """
         constraints = self.constraints or Constraints()
         return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
 
     def on(self, devices: Sequence[int]) -> "Problem":
-        """The problem of a cluster of these devices alone, counted anew in their order.
+        """The problem of a cluster of only these devices, renumbered in their order.
 
-        What a group cannot do without must be among them.
+        They must include every device that is the only one for some group.
         """
         rows = self.cluster.links
         cluster = Cluster(
@@ -136,7 +136,7 @@ class Problem:
         )
         if self.constraints is None:
             return Problem(self.graph, cluster)
-        # A pool keeps its margin, even where the device that asks for it is left out.
+        # A pool keeps its margin even if the device that set it is left out.
         margins = {
             self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
             for device in devices
@@ -145,11 +145,11 @@ class Problem:
         return Problem(self.graph, cluster, constraints)
 
     def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
-        """The problem of a coarser graph, each of whose ops stands for ops of one color.
+        """The problem of a coarser graph, each of whose ops represents ops of one color.
 
         Args:
             graph: The coarser graph.
-            members: For each of its ops the ops of this problem's graph.
+            members: The ops of this problem's graph for each op of the coarser graph.
         """
         if self.constraints is None:
             return Problem(graph, self.cluster)
@@ -162,7 +162,7 @@ class Problem:
 
     @cached_property
     def device_class(self) -> NDArray[np.int32]:
-        """Per device the row of `durations`: devices of one kind and speed share it."""
+        """The row of `durations` of every device; devices of one kind and speed share a row."""
         rows = {key: row for row, key in enumerate(self._classes)}
         return np.array([rows[key] for key in self._class_of], np.int32)
 
@@ -201,7 +201,7 @@ class Problem:
 
     @cached_property
     def links(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Latency and rate per source and destination, row behind row; rate 0 is no path.
+        """Latency and rate per source and destination, row by row; rate 0 is no path.
 
         One number each where all pairs of devices have equal links.
         """
@@ -216,7 +216,7 @@ class Problem:
 
     @cached_property
     def overheads(self) -> NDArray[np.int64]:
-        """What a transfer keeps its receiver busy, likewise; empty where no link has any."""
+        """Overhead of a transfer at its receiver, likewise; empty where no link has any."""
         link = self.cluster.uniform_link
         links = [link for row in self.cluster.links for link in row] if link is None else [link]
         rows = [0 if link is None else link.overhead_ns for link in links]
@@ -228,7 +228,7 @@ class Problem:
         pools: dict[str, int] = {}
         row = []
         for index, device in enumerate(self.cluster.devices):
-            # No device is named like the key of a pool: pools have two leading characters more.
+            # Keys of pools have two more leading characters, so they differ from all device names.
             key = f"p:{device.pool}" if device.pool else f"d:{index}"
             row.append(pools.setdefault(key, len(pools)))
         return tuple(row)
@@ -250,7 +250,7 @@ class Problem:
 
     @cached_property
     def pool_margin(self) -> tuple[int, ...]:
-        """What stays free in every pool: the largest margin of its devices."""
+        """Free bytes to leave in every pool: the largest margin of its devices."""
         if self.constraints is None or not self.constraints.margins:
             return (0,) * len(self.pool_devices)
         margins = self.constraints.margins
@@ -288,13 +288,13 @@ class Problem:
         return tuple(sums.tolist())
 
     def group_name(self, op: int) -> str:
-        """How an error names the op, or the group that it cannot leave."""
+        """The name of the op, or of its group, in an error."""
         group = self.graph.ops[op].group
         return f"op {self.graph.ops[op].name!r}" if group is None else f"group {group!r}"
 
     @cached_property
     def core(self) -> _core.Problem:
-        """The same for C++."""
+        """The problem for C++."""
         latency, rate = self.links
         free = self.constraints is None or self.allowed.all()
         return _core.Problem(
@@ -315,8 +315,8 @@ class Problem:
         """A fresh timeline of the core.
 
         Args:
-            headroom: The share of every memory that groups of several ops leave free when they
-                come to a device, for what their later ops will need there.
+            headroom: The share of every memory that groups of several ops leave free when they are
+                placed, for the needs of their later ops there.
         """
         timeline = _core.Timeline(self.core)
         for pool, memory_bytes in enumerate(self.pool_memory):

@@ -1,13 +1,13 @@
-"""Which devices a group can use at all, where some links are missing.
+"""Devices that each group can reach, where some links are missing.
 
-With constraints a greedy placer may put an op where its consumers, which must be elsewhere, cannot
-get its output. So what cannot be is forbidden before: a device stays allowed for a group only if
+With constraints, a greedy placer may put an op where its consumers, which must be elsewhere, cannot
+get its output. Such devices are ruled out beforehand: a device stays allowed for a group only if
 for every group that it shares a tensor with some allowed device is linked to it (arc consistency:
-Mackworth, Consistency in Networks of Relations, 1977). Where ops form a tree no dead end is left;
-elsewhere there are fewer.
+Mackworth, Consistency in Networks of Relations, 1977). If the ops form a tree, no dead end remains;
+otherwise fewer do.
 
 A consumer gets a tensor from its producer's device, or from a device of its own pool that did.
-Complexity: O(edges * sweeps), and O(devices**2) per set of devices that comes up.
+Complexity: O(edges * sweeps), and O(devices**2) per set of devices encountered.
 """
 
 from collections.abc import Callable
@@ -22,10 +22,9 @@ from baechi.problem.problem_arrays import Problem
 
 
 def linked(problem: Problem) -> Problem | None:
-    """The problem without devices that missing links rule out; `None` if a group has none left.
+    """The problem without devices ruled out by missing links; `None` if a group has none left.
 
-    The same where there are no constraints, or no link is missing: then everything can go to one
-    device, or everywhere.
+    Unchanged where there are no constraints (all ops can be on one device) or no missing links.
     """
     if problem.constraints is None or problem.cluster.uniform_link is not None:
         return problem
@@ -41,7 +40,7 @@ def linked(problem: Problem) -> Problem | None:
 
 
 def _reach(problem: Problem) -> NDArray[np.bool_]:
-    """Whether what a device (row) makes can get to another (column)."""
+    """True where the outputs of a device (row) can get to another (column)."""
     n = len(problem.cluster.devices)
     _, rate = problem.links
     direct = np.broadcast_to(rate, n * n).reshape(n, n) > 0
@@ -52,7 +51,7 @@ def _reach(problem: Problem) -> NDArray[np.bool_]:
 
 
 def _consistent(problem: Problem, reach: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
-    """What is left of the allowed devices when no more can be ruled out."""
+    """The allowed devices that remain when no more can be ruled out."""
     op_group = problem.graph.arrays.op_group
     producers, consumers = problem.graph.arrays.edges()
     pairs = np.unique(np.stack([op_group[producers], op_group[consumers]]), axis=1)
@@ -78,7 +77,7 @@ def _bits(flags: NDArray[np.bool_]) -> int:
 
 
 def _images(reach: NDArray[np.bool_]) -> Callable[[int], int]:
-    """From a set of devices to all that its members reach."""
+    """A function from a set of devices to all devices that they reach."""
     rows = [_bits(row) for row in reach]
 
     @cache

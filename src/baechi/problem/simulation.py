@@ -1,7 +1,7 @@
-"""The one clock: what a placement takes, in time and in memory.
+"""The one clock: time and memory of a placement.
 
-`Timeline` is the account, and `simulate` a fold of its `commit` over a placement's order, so what a
-placer predicted and what the simulator says are the same number. The rules:
+`Timeline` keeps the account, and `simulate` is a fold of its `commit` over a placement's order, so
+a placer and the simulator compute the same numbers. The rules:
 
 - A device runs one op at a time, in commit order. An op starts when its device is free, its
   producers have ended and its inputs have arrived.
@@ -9,17 +9,16 @@ placer predicted and what the simulator says are the same number. The rules:
   has ended and the send port there and the receive port here are free, and holds both until it
   arrives. An op's missing inputs are sent in the order (producer's end, tensor index), when the op
   is committed. Each of these transfers keeps the receiving device busy for the link's overhead, so
-  that the op takes that much longer. Devices of one pool hand tensors over for the link's latency,
+  the op takes that much longer. Between devices of one pool a tensor costs only the link's latency,
   without a transfer and its overhead.
 - Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced
   there (from their producer's start to the end of their last consumer there and of their last
   transfer out), copies received (from their transfer's start to the end of their last consumer
-  there), and the workspace of running ops. Tensors that are kept, or that nobody consumes, stay to
-  the end of the step. Intervals are half-open, [start, end).
-- Constraints say where a group may be, how many devices may be used, and how much of a memory is
-  not there.
+  there), and the workspace of running ops. Tensors that are kept, or that have no consumer, stay
+  until the end of the step. Intervals are half-open, [start, end).
+- Constraints limit the devices of each group, the number of devices in use, and the usable memory.
 
-The account itself is `csrc/clock/timeline.cc`; an independent, slow one is
+The implementation is `csrc/clock/timeline.cc`; an independent, slow one is
 `tests/support/oracle.py`.
 """
 
@@ -44,10 +43,10 @@ from baechi.validation import check_count, check_is
 
 @final
 class Timeline:
-    """The account of time and memory of one step that is being placed op by op.
+    """Time and memory of one step that is being placed op by op.
 
-    Ask with `earliest_start` and `fits`, decide with `commit`. All three want an op whose producers
-    are committed and that is not committed itself.
+    Query with `earliest_start` and `fits`, place with `commit`. All three take an uncommitted op
+    whose producers are committed.
 
     Raises:
         InputError: An index is out of range, or an op comes out of turn.
@@ -62,18 +61,18 @@ class Timeline:
         self._core = self._problem.timeline()
 
     def earliest_start(self, op: int, device: int) -> int | None:
-        """When the op would start there; `None` where an input has no path."""
+        """The start of the op there; `None` where an input has no path."""
         self._check(op, device)
         return self._core.earliest_start(op, device)
 
     def fits(self, op: int, device: int) -> bool:
-        """Whether the device's memory would suffice at every time if the op were committed there.
+        """True if the device's memory would suffice at every time after committing the op there.
 
-        Tensors with consumers that are not committed count as if they stayed, and the first op of
-        a group reserves the persistent bytes of the whole group; so what fits at every commit
-        fits in the end. What the constraints leave a single device is reserved there from the
-        beginning. False where the op's group is on another device, where there is no path, or where
-        a constraint says so.
+        Tensors with uncommitted consumers count as if they stayed, and the first op of a group
+        reserves the persistent bytes of the whole group; so if every op fits when it is committed,
+        the whole step fits. Groups with a single allowed device are reserved there from the
+        beginning. False if the op's group is on another device, if there is no path, or if a
+        constraint forbids it.
         """
         self._check(op, device)
         return self._core.fits(op, device)
@@ -82,8 +81,8 @@ class Timeline:
         """Places the op, whether it fits or not.
 
         Raises:
-            InputError: Also where its group is on another device, an input has no path, or a
-                constraint but a margin is violated.
+            InputError: Also if its group is on another device, an input has no path, or a
+                constraint other than a margin is violated.
         """
         self._check(op, device)
         constraints = self._problem.constraints
@@ -154,15 +153,14 @@ def simulate(
 ) -> Schedule:
     """The schedule of a placement, exactly as a placer predicts it.
 
-    It may need more memory than there is: `peak_bytes` shows it and `overflows` names it.
-    Complexity: linear in ops and tensors but for the sorting of what happens near a memory's peak;
-    the lower bound is computed when it is first asked for.
+    It may exceed the memory: see `peak_bytes` and `overflows`. Complexity: linear in ops and
+    tensors except for sorting events near a memory's peak; the lower bound is computed on first
+    access.
 
     Raises:
         InputError: The placement is for another graph, names a device that does not exist, has an
-            order that is not topological, parts a group, needs a path that does not exist, or
-            violates a constraint, which is named. Margins are memory that is not there; so they are
-            a matter of `overflows`.
+            order that is not topological, separates a group, needs a path that does not exist, or
+            violates a constraint, which is named. Margins are left to `overflows`.
     """
     problem = Problem(graph, cluster, constraints)
     check_is(placement, Placement, "placement")
@@ -177,9 +175,9 @@ def simulate(
 def overflows(
     schedule: Schedule, cluster: Cluster, constraints: Constraints | None = None
 ) -> tuple[tuple[str, int], ...]:
-    """Name and missing bytes of every device whose memory, less its margin, the schedule exceeds.
+    """Names and missing bytes of the devices whose memory, less its margin, is exceeded.
 
-    The devices of a pool share the largest of their margins.
+    Devices of a pool share their largest margin.
     """
     margins: dict[str, int] = {}
     for device in cluster.devices:
@@ -194,7 +192,7 @@ def overflows(
 
 
 def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _core.Timeline:
-    """A timeline with every op committed to its device, in an order that names every op once.
+    """A timeline with every op committed to its device in the given order, a permutation.
 
     Raises:
         InputError: As `simulate`.
@@ -223,14 +221,14 @@ def schedule_of(problem: Problem, timeline: _core.Timeline) -> Schedule:
 
 
 def fits_memory(problem: Problem, timeline: _core.Timeline) -> bool:
-    """Whether no pool's peak passes its memory."""
+    """True if no pool's peak exceeds its memory."""
     return all(p <= m for p, m in zip(timeline.peaks(), problem.pool_memory, strict=True))
 
 
 def _check_placement(
     problem: Problem, devices: NDArray[np.int32], order: NDArray[np.int32]
 ) -> None:
-    """Names what is wrong with a placement, where it is more than a path that is missing."""
+    """Raise the error that names what is wrong with a placement, unless it is a missing path."""
     graph, cluster = problem.graph, problem.cluster
     if len(devices) != len(graph.ops):
         raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")

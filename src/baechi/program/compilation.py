@@ -1,18 +1,17 @@
 """From a placement to its program: which lane does what, and what waits for what.
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
-2. `writing` writes the instructions in launch order, and where they wait and free.
+2. `emission` writes the instructions in launch order, and where they wait and free.
 
 Complexity: O((ops + reads) * lanes), with a binary search per free.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import final
 
 from baechi.errors import InputError
 from baechi.program.cutting import Arrival, Clock, Event, Piece, cut, tapes_of
 from baechi.program.emission import Writer
-from baechi.records.graph import OpGraph
 from baechi.records.instructions import (
     Copy,
     Lane,
@@ -23,23 +22,26 @@ from baechi.records.instructions import (
     Tape,
 )
 from baechi.records.placement import Placement, Schedule
-from baechi.traced.step_graph import mirrored, recomputed
+from baechi.records.step_structure import StepStructure
 
 
 def compile_program(
-    graph: OpGraph,
+    structure: StepStructure,
     placement: Placement,
     *,
+    instant: Set[int] = frozenset(),
     copy_lanes: bool = False,
     one_thread: bool = False,
     in_turn: Sequence[int] = (),
     schedule: Schedule | None = None,
 ) -> Program:
-    """The program of a placement of this graph.
+    """The program of a placement of this step.
 
     Args:
-        graph: Of a training step or of an inference.
-        placement: Of the graph.
+        structure: Of a training step or of an inference; a graph is one, and its costs do not
+            matter.
+        placement: Of the step.
+        instant: Operators that take no time: they may follow in a segment what has to leave it.
         copy_lanes: Whether each device copies what arrives on a lane of its own, beside what it
             computes. A tensor is then freed by the device that holds it, which is what allocators
             that are bound to a stream need; else by the lane that knows first.
@@ -51,15 +53,15 @@ def compile_program(
             the clock sends something: with one thread no device holds more than the clock says.
 
     Raises:
-        InputError: The placement is of another graph, or its order is not topological.
+        InputError: The placement is of another step, or its order is not topological.
     """
-    if placement.graph_digest != graph.digest:
+    if len(placement.devices) != len(structure.ops):
         raise InputError(
-            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
-            f"this one (digest {graph.digest[:12]}...); solve this graph."
+            f"the placement is of another graph: it has {len(placement.devices)} ops, and this "
+            f"step has {len(structure.ops)}; solve the graph of this step."
         )
     return _Compiler(
-        graph, placement, copy_lanes, one_thread, frozenset(in_turn), schedule
+        structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule
     ).program()
 
 
@@ -69,38 +71,40 @@ class _Compiler:
 
     def __init__(
         self,
-        graph: OpGraph,
+        structure: StepStructure,
         placement: Placement,
+        instant: Set[int],
         copy_lanes: bool,
         one_thread: bool,
         in_turn: frozenset[int],
         schedule: Schedule | None,
     ) -> None:
-        self._graph = graph
+        self._step = structure
+        self._digest = placement.graph_digest
+        self._instant = instant
         self._schedule = schedule
         self._one_thread = one_thread
         self._devices = placement.devices
         self._copy_lanes = copy_lanes
         self._in_turn = in_turn
-        self._n, self._twins = mirrored(graph)
-        self._units = recomputed(graph)
-        self._again = {op: at for at, unit in self._units.items() for op in unit.ops}
+        self._n, self._twins, self._units = structure.n_forward, structure.twins, structure.units
+        self._again = {op: at for at, unit in self._units.items() for op in unit}
         self._backward = {op: twin for op, twin in enumerate(self._twins) if twin >= 0}
         n_devices = max(placement.devices, default=0) + 1
         self._lanes = [Lane(device) for device in range(n_devices)]
         if copy_lanes:
             self._lanes += [Lane(device, copies=True) for device in range(n_devices)]
         self._orders = [[op for op in placement.order if op < self._n]]
-        if self._n < len(graph.ops):
+        if structure.is_training:
             self._orders.append([op for op in placement.order if op > self._n])
         self._check_order(placement.order)
 
     def _check_order(self, order: Sequence[int]) -> None:
         rank = {op: i for i, op in enumerate(order)}
-        for tensor in self._graph.tensors:
+        for tensor in self._step.tensors:
             for consumer in tensor.consumers:
                 if rank[consumer] < rank[tensor.producer]:
-                    names = (self._graph.ops[op].name for op in (consumer, tensor.producer))
+                    names = (self._step.ops[op].name for op in (consumer, tensor.producer))
                     raise InputError(
                         "the placement's order runs {!r} before {!r}, whose tensor it reads; "
                         "an order must be topological.".format(*names)
@@ -108,9 +112,12 @@ class _Compiler:
 
     def program(self) -> Program:
         """The whole program."""
-        clock = None if self._schedule is None else Clock(self._graph, self._schedule)
+        clock = None if self._schedule is None else Clock(self._step, self._schedule)
         events = [
-            cut(self._graph, self._devices, order, self._copy_lanes, clock, self._units.keys())
+            cut(
+                *(self._step, self._devices, order, self._copy_lanes),
+                *(clock, self._units.keys(), self._instant),
+            )
             for order in self._orders
         ]
         if self._one_thread:
@@ -126,7 +133,7 @@ class _Compiler:
         forward: list[list[int]] = []
         backward: list[list[int]] = [[] for _ in pieces[-1]]
         for piece in pieces[0]:
-            rows = tapes_of(self._graph, piece.ops, backward_piece, self._again, self._in_turn)
+            rows = tapes_of(self._step, piece.ops, backward_piece, self._again, self._in_turn)
             forward.append(list(range(len(tapes), len(tapes) + len(rows))))
             for number, (index, _) in zip(forward[-1], rows, strict=True):
                 if index is not None:
@@ -143,8 +150,8 @@ class _Compiler:
             self._phase(number, row, runs[number], tapes) for number, row in enumerate(events)
         ]
         return Program(
-            self._graph.digest,
-            tuple(op.name for op in self._graph.ops[: self._n]),
+            self._digest,
+            tuple(op.name for op in self._step.ops[: self._n]),
             self._twins,
             tuple(self._lanes),
             tuple(tapes),
@@ -156,7 +163,7 @@ class _Compiler:
         arrivals: dict[int, list[Arrival]] = {}
         for event in events:
             if isinstance(event, Arrival):
-                producer = self._graph.tensors[event.tensor].producer
+                producer = self._step.tensors[event.tensor].producer
                 arrivals.setdefault(producer, []).append(event)
         rows: list[Event] = []
         for event in events:
@@ -175,7 +182,7 @@ class _Compiler:
             tape_of.update((self._twins[op] if number else op, index) for op in tape.ops)
         tape_of.update((op, -1) for op in self._units)
         given, values = self._values(members, tape_of)
-        kept = {t for t in values if self._graph.tensors[t].kept}
+        kept = {t for t in values if self._step.tensors[t].kept}
         segments = self._segments(number, events, runs, values)
         writer = Writer(len(self._lanes), self._copy_lanes, self._one_thread)
         for place in given:
@@ -183,12 +190,12 @@ class _Compiler:
         index = 0
         for event in events:
             if isinstance(event, Arrival):
-                producer = self._graph.tensors[event.tensor].producer
+                producer = self._step.tensors[event.tensor].producer
                 writer.copy(Copy(event.tensor, self._devices[producer], event.device))
             else:
                 writer.run(index, segments[index])
                 index += 1
-        keep = tuple(Place(t, self._devices[self._graph.tensors[t].producer]) for t in sorted(kept))
+        keep = tuple(Place(t, self._devices[self._step.tensors[t].producer]) for t in sorted(kept))
         lanes, launch = writer.written(frozenset(keep))
         return Phase(tuple(segments), lanes, launch, tuple(given), keep)
 
@@ -196,7 +203,7 @@ class _Compiler:
         """What the caller gives, and every tensor that leaves its tape."""
         given: dict[Place, None] = {}
         values: set[int] = set()
-        for index, tensor in enumerate(self._graph.tensors):
+        for index, tensor in enumerate(self._step.tensors):
             readers = tuple(op for op in tensor.consumers if op in members)
             if tensor.producer in self._units:
                 continue  # it is in the graph of its tape
@@ -224,15 +231,15 @@ class _Compiler:
             reads = {
                 tensor
                 for op in piece.ops
-                for tensor in self._graph.op_inputs[op]
-                if tensor in values and self._graph.tensors[tensor].producer not in inside
+                for tensor in self._step.op_inputs[op]
+                if tensor in values and self._step.tensors[tensor].producer not in inside
             }
-            writes = {t for op in piece.ops for t in self._graph.op_outputs[op] if t in values}
+            writes = {t for op in piece.ops for t in self._step.op_outputs[op] if t in values}
             updates = {shared[op] for op in piece.ops if op in shared}
             again = piece.ops[0] in self._units
-            ran = {op for at in piece.ops for op in self._units[at].ops} if again else inside
+            ran = {op for at in piece.ops for op in self._units[at]} if again else inside
             if (number == 0 or again) and ran & self._in_turn:
-                updates.add(len(self._graph.groups))
+                updates.add(len(self._step.groups))
             read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
             segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
         return segments
@@ -240,7 +247,7 @@ class _Compiler:
     def _shared_state(self) -> dict[int, int]:
         """The group of every forward operator that has company there: it may share state."""
         shared: dict[int, int] = {}
-        for index, members in enumerate(self._graph.groups.values()):
+        for index, members in enumerate(self._step.groups.values()):
             forward = [op for op in members if op < self._n]
             if len(forward) > 1:
                 shared.update((op, index) for op in forward)

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
-from baechi.records.graph import OpGraph
 from baechi.records.placement import Schedule
+from baechi.records.step_structure import StepStructure
 from baechi.validation import FrozenDict
 
 
@@ -56,12 +56,12 @@ class Clock:
     """When the clock begins what a program does.
 
     Args:
-        graph: The graph.
+        step: The step.
         schedule: Of its placement.
     """
 
-    def __init__(self, graph: OpGraph, schedule: Schedule) -> None:
-        self._graph = graph
+    def __init__(self, step: StepStructure, schedule: Schedule) -> None:
+        self._step = step
         self._spans = {span.op: span for span in schedule.spans}
         self._sent = {(row.tensor, row.dst): row.start_ns for row in schedule.transfers}
         self._leaving: dict[int, list[int]] = {}
@@ -74,7 +74,7 @@ class Clock:
         """When a piece begins, or the transfer of what arrives; at once where there is none."""
         if isinstance(event, Piece):
             return self._spans[event.ops[0]].start_ns
-        made = self._spans[self._graph.tensors[event.tensor].producer].end_ns
+        made = self._spans[self._step.tensors[event.tensor].producer].end_ns
         return self._sent.get((event.tensor, event.device), made)
 
     def sends_between(self, device: int, op: int, later: int) -> bool:
@@ -86,19 +86,20 @@ class Clock:
 
 
 def cut(
-    graph: OpGraph,
+    step: StepStructure,
     devices: Sequence[int],
     order: Sequence[int],
     apart: bool,
     clock: Clock | None = None,
     again: Set[int] = frozenset(),
+    instant: Set[int] = frozenset(),
 ) -> list[Event]:
     """Pieces and arrivals of a phase, in launch order.
 
     What has to leave ends a piece; but operators that take no time may still follow it there.
 
     Args:
-        graph: The graph.
+        step: The step.
         devices: Of every operator.
         order: The operators of the phase, topological; inputs made by others are there already.
         apart: Whether copies run beside the operators. Then everything that arrives begins a
@@ -106,8 +107,9 @@ def cut(
         clock: With it a piece ends, too, where the clock begins to send something from its device,
             so that what was only waiting to be sent is let go of then.
         again: Operators that run others forward again; they are in pieces without any else.
+        instant: Operators that take no time.
     """
-    cutter = _Cutter(graph, devices, order, apart, clock, again)
+    cutter = _Cutter(step, devices, order, apart, clock, again, instant)
     for op in order:
         cutter.add(op)
     for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
@@ -121,14 +123,16 @@ class _Cutter:
 
     def __init__(
         self,
-        graph: OpGraph,
+        step: StepStructure,
         devices: Sequence[int],
         order: Sequence[int],
         apart: bool,
         clock: Clock | None,
         again: Set[int],
+        instant: Set[int],
     ) -> None:
-        self._graph = graph
+        self._step = step
+        self._instant = instant
         self._clock = clock
         self._devices = devices
         self._apart = apart
@@ -146,8 +150,8 @@ class _Cutter:
         device = self._devices[op]
         missing = self._missing(op, device)
         for tensor in missing:
-            source = self._devices[self._graph.tensors[tensor].producer]
-            if self._graph.tensors[tensor].producer not in self._after:
+            source = self._devices[self._step.tensors[tensor].producer]
+            if self._step.tensors[tensor].producer not in self._after:
                 self.close(source)
         piece = self.open.get(device)
         if piece is not None and (piece.ops[0] in self._again) != (op in self._again):
@@ -157,13 +161,13 @@ class _Cutter:
             late = bool(missing) and not self._in_time(piece, missing)
             last = piece.ops[-1]
             sends = self._clock is not None and self._clock.sends_between(device, last, op)
-            if late or sends or (piece.leaving and self._graph.ops[op].time_ns > 0):
+            if late or sends or (piece.leaving and op not in self._instant):
                 self.close(device)
         piece = self.open.get(device)
         if piece is None:
             known = self._ended[device]
             for tensor in missing:
-                after = self._after[self._graph.tensors[tensor].producer]
+                after = self._after[self._step.tensors[tensor].producer]
                 known = list(map(max, known, after))
             self._ended[device] = known
             piece = self.open[device] = _Open(list(known))
@@ -189,18 +193,18 @@ class _Cutter:
         """What it reads that is on other devices alone, in the order in which it is sent."""
         missing = [
             tensor
-            for tensor in self._graph.op_inputs[op]
-            if (producer := self._graph.tensors[tensor].producer) in self.rank
+            for tensor in self._step.op_inputs[op]
+            if (producer := self._step.tensors[tensor].producer) in self.rank
             and self._devices[producer] != device
             and (tensor, device) not in self._here
         ]
-        return sorted(missing, key=lambda t: (self.rank[self._graph.tensors[t].producer], t))
+        return sorted(missing, key=lambda t: (self.rank[self._step.tensors[t].producer], t))
 
     def _in_time(self, piece: _Open, missing: Sequence[int]) -> bool:
         """Whether all of it was known to be made before the piece began."""
         if self._apart:
             return False
-        producers = [self._graph.tensors[tensor].producer for tensor in missing]
+        producers = [self._step.tensors[tensor].producer for tensor in missing]
         return all(
             self._after[op][self._devices[op]] <= piece.known[self._devices[op]] for op in producers
         )
@@ -208,8 +212,8 @@ class _Cutter:
     def _leaves(self, op: int, device: int) -> bool:
         return any(
             consumer in self.rank and self._devices[consumer] != device
-            for tensor in self._graph.op_outputs[op]
-            for consumer in self._graph.tensors[tensor].consumers
+            for tensor in self._step.op_outputs[op]
+            for consumer in self._step.tensors[tensor].consumers
         )
 
 
@@ -217,7 +221,7 @@ Key: TypeAlias = tuple[int, int, int]  # level, -(backward piece), what runs it 
 
 
 def tapes_of(
-    graph: OpGraph,
+    step: StepStructure,
     ops: Sequence[int],
     backward_piece: Mapping[int, int],
     again: Mapping[int, int] = FrozenDict(),
@@ -236,7 +240,7 @@ def tapes_of(
     the placement's order, so that no more memory is held than that needs.
 
     Args:
-        graph: The graph.
+        step: The step.
         ops: Of the piece, in topological order.
         backward_piece: For every operator that has a backward, the piece that runs it.
         again: For every operator whose forward runs again, the operator that runs it.
@@ -248,7 +252,7 @@ def tapes_of(
         last_piece[again[op]] = max(last_piece.get(again[op], 0), backward_piece.get(op, 0))
     key_of: dict[int, Key | None] = {}
     for op in ops:
-        producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
+        producers = (step.tensors[tensor].producer for tensor in step.op_inputs[op])
         before = [key for p in producers if p in inside and (key := key_of[p]) is not None]
         last = max(before, default=None)
         unit = again.get(op, -1)
@@ -266,7 +270,7 @@ def tapes_of(
     first = min((key for key in key_of.values() if key is not None), default=None)
     for op in reversed(ops):  # what reads nothing: beside the first that reads it
         if key_of[op] is None:
-            outputs = (graph.tensors[tensor] for tensor in graph.op_outputs[op])
+            outputs = (step.tensors[tensor] for tensor in step.op_outputs[op])
             readers = (c for tensor in outputs for c in tensor.consumers if c in inside)
             keys = [key for c in readers if (key := key_of[c]) is not None]
             chosen = min(keys, default=first)

@@ -1,6 +1,6 @@
 """A placement that fits with what streams hold, which the clock does not know.
 
-1. Solve. Add what streams hold (`lifetimes`) to the peaks.
+1. Solve. Add what streams hold (`stream_memory`) to the peaks.
 2. Where a memory does not suffice, leave as many bytes of it free as were held there, and solve
    again: what is held changes with the placement, so this is done a few times.
 3. A single device holds nothing, since nothing crosses: it is the last resort.
@@ -8,6 +8,7 @@
 Deterministic. CPUs hold nothing, and are solved for once.
 """
 
+from collections.abc import Set
 from dataclasses import replace
 from typing import Final
 
@@ -20,6 +21,7 @@ from baechi.program.stream_memory import Gpus, with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
+from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.units import format_bytes
 
@@ -27,7 +29,13 @@ _ROUNDS: Final = 4
 
 
 def scheduled(
-    graph: OpGraph, cluster: Cluster, placement: Placement, gpus: Gpus, *, replayed: bool = False
+    graph: OpGraph,
+    cluster: Cluster,
+    placement: Placement,
+    gpus: Gpus,
+    *,
+    replayed: bool = False,
+    program: Program | None = None,
 ) -> Schedule:
     """The schedule of a placement, its peaks with what streams hold.
 
@@ -37,12 +45,19 @@ def scheduled(
         placement: How.
         gpus: The GPU of every logical device; None for a CPU.
         replayed: Whether it runs as CUDA graphs, which let go of nothing between steps.
+        program: What streams run, where that is known.
     """
     schedule = simulate(graph, cluster, placement)
     if all(gpu is None for gpu in gpus):
         return schedule
-    program = compile_program(graph, placement, copy_lanes=True)
+    if program is None:
+        program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
     return with_held(graph, cluster, placement, schedule, gpus, program, replayed=replayed)
+
+
+def instant_ops(graph: OpGraph) -> Set[int]:
+    """The ops that take no time."""
+    return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
 
 
 def solve_with_held(

@@ -27,7 +27,6 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Place, Program, Run, Wait
 from baechi.records.placement import Placement, Schedule, Span, Transfer
-from baechi.traced.step_graph import mirrored
 
 HELD = "held by streams"
 
@@ -82,7 +81,7 @@ class _Launches:
         self._gpus = gpus
         self._program = program
         self._replayed = replayed
-        self._loss, _ = mirrored(graph)
+        self._loss = graph.n_forward
         used = [gpu for device, gpu in enumerate(gpus) if device in set(placement.devices)]
         # GPUs on which several lanes compute.
         self._shared = {gpu for gpu in used if gpu is not None and used.count(gpu) > 1}

@@ -1,4 +1,4 @@
-"""Devices, links and clusters: what is *left* of a machine, as plain numbers."""
+"""Devices, links and clusters: the *free* capacity of machines, as plain numbers."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries the
 @final
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What is left on a device.
+    """Free capacity of one device.
 
     Attributes:
         name: Unique in its cluster. For `apply`, a torch device (`"cuda:0"`, `"cpu:1"`), where a
@@ -64,8 +64,8 @@ class Link:
         latency_ns: Time of an empty transfer.
         bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
         overhead_ns: Time that the receiving device itself is busy with each transfer, whatever its
-            size: the op that needs it first takes so much longer. What a latency is not: other work
-            cannot hide it.
+            size: the op that needs it first takes that much longer. Unlike latency, it cannot be
+            hidden behind other work.
 
     Raises:
         InputError: The latency or the overhead is negative, or the rate is not finite and at least
@@ -136,7 +136,7 @@ class Cluster:
             )
         equal = isinstance(links[0][-1], Link)
         for src, row in enumerate(links):
-            # A table may have a million links; those that are one object are checked at once.
+            # A table may have a million links; identical objects are checked only once.
             equal = equal and _others_equal(row, src, links[0][-1])
             if not set(map(type, row[src : src + 1] if equal else row)) <= {Link, NoneType}:
                 wrong = next(link for link in row if type(link) not in (Link, NoneType))
@@ -147,7 +147,7 @@ class Cluster:
 
     @property
     def uniform_link(self) -> Link | None:
-        """The link of every pair of devices, where all are equal; else, or of one device, `None`.
+        """The link shared by all pairs of devices; `None` if links differ or there is one device.
 
         O(devices**2) comparisons, which are of identity where the links are one object.
         """
@@ -185,7 +185,7 @@ class Cluster:
 
 
 def check_pools(devices: Iterable[Device]) -> None:
-    """Passes devices whose pools have one memory each.
+    """Check that the devices of each pool have the same memory.
 
     Raises:
         InputError: Two devices of a pool differ in their memory.
@@ -203,10 +203,10 @@ def check_pools(devices: Iterable[Device]) -> None:
 
 
 def check_size(n: object) -> int:
-    """`n`, if a cluster may have so many devices.
+    """`n`, checked as a number of devices of a cluster.
 
     Raises:
-        InputError: It may not.
+        InputError: It is not from 1 to `MAX_DEVICES`.
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InputError(f"a cluster of {n!r} devices; give at least one.")
@@ -226,5 +226,5 @@ def _is_finite(value: float) -> bool:
 
 
 def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
-    """Whether all links of a device's row but its own are equal to `link`."""
+    """True if all links of a device's row but its own are equal to `link`."""
     return row.count(link) - (row[device] == link) == len(row) - 1

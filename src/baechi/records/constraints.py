@@ -1,4 +1,4 @@
-"""What a placement must respect besides memory: who may go where, and how many devices."""
+"""Constraints on placements besides memory: allowed devices, their number, memory margins."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from baechi.validation import FrozenDict, check_count, check_name
 @final
 @dataclass(frozen=True, slots=True)
 class Constraints:
-    """Limits on the placements of a graph on a cluster; by name, so that they are readable.
+    """Constraints on the placements of a graph on a cluster, written with names.
 
     Ops of one group share a device, so what holds for an op holds for its group. A name is an op's;
     where no op has it, a group's. Names are looked up when the constraints meet a graph and a
@@ -21,8 +21,8 @@ class Constraints:
     Attributes:
         pins: Op or group to the device where it must run.
         forbidden: Op or group to the devices where it must not.
-        excluded: Devices that nothing may use.
-        max_devices: At most so many devices are used; `None` is no limit.
+        excluded: Devices that must stay empty.
+        max_devices: Maximum number of devices in use; `None` is no limit.
         margins: Device to bytes of its memory that stay free; a string such as `"1GiB"` is read at
             construction. The margin of a pool is the largest of its devices'.
 

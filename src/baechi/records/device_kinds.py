@@ -1,8 +1,7 @@
-"""Kinds of devices that costs can be computed for: `device_kinds.toml`, or a file of the user's.
+"""Device kinds with known peaks, from `device_kinds.toml` or a file of the user's.
 
-A row says what a kind can do at most; `kernel_ns` says what a kernel takes on it. Nothing here
-needs torch or a device. A row without a source is refused: a number that nobody can look up is a
-guess that looks like a fact.
+A row holds the peaks of a kind; `kernel_ns` computes the time of a kernel from them. Nothing here
+needs torch or a device. A row without a source is refused: numbers must be verifiable.
 """
 
 import difflib
@@ -38,18 +37,18 @@ _EFFICIENCY: Final = ("op_class", "dtype", "compute", "memory", "source", "kind"
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What a kind of device can do at most.
+    """Peak rates and memory of a kind of device.
 
     Attributes:
         name: Its name in the table.
-        memory_bytes: What the driver shows.
-        context_bytes: What CUDA, its libraries and the driver withhold of it.
+        memory_bytes: Memory as shown by the driver.
+        context_bytes: Part of it used by CUDA, its libraries and the driver.
         bytes_per_s: Memory bandwidth.
-        launch_ns: What an empty kernel takes.
+        launch_ns: Time of an empty kernel.
         flops_per_s: Dense peak by element type; a type that is missing computes as fp32.
-        source: Where the numbers are from.
-        aliases: Other names, among them what `torch.cuda.get_device_name` says.
-        efficiencies: What share of the peaks classes of operators reach.
+        source: Source of the numbers.
+        aliases: Other names, such as the one returned by `torch.cuda.get_device_name`.
+        efficiencies: Shares of the peaks that classes of operators reach.
 
     Raises:
         InputError: A number that is not positive, no fp32 peak, or no source.
@@ -113,7 +112,7 @@ class DeviceKind:
         return self.flops_per_s.get(dtype, self.flops_per_s["fp32"])
 
     def efficiency(self, op_class: str, dtype: str) -> Efficiency:
-        """The share that applies: that of the type, else that of any type.
+        """The efficiency of a class of operators: the row of the type, or else of any type.
 
         Raises:
             InputError: The table has no row for the class.
@@ -128,18 +127,18 @@ class DeviceKind:
         )
 
     def ideal_ns(self, kernel: Kernel) -> tuple[float, float]:
-        """What its FLOPs and its bytes would take at the peaks."""
+        """Time of its FLOPs and time of its bytes, both at the peaks."""
         compute_ns = 1e9 * kernel.flops / self.peak(kernel.dtype)
         return compute_ns, 1e9 * kernel.nbytes / self.bytes_per_s
 
     def kernel_ns(self, kernel: Kernel) -> float:
-        """What a kernel takes, without the launch."""
+        """Time of a kernel, without the launch."""
         share = self.efficiency(kernel.op_class, kernel.dtype)
         compute_ns, memory_ns = self.ideal_ns(kernel)
         return max(compute_ns / share.compute, memory_ns / share.memory)
 
     def run_ns(self, kernels: Sequence[Kernel]) -> int:
-        """What kernels take one after the other, launches included, rounded up."""
+        """Time of kernels run one after another, launches included, rounded up."""
         return math.ceil(sum(map(self.kernel_ns, kernels)) + self.launch_ns * len(kernels))
 
 
@@ -149,7 +148,7 @@ def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
     A user's row replaces Baechi's of the same name, and a user's efficiencies of a class Baechi's.
 
     Raises:
-        InputError: The file cannot be read, or a row is wrong; says which, and what about it.
+        InputError: The file cannot be read, or a row is wrong; the text names the row.
     """
     kinds, efficiencies = _read(_TABLE)
     tables = [efficiencies]
@@ -167,7 +166,7 @@ def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
     """The kind of that name or alias; case and punctuation do not matter.
 
     Raises:
-        InputError: There is none; names those that are near, and all.
+        InputError: There is none; the text lists similar names, and all names.
     """
     kinds = known(file)
     named = {_plain(name): row for row in reversed(kinds) for name in (*row.aliases, row.name)}
@@ -243,7 +242,7 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 def _check_owners(
     efficiencies: Sequence[dict[str, Any]], names: set[str], file: str | os.PathLike[str]
 ) -> None:
-    """Every efficiency of one kind alone must be of one that there is."""
+    """Check that every efficiency of a single kind names a known kind."""
     for row in efficiencies:
         if "kind" in row and row["kind"] not in names:
             raise InputError(
@@ -272,7 +271,7 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> De
     aliases = row.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise InputError(f"aliases of device kind {name!r} are {aliases!r}; give a list of names.")
-    # A table that names a class is asked alone about it.
+    # The first table with rows for a class is the only one read for it.
     chosen: dict[str, list[Efficiency]] = {}
     for own in tables:
         for special in (True, False):
@@ -300,7 +299,7 @@ def _plain(name: str) -> str:
 
 
 def _near(kind: str, named: Mapping[str, DeviceKind]) -> list[str]:
-    """Names that contain what was asked for, or look like it."""
+    """Names that contain the requested one, or resemble it."""
     plain = _plain(kind)
     within = [name for name in named if plain and plain in name]
     return within or difflib.get_close_matches(plain, list(named), n=3)

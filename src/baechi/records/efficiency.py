@@ -1,4 +1,4 @@
-"""How near operators come to a device's peaks: values, and the formula that they stand in.
+"""Efficiencies of operators: the shares of a device's peaks that they reach.
 
     time of a kernel = max(FLOPs / (compute * peak), bytes / (memory * bandwidth)) + launch
 
@@ -14,8 +14,8 @@ from typing import Final, final
 from baechi.errors import InputError
 from baechi.validation import check_count, check_name
 
-# What a kernel may be. The first row has FLOPs that count; the second is bound by memory, whatever
-# it computes.
+# Classes of kernels. Those of the first row may be bound by FLOPs; those of the second are bound by
+# # memory.
 OP_CLASSES: Final = (
     *("matmul", "convolution", "attention", "recurrent", "pooling"),
     *("elementwise", "transcendental", "reduction", "normalization", "gather", "copy"),
@@ -27,11 +27,11 @@ ANY: Final = "any"
 @final
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """What one kernel does, whatever runs it.
+    """Work of one kernel, independent of the device.
 
     Attributes:
         op_class: One of `OP_CLASSES`.
-        dtype: What it computes in, one of `DTYPES`.
+        dtype: Element type of the computation, one of `DTYPES`.
         flops: Floating-point operations; 0 where only bytes count.
         nbytes: Bytes that it reads and writes, each once.
     """
@@ -45,15 +45,15 @@ class Kernel:
 @final
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """What share of the peaks a class of operators reaches.
+    """Shares of the peaks that a class of operators reaches.
 
     Attributes:
         op_class: One of `OP_CLASSES`.
-        dtype: One of `DTYPES`, or `"any"` for those that have no row of their own.
+        dtype: One of `DTYPES`, or `"any"` for types without a row of their own.
         compute: Share of the peak FLOP/s. Above 1 where the row's peak is for less than is used,
             such as for one core of several.
         memory: Share of the peak bytes/s.
-        source: Where the two are from.
+        source: Source of the two shares.
 
     Raises:
         InputError: An unknown class or type, a share that is not positive and finite, no source.
@@ -78,12 +78,12 @@ class Efficiency:
 @final
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """How well computed times meet measured ones, for the operators of a class.
+    """Quality of a calibration: errors of computed times for the operators of one class.
 
     Attributes:
-        op_class: The class that most of their time is of; `"all"` for the sum over all operators.
+        op_class: The class that takes most of their time; `"all"` for the sum over all operators.
         dtype: Its element type.
-        n: How many distinct operators, forward and backward apart.
+        n: Number of distinct operators, counting forward and backward separately.
         before: Median relative error before the fit; of `"all"`, that of the sum.
         worst_before: The largest.
         after: Median relative error after it.
@@ -106,10 +106,10 @@ class Calibration:
 
     Attributes:
         kind: Name of the device kind whose peaks the efficiencies are shares of.
-        efficiencies: Those that the profiles told; others stay as in the table of kinds.
-        launch_ns: What a kernel takes at least.
-        fits: How well they fit, per class and element type; the last row is over all operators.
-        environment: What the profiles were measured with.
+        efficiencies: Those that the profiles determine; others stay as in the table of kinds.
+        launch_ns: Minimum time of a kernel.
+        fits: Errors of the fit, per class and element type; the last row is over all operators.
+        environment: Environment of the measured profiles.
 
     Raises:
         InputError: No kind, or a negative launch floor.
@@ -129,7 +129,7 @@ class Calibration:
         object.__setattr__(self, "fits", tuple(self.fits))
 
     def table(self) -> str:
-        """How well it fits, as text for people."""
+        """The errors of the fit, as a readable table."""
         head = ("class", "dtype", "n", "median before", "worst", "median after", "worst")
         rows: list[tuple[str, ...]] = [head]
         for fit in self.fits:
@@ -149,7 +149,7 @@ def check_positive_float(value: object, what: str) -> float:
     """`value` as a positive, finite float.
 
     Raises:
-        InputError: It is none.
+        InputError: It is not one.
     """
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     if not numeric or not math.isfinite(value) or value <= 0:  # type: ignore[arg-type, operator]

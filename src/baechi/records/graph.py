@@ -1,8 +1,8 @@
-"""The operator graph: what a placement decides about.
+"""The operator graph, the input of a placement.
 
 An `OpGraph` is a directed acyclic hypergraph. A vertex is an operator with its time and memory. A
 hyperedge is a tensor: one producer, any number of consumers, sent at most once to each device.
-Nothing here knows torch, so a scheduler can build, save and load graphs by itself.
+Nothing here needs torch, so a scheduler can build, save and load graphs by itself.
 """
 
 import hashlib
@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, final
 
 from baechi.errors import InputError
+from baechi.records.step_structure import Phase, StepStructure
 from baechi.units import check_bytes
 from baechi.validation import (
     INT64_MAX,
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
     from baechi.records.graph_arrays import GraphArrays
 
 
+_NONE: tuple[int, ...] = ()
+
+
 @final
 @dataclass(frozen=True, slots=True)
 class Op:
@@ -41,10 +45,14 @@ class Op:
             optimizer state.
         workspace_bytes: Held while it runs.
         group: Ops of one group share a device; `None` is alone.
-        late_bytes: Of the persistent bytes of its group, those that are there only from this op's
-            start on: gradients of parameters, which come with the backward.
-        reused_bytes: Of what it makes, its tensors and late bytes, as much takes the room of inputs
-            that it lets go of while it runs.
+        late_bytes: The part of its group's persistent bytes that is allocated only when this op
+            starts: gradients of parameters, which the backward produces.
+        reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
+            it frees while it runs.
+        phase: Its part of a training step: `"forward"`, `"loss"`, `"backward"`, or
+            `"recompute"` for an op of the backward that runs forward ops again.
+        forward: The forward op (index) that a backward op belongs to; those that a recompute op
+            runs again, ascending.
     """
 
     name: str
@@ -54,6 +62,8 @@ class Op:
     group: str | None = None
     late_bytes: int = 0
     reused_bytes: int = 0
+    phase: Phase = "forward"
+    forward: tuple[int, ...] = _NONE
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
@@ -70,6 +80,7 @@ class Op:
             and type(self.reused_bytes) is int
             and 0 <= self.reused_bytes <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
+            and ((self.phase == "forward" and self.forward is _NONE) or self._has_phase())
         ):
             return
         check_name(self.name, "op name")
@@ -83,23 +94,44 @@ class Op:
                 object.__setattr__(self, attribute, count)
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
+        what = f"forward of op {self.name!r}"
+        object.__setattr__(self, "forward", tuple(sorted(check_counts(self.forward, what))))
+        if not self._has_phase():
+            raise InputError(
+                f"op {self.name!r} is of phase {self.phase!r} with forward={self.forward}; "
+                "a forward op or a loss has none there, a backward op has the one op that it "
+                "belongs to, and a recompute op has those that it runs again."
+            )
+
+    def _has_phase(self) -> bool:
+        """True if `phase` is valid, and `forward` agrees with it."""
+        if type(self.phase) is not str or type(self.forward) is not tuple:
+            return False
+        n = len(self.forward)
+        fits = {"forward": n == 0, "loss": n == 0, "backward": n == 1, "recompute": n > 0}
+        return fits.get(self.phase, False) and _ascends(self.forward)
+
+    @property
+    def in_backward(self) -> bool:
+        """True if it runs after the loss."""
+        return self.phase in ("backward", "recompute")
 
     @property
     def net_workspace_bytes(self) -> int:
-        """What it holds while it runs besides inputs and outputs; negative where it reuses more."""
+        """Bytes held while it runs besides inputs and outputs; negative where it reuses more."""
         return self.workspace_bytes - self.reused_bytes
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What an op produces and others consume; a hyperedge.
+    """A value that one op produces and others consume; a hyperedge.
 
     Attributes:
         producer: Op index.
         consumers: Op indices, ascending, without repetition (the constructor sorts them).
         nbytes: Its size, in memory and on a link; may be given as a string.
-        kept: Returned to the caller, so that it stays to the end of the step.
+        kept: Returned to the caller, so it stays until the end of the step.
     """
 
     producer: int
@@ -128,7 +160,7 @@ class Tensor:
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
-    """Whether the values are ints, each above the one before, that fit 64 bits."""
+    """True if the values are strictly ascending ints that fit in 64 bits."""
     last = -1
     for value in values:
         if type(value) is not int or value <= last:
@@ -139,19 +171,19 @@ def _ascends(values: tuple[Any, ...]) -> bool:
 
 @final
 @dataclass(frozen=True)
-class OpGraph:
+class OpGraph(StepStructure):
     """Operators and the tensors between them; index order is a topological order.
 
     Attributes:
         ops: The vertices. `op` means an index into them everywhere.
         tensors: The hyperedges. `tensor` means an index into them everywhere.
-        times: Device kind to the time of every op on it, where it was learnt per kind.
+        times: Device kind to the time of every op on it, where known per kind.
 
     Raises:
         InputError: Two ops of one name, an unknown op index, a tensor that is consumed before it
             is produced (a cycle, or no topological order), a group of which more bytes are late
-            than persistent, an op that reuses more than it makes, or a `times` row of another
-            length.
+            than persistent, an op that reuses more than it makes, phases that are no training
+            step, or a `times` row of another length.
     """
 
     ops: tuple[Op, ...]
@@ -165,6 +197,7 @@ class OpGraph:
         self._check_tensors()
         self._check_late()
         self._check_reused()
+        self._check_phases()
         times = {}
         if not isinstance(self.times, Mapping):
             raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
@@ -238,6 +271,22 @@ class OpGraph:
                     "bytes of tensors and late bytes; reused bytes are a part of them."
                 )
 
+    def _check_phases(self) -> None:
+        n, twins = self.n_forward, set[int]()
+        for op in self.ops[n:]:
+            later = op is not self.ops[n]
+            if op.phase == "forward" or (op.phase != "loss") != later:
+                raise InputError(
+                    f"op {op.name!r} of phase {op.phase!r} is out of place; a training step is all "
+                    "forward ops, one loss, then backward and recompute ops."
+                )
+            if any(own >= n for own in op.forward):
+                raise InputError(f"forward of op {op.name!r} is {op.forward}; {n} ops are forward.")
+            if op.phase == "backward" and op.forward[0] in twins:
+                whose = self.ops[op.forward[0]].name
+                raise InputError(f"op {op.name!r} is a second backward of {whose!r}; give one.")
+            twins.update(op.forward if op.phase == "backward" else ())
+
     @cached_property
     def explicit(self) -> "OpGraph":
         """The same graph, with the same digest, in which late bytes are kept tensors of their op.
@@ -270,8 +319,12 @@ class OpGraph:
 
     @cached_property
     def digest(self) -> str:
-        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors)."""
-        # What json.dumps with sorted keys and no blanks writes, in half of its time.
+        """The sha256, in hexadecimal, of the graph's canonical JSON; O(ops + tensors).
+
+        Phases are left out: they do not matter for placement, and graphs saved before ops had them
+        keep their digests, and so their placements.
+        """
+        # The text of json.dumps with sorted keys and no blanks, in half its time.
         quote = json.encoder.encode_basestring_ascii
         ops = ",".join(
             f"[{quote(o.name)},{o.time_ns},{o.persistent_bytes},{o.workspace_bytes},"
@@ -291,7 +344,7 @@ class OpGraph:
 
     @cached_property
     def arrays(self) -> "GraphArrays":
-        """The same as NumPy arrays, made once."""
+        """The graph as NumPy arrays, computed once."""
         from baechi.records.graph_arrays import arrays_of
 
         return arrays_of(self.ops, self.tensors, self.times)
@@ -302,23 +355,6 @@ class OpGraph:
         return FrozenDict({op.name: index for index, op in enumerate(self.ops)})
 
     @cached_property
-    def op_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it consumes, ascending."""
-        rows: list[list[int]] = [[] for _ in self.ops]
-        for index, tensor in enumerate(self.tensors):
-            for consumer in tensor.consumers:
-                rows[consumer].append(index)
-        return tuple(map(tuple, rows))
-
-    @cached_property
-    def op_outputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op the tensors that it produces, ascending."""
-        rows: list[list[int]] = [[] for _ in self.ops]
-        for index, tensor in enumerate(self.tensors):
-            rows[tensor.producer].append(index)
-        return tuple(map(tuple, rows))
-
-    @cached_property
     def inputs(self) -> tuple[int, ...]:
         """The ops that consume nothing."""
         return tuple(op for op, tensors in enumerate(self.op_inputs) if not tensors)
@@ -327,15 +363,6 @@ class OpGraph:
     def outputs(self) -> tuple[int, ...]:
         """The tensors that are kept."""
         return tuple(index for index, tensor in enumerate(self.tensors) if tensor.kept)
-
-    @cached_property
-    def groups(self) -> Mapping[str, tuple[int, ...]]:
-        """Each group's ops, in the order of their first op."""
-        rows: dict[str, list[int]] = {}
-        for index, op in enumerate(self.ops):
-            if op.group is not None:
-                rows.setdefault(op.group, []).append(index)
-        return FrozenDict({group: tuple(members) for group, members in rows.items()})
 
     def to_networkx(self) -> "networkx.DiGraph[int]":
         """The graph as a `networkx.DiGraph`: ops are nodes, and an edge carries `nbytes`.

@@ -1,7 +1,7 @@
-"""An operator graph as flat NumPy arrays, for what would take Python too long one by one.
+"""An operator graph as flat NumPy arrays, for work that is too slow op by op in Python.
 
-`OpGraph.arrays` makes them once per graph, so that a scheduler that asks again and again about the
-same graph pays for them once.
+`OpGraph.arrays` computes them once per graph, so a scheduler that solves the same graph many times
+pays for them once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _SAFE: Final = 2**62
 @final
 @dataclass(frozen=True, eq=False)
 class GraphArrays:
-    """The columns of a graph; nobody writes to them.
+    """The columns of a graph; read-only.
 
     Attributes:
         times: ns per op on a device of speed 1 without times of its kind.
@@ -67,7 +67,7 @@ class GraphArrays:
 
     @cached_property
     def core(self) -> _core.Graph:
-        """The same for C++, which every problem of this graph shares."""
+        """The graph for C++, shared by all problems of this graph."""
         return _core.Graph(
             workspace=self.workspace,
             group=self.op_group,
@@ -80,7 +80,7 @@ class GraphArrays:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """The columns alone: what is derived is made anew where they are loaded or copied."""
+        """The columns alone: derived values are recomputed after a load or a copy."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
     def edges(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
@@ -88,9 +88,9 @@ class GraphArrays:
         return np.repeat(self.producer, np.diff(self.consumer_begin)), self.consumers
 
     def running_bytes(self) -> NDArray[np.int64]:
-        """What every op needs while it runs besides persistent bytes: inputs, outputs, workspace.
+        """Bytes of inputs, outputs and workspace that every op needs while it runs.
 
-        Exact where the ops and tensors take less than 2**62 bytes, as a `Problem` has made sure.
+        Exact where the ops and tensors take less than 2**62 bytes, which `Problem` checks.
         """
         running = self.workspace.copy()
         np.add.at(running, self.producer, self.nbytes)
@@ -130,8 +130,8 @@ def arrays_of(
 def exact_sum(values: NDArray[np.int64]) -> int:
     """The sum of non-negative values, however large.
 
-    As doubles n values add up to their sum within a relative error of n * 2**-52; so what is below
-    `_SAFE` then is far from 2**63 in truth, and int64 holds it.
+    The sum of n doubles has a relative error of at most n * 2**-52, so if it is below `_SAFE`, the
+    exact sum is far from 2**63 and fits in int64.
     """
     if float(values.sum(dtype=np.float64)) < _SAFE:
         return int(values.sum())

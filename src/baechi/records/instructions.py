@@ -1,25 +1,25 @@
-"""A placement as a program: for each device what it runs, copies, waits for and frees.
+"""A placement as a program: the runs, copies, waits and frees of every device.
 
     device 0   run[a b c]────┐                  wait ► free ► run[f g]
     device 1                 └─►wait ► copy ► run[d e]──►
 
-A program is plain data. Executors run it and decide nothing; `checking` proves that on every
-interleaving that its lanes allow each value is read after it is written and freed after its last
-use. Words:
+A program is plain data. Executors run it and decide nothing; `race_proof` proves that in every
+interleaving of its lanes each value is read after it is written and freed after its last use.
+Terms:
 
-- A *lane* is a queue of instructions that are done one after the other: a worker thread, a stream.
-  Every device has a lane that computes and may have one that copies what arrives there.
-- A *segment* is what a device runs in one go. It begins where a value arrives from another device
-  and ends where one must leave, nowhere else; so one device is one segment.
-- A *tape* is one autograd graph: operators of one forward segment whose backwards are in one
+- A *lane* is a queue of instructions that run one after another: a worker thread, a stream.
+  Every device has a lane that computes and may have another that copies incoming tensors.
+- A *segment* is a run of operators without interruption on one device. It begins only where a value
+  arrives from another device and ends only where one must leave, so one device is one segment.
+- A *tape* is one autograd graph: operators of one forward segment whose backward ops are in one
   backward segment. A forward segment runs its tapes one after the other, and a backward segment
-  goes backward over its own, so that backward ops run where and when the placement says.
-- A *checkpointed* tape keeps nothing but what it reads when it runs forward. It runs forward
+  goes backward over its own, so backward ops run where and when the placement says.
+- A *checkpointed* tape keeps only its inputs when it runs forward. It runs forward
   *again* in the backward, in a segment of its own, and has its graph from then on.
-- A *phase* is what runs from a call to its return: the forward, and then the backward. The caller
+- A *phase* lasts from a call to its return: the forward, and then the backward. The caller
   waits for all lanes at the end of each.
 
-What lives inside one tape alone is no value of the program.
+Values that stay inside one tape are not part of the program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,7 +51,7 @@ class Copy:
 @final
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Go on when a lane has done its instruction at a position."""
+    """Wait until a lane has done its instruction at a position."""
 
     lane: int
     position: int
@@ -60,7 +60,7 @@ class Wait:
 @final
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Let go of a tensor on a device."""
+    """Free a tensor on a device."""
 
     tensor: int
     device: int
@@ -75,9 +75,8 @@ class Tape:
     """Operators whose forward is one autograd graph.
 
     Attributes:
-        device: Where they run.
-        ops: Forward operators, in the order in which they run; ascending where there is a
-            backward.
+        device: Device that runs them.
+        ops: Forward operators, in execution order; ascending where there is a backward.
         again: The operator of the graph that runs them forward again; -1 if they keep their graph.
     """
 
@@ -89,13 +88,13 @@ class Tape:
 @final
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """What a device runs in one go.
+    """Operators that a device runs without interruption.
 
     Attributes:
-        device: Where.
-        tapes: Indices of the program's tapes, in the order in which they run.
-        reads: Tensors that other segments, or the caller, made.
-        writes: Tensors that it makes for others, for the caller, or for another of its tapes.
+        device: Its device.
+        tapes: Indices of the program's tapes, in execution order.
+        reads: Tensors made by other segments or by the caller.
+        writes: Tensors made for other segments, for the caller, or for another of its tapes.
         updates: State that it may write in place: groups of operators, and one number beyond them
             for what draws random numbers in turn.
         again: Whether it is in the backward and runs its tapes forward again.
@@ -124,8 +123,8 @@ class Lane:
     """A queue of instructions.
 
     Attributes:
-        device: Whose it is.
-        copies: Whether it copies what arrives at its device; else it computes.
+        device: Its device.
+        copies: Whether it copies incoming tensors of its device; else it computes.
     """
 
     device: int
@@ -135,15 +134,15 @@ class Lane:
 @final
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What runs from a call to its return.
+    """Instructions from a call to its return.
 
     Attributes:
         segments: In launch order.
         lanes: The instructions of every lane of the program.
         launch: The lane of every instruction, in an order in which one thread may launch all: the
             placement's own, and no instruction before one that it waits for.
-        given: What the caller puts there before.
-        kept: What is not freed, for the caller.
+        given: Values that the caller provides.
+        kept: Values that are left for the caller.
     """
 
     segments: tuple[Segment, ...]
@@ -156,10 +155,10 @@ class Phase:
 @final
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What runs a placement.
+    """Instructions that run a placement.
 
     Attributes:
-        graph_digest: `OpGraph.digest` of the graph that it is for.
+        graph_digest: `OpGraph.digest` of its graph.
         names: Of the forward operators.
         twins: The backward operator of every forward operator, or -1.
         lanes: The lanes.
@@ -177,14 +176,14 @@ class Program:
     def order(self, launch: Sequence[int]) -> tuple[int, ...]:
         """A placement's order as the program runs it, for `simulate`.
 
-        Devices take turns as there; inside a segment its own order holds, and what is forward
-        comes before the loss.
+        Devices alternate as in the placement; inside a segment its own order holds, and forward
+        ops come before the loss.
 
         Args:
             launch: The placement's order.
 
         Raises:
-            InputError: It is no order of the operators that the program runs.
+            InputError: It is not an order of the program's operators.
         """
         launch = check_counts(launch, "the order")
         n = len(self.names)
@@ -204,7 +203,7 @@ class Program:
         return tuple(order)
 
     def ops_of(self, segment: Segment, backward: bool) -> Iterator[int]:
-        """Operators of the graph that a segment runs, in its order; of a phase that is backward."""
+        """Operators of the graph that a segment of the forward or backward phase runs, in order."""
         if segment.again:
             yield from dict.fromkeys(self.tapes[tape].again for tape in segment.tapes)
             return
@@ -216,7 +215,7 @@ class Program:
                 yield from ops
 
     def explain(self) -> str:
-        """The program for people: every lane, line by line."""
+        """The program as readable text: every lane, line by line."""
         lines = []
         for number, phase in enumerate(self.phases):
             tapes = sum(len(segment.tapes) for segment in phase.segments)
@@ -231,7 +230,7 @@ class Program:
         return "\n".join(lines)
 
     def lane_name(self, lane: int) -> str:
-        """`device 1` for the lane that computes there, `copies to device 1` for the other."""
+        """`device 1` for its computing lane, `copies to device 1` for its copying lane."""
         row = self.lanes[lane]
         return f"copies to device {row.device}" if row.copies else f"device {row.device}"
 

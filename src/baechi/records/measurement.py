@@ -1,4 +1,4 @@
-"""What a placed model really did, to stand beside what was predicted."""
+"""Measured step times and peak memory of a placed model, for comparison with the prediction."""
 
 from dataclasses import dataclass
 from typing import final
@@ -15,11 +15,11 @@ class Measurement:
     Attributes:
         step_ns: The median of `samples_ns`.
         peak_bytes: Peak memory of every logical device, in the order of the cluster.
-        samples_ns: The time of every step that was counted, in the order in which they ran.
-        moved_bytes: Bytes that were sent between devices in one step.
-        absent_bytes: For every device what the plan keeps there and these steps did not have: the
-            state of an optimizer that was not given. Compare `peak_bytes` with the predicted
-            peak less this. Empty where nothing is absent.
+        samples_ns: The time of every counted step, in order.
+        moved_bytes: Bytes sent between devices in one step.
+        absent_bytes: Bytes of every device that the plan includes but the measured steps did not
+            use: the state of an optimizer that was not given. Compare `peak_bytes` with the
+            predicted peak less this. Empty where nothing is absent.
 
     Raises:
         InputError: A number is negative or not whole, or `absent_bytes` is of other devices.
@@ -44,14 +44,14 @@ class Measurement:
             )
 
     def absent(self, device: int) -> int:
-        """What the plan keeps on `device` and the measured steps did not have."""
+        """Bytes on `device` that the plan includes and the measured steps did not use."""
         return self.absent_bytes[device] if self.absent_bytes else 0
 
 
 def error_of(predicted: int, measured: int) -> float | None:
-    """How far a prediction is off, as a share of what was measured; above 0 it was too high.
+    """Relative error of a prediction; positive if it was too high.
 
-    `None` where nothing was measured to take a share of: measured is 0 and predicted is not.
+    `None` where it is undefined: measured is 0 and predicted is not.
     """
     if measured == 0:
         return 0.0 if predicted == 0 else None

@@ -1,4 +1,4 @@
-"""What operators cost: the values between measuring and placing."""
+"""Costs of operators: time and memory on one kind of device."""
 
 from dataclasses import dataclass
 from typing import final
@@ -16,17 +16,17 @@ class OpCost:
         forward_ns: Time of its forward.
         backward_ns: Time of its backward; 0 where it has none.
         parameter_bytes: Parameters and buffers that it owns.
-        output_bytes: New storage that it gives out; views and in-place results are 0.
-        saved_bytes: Storage made inside that autograd keeps for its backward; saved inputs and
+        output_bytes: New storage of its outputs; views and in-place results are 0.
+        saved_bytes: Internal storage that autograd saves for its backward; saved inputs and
             outputs are tensors of the graph and not counted here.
-        workspace_bytes: Scratch that is free again when its forward ends.
-        backward_workspace_bytes: The same of its backward; `None`: as much as the forward's.
-        backward_reused_bytes: Of the gradients, as much takes the room of what autograd kept, which
-            goes bit by bit while the backward runs.
-        forward_spread_ns: How far above `forward_ns` the next lowest of the measured passes is: how
-            much to trust it. As much as itself where nothing confirms it, 0 where computed.
-        backward_spread_ns: The same of its backward.
-        remark: What a reader should know of these numbers, such as that they depend on values, or
+        workspace_bytes: Scratch memory of its forward.
+        backward_workspace_bytes: Scratch memory of its backward; `None`: as much as the forward's.
+        backward_reused_bytes: Bytes of gradients that reuse the memory of saved tensors, which are
+            freed gradually while the backward runs.
+        forward_spread_ns: Uncertainty of `forward_ns`: the gap to the next lowest measured pass.
+            Equal to `forward_ns` where no other pass confirms it, 0 where computed.
+        backward_spread_ns: The same for its backward.
+        remark: A caveat about these numbers, such as that they depend on values, or
             that the operator failed alone and was measured in place; empty for most.
         inference_workspace_bytes: Scratch of a forward without gradients, for which torch may
             choose another kernel. `None`: not known.
@@ -61,11 +61,11 @@ class Profile:
     """The cost of every operator of one traced model on one kind of device.
 
     Attributes:
-        traced_digest: `Traced.digest` of the model that it is for.
+        traced_digest: `Traced.digest` of its model.
         kind: Device kind, as in `Device.kind`.
         costs: One per traced op.
         source: `"measured"` or `"computed"`.
-        environment: What the costs depend on: torch version, threads, processor.
+        environment: Circumstances that affect the costs: torch version, threads, processor.
     """
 
     traced_digest: str

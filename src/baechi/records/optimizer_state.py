@@ -1,6 +1,6 @@
-"""What optimizers keep of every trained parameter between steps, from shapes and types alone.
+"""Bytes of optimizer state per trained parameter, from shapes and types alone.
 
-An optimizer is named as torch names its class, in small letters, with options after a `+`:
+An optimizer is named by its torch class in lower case, with options after a `+`:
 
     "adamw"                  torch.optim.AdamW
     "adamw+amsgrad"          and the largest second moments
@@ -8,8 +8,8 @@ An optimizer is named as torch names its class, in small letters, with options a
                              optimizer works: mixed precision with master weights
     "momentum"               torch.optim.SGD with momentum; "sgd" is without
 
-Source: what each class of torch.optim (2.11 to 2.13) puts into `optimizer.state`; a test compares
-with the classes themselves.
+Source: the contents of `optimizer.state` for each class of torch.optim (2.11 to 2.13); a test
+compares with the classes themselves.
 """
 
 import math
@@ -27,7 +27,7 @@ _MASTER_BYTES: Final = 4
 @final
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """The shape and the type of a parameter that has a gradient.
+    """Shape and element size of a parameter that has a gradient.
 
     Attributes:
         shape: Its sizes; empty for a scalar.
@@ -46,7 +46,7 @@ class TrainedParameter:
 @final
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What an optimizer keeps of a parameter.
+    """State that an optimizer keeps for a parameter.
 
     Attributes:
         scalars: Zero-dimensional tensors: a step counter, mostly.
@@ -85,7 +85,7 @@ def optimizer_state_bytes(optimizer: str | None, parameter: TrainedParameter) ->
 
     Args:
         optimizer: A name of `OPTIMIZERS` with options, as the module says; `None` is `"none"`.
-        parameter: What it trains.
+        parameter: The trained parameter.
 
     Raises:
         InputError: The optimizer or an option of it is unknown.

@@ -1,4 +1,4 @@
-"""The answer: where every op runs and in which order, and what that costs."""
+"""Placements and schedules: devices and order of the ops, with their predicted costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,15 +19,15 @@ _END: Final = 3
 @final
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Which device runs which op, and the launch order.
+    """The device of every op, and the launch order.
 
     Attributes:
-        graph_digest: `OpGraph.digest` of the graph that it is for.
+        graph_digest: `OpGraph.digest` of its graph.
         devices: Device index of every op.
         order: All op indices in launch order, topological.
-        placer: Name of the placer that made it.
-        stats: What the placer wants to say, such as the makespan of each candidate; no wall
-            times, so that the same input gives the same bytes.
+        placer: Name of its placer.
+        stats: Figures from the placer, such as the makespan of each candidate; no wall times, so
+            that equal inputs give equal bytes.
     """
 
     graph_digest: str
@@ -55,9 +55,9 @@ class Placement:
 
 @final
 class Rows(Sequence[_T]):
-    """The rows of a table that is kept as columns; each is made when it is asked for.
+    """The rows of a table stored as columns; each row is built on access.
 
-    Equal to the tuple of its rows, hashed and pickled as that.
+    Compares, hashes and pickles as the tuple of its rows.
     """
 
     __slots__ = ("_columns", "_make")
@@ -114,7 +114,7 @@ class Span:
 @final
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A tensor on its way, in [start_ns, end_ns)."""
+    """A tensor in transit, in [start_ns, end_ns)."""
 
     tensor: int
     src: int
@@ -126,22 +126,22 @@ class Transfer:
 @final
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """When everything happens.
+    """Start and end of every op and transfer, with peak memory and a lower bound.
 
     Attributes:
         spans: One per op, in launch order.
         transfers: In the order in which they were committed.
         peak_bytes: Peak memory of every device; of its pool, where it is in one.
-        lower_bound_ns: No valid schedule of this graph on this cluster is shorter. `simulate`
-            leaves it to be computed when it is first asked for, which takes longer than the rest.
+        lower_bound_ns: No valid schedule of this graph on this cluster is shorter. After `simulate`
+            it is computed on first access, which takes longer than the simulation.
     """
 
     spans: Sequence[Span]
     transfers: Sequence[Transfer]
     peak_bytes: tuple[int, ...]
     lower_bound_ns: int = 0
-    # What computes the bound, until somebody asks for it. Last, so that who reads all fields in
-    # their order, as `pickle` does, finds the bound and no function.
+    # Computes the bound on first access. It is the last field, so that code which reads all fields
+    # # in order, as `pickle` does, finds the bound and not a function.
     _bound: Callable[[], int] | None = field(
         default=None, init=False, repr=False, compare=False, metadata={"json": False}
     )
@@ -163,20 +163,20 @@ class Schedule:
         peak_bytes: tuple[int, ...],
         bound: Callable[[], int],
     ) -> "Schedule":
-        """A schedule whose `lower_bound_ns` is what `bound` returns; called once, or never."""
+        """A schedule whose `lower_bound_ns` is computed by `bound`, called at most once."""
         schedule = cls(spans, transfers, peak_bytes)
         object.__setattr__(schedule, "_bound", bound)
         object.__delattr__(schedule, "lower_bound_ns")
         return schedule
 
-    if not TYPE_CHECKING:  # mypy would believe that there is every attribute
+    if not TYPE_CHECKING:  # mypy would assume that every attribute exists
 
         def __getattr__(self, name: str) -> int:
-            # Python comes here where the slot is empty.
+            # Called where the slot is empty.
             if name != "lower_bound_ns":
                 raise AttributeError(f"a Schedule has no {name!r}", name=name, obj=self)
             compute = self._bound
-            if compute is None:  # another thread has it by now
+            if compute is None:  # another thread has computed it meanwhile
                 return object.__getattribute__(self, name)
             bound = compute()
             object.__setattr__(self, "lower_bound_ns", bound)
@@ -192,7 +192,7 @@ class Schedule:
 
     @property
     def gap(self) -> float:
-        """How far the makespan may be above the optimum: (makespan - bound) / bound.
+        """Relative gap between makespan and lower bound: (makespan - bound) / bound.
 
         0.0 where both are zero; infinite where only the bound is.
         """

@@ -1,8 +1,8 @@
-"""Where devices are: in nodes, under switches, with one link for each level.
+"""Cluster topologies: devices in nodes, nodes under switches, with one link per level.
 
 A table of links has a million entries for 1,024 devices; most clusters of that size are regular,
-and this says the same in a few lines. `Topology.cluster` makes the table for the devices that a
-question is about.
+and a topology describes them in a few lines. `Topology.cluster` builds the table for a chosen set
+of devices.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from baechi.records.cluster import PORTS, Cluster, Device, Link, check_pools
 from baechi.units import parse_bytes
 from baechi.validation import check_name
 
-# The levels at which devices may be asked to be together, from the nearest.
+# The levels at which devices may be required to be together, from the nearest.
 LEVELS: Final = ("node", "switch")
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Devices, the node and the switch of each, and the link between two by what they share.
+    """Devices with their nodes and switches, and the link for each level that two may share.
 
     Attributes:
         devices: The devices, as in a `Cluster`.

@@ -1,4 +1,4 @@
-"""What a placement means, for people: text, a page for the browser, a trace for Perfetto.
+"""Reports of a placement: text, a page for the browser, a trace for Perfetto.
 
 Everything is computed from values that a file can hold, so that a report can be made on a machine
 that has neither torch nor the model.

@@ -1,4 +1,4 @@
-"""The numbers that every report says, computed once from the values of a plan."""
+"""The figures of a plan that all reports share."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -11,7 +11,6 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.measurement import Measurement, error_of
 from baechi.records.placement import Placement, Schedule, Span, Transfer
-from baechi.traced.step_graph import BACKWARD
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -108,7 +107,9 @@ class Plan:
     def sources(self) -> tuple[str, ...]:
         """The model's own line of every op, where a trace knows it; `""` elsewhere."""
         known = {} if self.traced is None else {op.name: op.source for op in self.traced.ops}
-        return tuple(known.get(op.name.removeprefix(BACKWARD), "") for op in self.graph.ops)
+        ops = self.graph.ops
+        named = (ops[op.forward[0]] if op.phase == "backward" else op for op in ops)
+        return tuple(known.get(op.name, "") for op in named)
 
     @property
     def moved_bytes(self) -> int:

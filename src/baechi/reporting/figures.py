@@ -1,4 +1,4 @@
-"""The pictures of a plan, with plotly: the graph by device, and the step over time."""
+"""Pictures of a plan, with plotly: the graph by device, and the step over time."""
 
 from html import escape
 from typing import Any, Final
@@ -8,7 +8,6 @@ from baechi.problem.memory_profile import memory_profile
 from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
 from baechi.reporting.graph_layout import lay_out, sections
-from baechi.traced.step_graph import BACKWARD, RECOMPUTE
 from baechi.units import format_bytes, format_ns
 
 # Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers. Their black and
@@ -141,7 +140,7 @@ def time_figure(plan: Plan) -> Any:
 def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...]) -> None:
     """Edges inside a device as one faint trace, those between devices strong, one per source."""
     graph, devices = plan.graph, plan.placement.devices
-    backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in graph.ops]
+    backward = [op.in_backward for op in graph.ops]
     faint_x: list[float | None] = []
     faint_y: list[float | None] = []
 
@@ -205,7 +204,7 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
         name = escape(target.name)
         spans = [span for span in schedule.spans if span.device == device]
         ops = [plan.graph.ops[span.op] for span in spans]
-        backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in ops]
+        backward = [op.in_backward for op in ops]
         figure.add_bar(
             orientation="h",
             name=name,

@@ -1,4 +1,4 @@
-"""Where every op stands in the picture of a graph.
+"""Positions of ops in the picture of a graph.
 
 x is the column: the longest path to the op, counted in forward ops, so that a forward step runs
 from left to right; a backward op stands in the column of its forward op, so that the backward runs
@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Final, final
 
 from baechi.records.graph import OpGraph
-from baechi.traced.step_graph import BACKWARD, RECOMPUTE
 
 _GAP: Final = 2  # rows between two bands
 
@@ -35,7 +34,7 @@ class Layout:
 def lay_out(graph: OpGraph, devices: tuple[int, ...], n_devices: int) -> Layout:
     """The positions of all ops; O((ops + tensors) log) time, no two ops at one place."""
     columns = _columns(graph)
-    is_backward = [op.name.startswith((BACKWARD, RECOMPUTE)) for op in graph.ops]
+    is_backward = [op.in_backward for op in graph.ops]
     lanes, heights = _lanes(graph, columns, [*zip(devices, is_backward, strict=True)])
     top = 0
     start: dict[tuple[int, bool], int] = {}
@@ -52,11 +51,7 @@ def lay_out(graph: OpGraph, devices: tuple[int, ...], n_devices: int) -> Layout:
 
 
 def _columns(graph: OpGraph) -> list[int]:
-    index_of = {op.name: index for index, op in enumerate(graph.ops)}
-    twin = [
-        index_of.get(op.name.removeprefix(BACKWARD)) if op.name.startswith(BACKWARD) else None
-        for op in graph.ops
-    ]
+    twin = [op.forward[0] if op.phase == "backward" else None for op in graph.ops]
     columns = [0] * len(graph.ops)
     for op in range(len(graph.ops)):
         forward = twin[op]
@@ -105,7 +100,7 @@ def sections(graph: OpGraph, columns: tuple[int, ...], most: int = 24) -> list[t
     """
     paths: dict[int, list[str]] = {}
     for column, op in sorted(zip(columns, graph.ops, strict=True), key=lambda pair: pair[0]):
-        if "/" in op.name and not op.name.startswith(BACKWARD):
+        if "/" in op.name and op.phase != "backward":
             paths.setdefault(column, op.name.partition("/")[0].split("."))
     best: list[tuple[int, str]] = []
     for depth in range(1, max((len(path) for path in paths.values()), default=0) + 1):

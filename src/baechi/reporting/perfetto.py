@@ -1,4 +1,4 @@
-"""The schedule as a Chrome trace: open it at ui.perfetto.dev, or in chrome://tracing.
+"""The schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
 A process per device; in it a thread that computes, one that sends, one that receives (more of each
 where transfers overlap, because slices of one thread must nest), and a counter of memory. A flow

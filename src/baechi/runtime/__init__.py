@@ -1,1 +1,1 @@
-"""What runs a placement: segments, streams, executors and the placed module."""
+"""Execution of a placement: segments, streams, executors and the placed module."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
@@ -12,28 +11,28 @@ from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError
 from baechi.program.compilation import compile_program
+from baechi.program.memory_fitting import instant_ops, scheduled
 from baechi.program.race_proof import check_program
+from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
-from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule
+from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.checkpoint_tickets import is_forgotten
+from baechi.runtime.call_guards import SharingGuard, StateGuard
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of, make_executor
-from baechi.runtime.module_identity import Identity
-from baechi.runtime.parameter_devices import homes_of
-from baechi.runtime.shared_arguments import Sharing
-from baechi.runtime.step_function import Plan, StepFunction, Way
+from baechi.runtime.parameter_devices import devices_of_state
+from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
+from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import is_hooked
-from baechi.traced.checkpoint_units import Unit
-from baechi.traced.step_graph import operator_graph
+from baechi.torch_support.saved_tensors import is_checkpointed, is_hooked
+from baechi.torch_support.torch_devices import gpus_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import change
@@ -51,20 +50,19 @@ class Executable:
     Attributes:
         program: What runs; proved.
         places: The torch device of every logical device.
-        graphs: The CUDA graphs of the tapes, if these were asked for.
-        homes: The logical device of every parameter, buffer and constant.
+        graphs: The CUDA graphs of the tapes, if these were requested.
+        state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-        schedule: Tells the clock's schedule, where it is known; a metered step goes by it.
 
     Args:
         traced: The model, with its module.
-        placement: Of its training graph, or of its inference graph.
+        structure: Of its training step, or of its inference.
+        placement: Of the step.
         places: The torch device of every logical device.
-        training: Whether the placement has the backward too.
         threads: torch threads per CPU worker.
-        units: What runs forward again in the backward.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
         cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
+        plan: The graph that was placed, and on what, where they are known.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -73,28 +71,29 @@ class Executable:
     def __init__(
         self,
         traced: Traced,
+        structure: StepStructure,
         placement: Placement,
         places: Sequence[torch.device],
-        training: bool,
         threads: int | None,
-        units: Sequence[Unit] = (),
         options: CompileOptions | None = None,
         cuda_graphs: CudaGraphs = False,
+        plan: tuple[OpGraph, Cluster] | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
-        self.schedule: Callable[[], Schedule] | None = None
+        self._plan = plan
         self._module: TracedModule = traced.module
         self.places = tuple(places)
-        self.training = training
-        self._graph = structure_of(traced, training, units)
-        self._placement = replace(placement, graph_digest=self._graph.digest)
+        self.training = structure.is_training
+        self._structure = structure
+        self._placement = placement
+        self._instant = _instant(self._module, structure)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self.homes = homes_of(self._module, placement.devices)
+        self.state_devices = devices_of_state(self._module, placement.devices)
         self.settle()
-        bound = bind(self._module, self._graph, self.program, places, options)
+        bound = bind(self._module, self._structure, self.program, places, options)
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
         self.graphs: Graphs | None = None
@@ -103,53 +102,69 @@ class Executable:
             if cuda_graphs is True:
                 self.graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self.graphs)
-        self._way = Way(bound, executor)
+        self._runner = Runner(bound, executor)
         nodes = self._module.graph_module.graph.nodes
         placeholders = [node for node in nodes if node.op == "placeholder"]
         self._given = {node: i for i, node in enumerate(placeholders)}
         (self._returned,) = next(node for node in nodes if node.op == "output").args
         self._numbers = {node: i for i, node in enumerate(bound.results)}
-        self._sharing = Sharing(self._module)
+        self._sharing_guard = SharingGuard(self._module)
         self._rewritten = _rewritten(self._module)
-        self._identity = Identity(self._module.model, self._module.graph_module)
+        self._state_guard = StateGuard(self._module.model, self._module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
         self.attributes = self._module.attributes.outside(leaves)
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
-        program = compile_program(self._graph, self._placement, **options)
+        program = compile_program(
+            self._structure, self._placement, instant=self._instant, **options
+        )
         check_program(program)
         return program
 
     @cached_property
-    def _counted(self) -> Way:
-        """How a metered step runs: on CPUs by one thread, with copies as between real devices."""
+    def schedule(self) -> Schedule | None:
+        """The predicted schedule of a step, where the plan is known; a metered step follows it."""
+        if self._plan is None:
+            return None
+        graph, cluster = self._plan
+        return scheduled(
+            *(graph, cluster, self._placement, gpus_of(self.places[: len(cluster.devices)])),
+            replayed=self.graphs is not None,
+            # The plan's program differs where other ops take no time in it.
+            program=self.program if self._instant == instant_ops(graph) else None,
+        )
+
+    @cached_property
+    def _counted(self) -> Runner:
+        """The runner of metered steps: on CPUs one thread, with copies as between real devices."""
         if self._streams and self._modes is None:
-            return self._way
+            return self._runner
         program = self.program
         if not self._streams:
-            schedule = None if self.schedule is None else self.schedule()
-            program = self._compiled(copy_lanes=True, one_thread=True, schedule=schedule)
-        bound = bind(self._module, self._graph, program, self.places)
-        return Way(bound, CudaExecutor(program, bound, self.places))
+            program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
+        bound = bind(self._module, self._structure, program, self.places)
+        return Runner(bound, CudaExecutor(program, bound, self.places))
 
     @property
     def warm_up(self) -> int:
         """After how many calls of a kind all that can be a CUDA graph is one."""
         return 0 if self.graphs is None else WARM_UP + 1
 
-    def _way_of(self, meter: Meter | None) -> Way:
-        return self._way if meter is None else self._counted
+    def _runner_of(self, meter: Meter | None) -> Runner:
+        return self._runner if meter is None else self._counted
 
     @property
     def is_settled(self) -> bool:
-        """Whether every parameter and buffer is where this placement wants it."""
-        return all(tensor.device == self.places[home] for tensor, home in self.homes.items())
+        """True if every parameter and buffer is where this placement needs it."""
+        return all(
+            tensor.device == self.places[home] for tensor, home in self.state_devices.items()
+        )
 
     def settle(self) -> None:
-        """Move every parameter and buffer, and its gradient, to where this placement wants it."""
-        for tensor, device in self.homes.items():
+        """Move every parameter and buffer, and its gradient, to where this placement needs it."""
+        for tensor, device in self.state_devices.items():
             move(tensor, self.places[device])
         compact(self._module.model)
 
@@ -157,14 +172,14 @@ class Executable:
         return attribute(self._module.graph_module, str(node.target))
 
     def takes(self, call: Call) -> bool:
-        """Whether what it shares is as in the trace, and each gradient that it may need planned.
+        """True if arguments share what they shared in the trace, and their gradients are planned.
 
-        The mode of gradients must be the trace's if forward asks for it.
+        The mode of gradients must be the trace's if forward reads it.
         """
         told = self._module.gradients
         if told is not None and told != torch.is_grad_enabled():
             return False
-        if not self._sharing.allows(call.tensors):
+        if not self._sharing_guard.allows(call.tensors):
             return False
         if not (self.training and torch.is_grad_enabled()):
             return True
@@ -175,33 +190,33 @@ class Executable:
     @contextmanager
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
         """Run another code of the same program inside the block, on workers of its own."""
-        usual = self._way
-        bound = change(bind(self._module, self._graph, self.program, self.places))
+        usual = self._runner
+        bound = change(bind(self._module, self._structure, self.program, self.places))
         executor = make_executor(self.program, bound, self.places, self._threads)
-        self._way = Way(bound, executor)
+        self._runner = Runner(bound, executor)
         try:
             yield
         finally:
-            self._way = usual
+            self._runner = usual
             executor.close()
 
     def close(self) -> None:
         """Stop the workers."""
-        self._way.executor.close()
+        self._runner.executor.close()
 
     @cached_property
-    def _alone(self) -> Way:
+    def _alone(self) -> Runner:
         """The same tapes in one thread: a mode's first step, which compiles; and hooked ones."""
-        executor = self._way.executor
+        executor = self._runner.executor
         if not isinstance(executor, CpuExecutor) or executor.threads is None:
-            return self._way
-        bound = self._way.bound
-        return Way(bound, CudaExecutor(self.program, bound, self.places))
+            return self._runner
+        bound = self._runner.bound
+        return Runner(bound, CudaExecutor(self.program, bound, self.places))
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why; what every call must answer like the example."""
-        functions = (tape.function for tape in self._way.bound.tapes)
+        """Reasons why parts do not run as requested; truth values that calls must repeat."""
+        functions = (tape.function for tape in self._runner.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += told(self._module.graph_module.graph)
@@ -209,39 +224,45 @@ class Executable:
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
-        self._identity.check()
+        self._state_guard.check()
         if self._modes is None or meter is not None:
-            return self._run(self._way_of(meter), call, meter)
+            return self._run(self._runner_of(meter), call, meter)
         differentiate = self.training and torch.is_grad_enabled()
-        parameters = tuple(self._way.bound.parameters)
-        hooked = any(parameter._backward_hooks for parameter in parameters)
+        parameters = tuple(self._runner.bound.parameters)
+        hooked = any(gradient_hooks(parameter) for parameter in parameters)
         mode = mode_of(call, parameters, differentiate), hooked
         if mode in self._modes:
-            return self._run(self._way, call, None)
-        executor = self._way.executor
+            return self._run(self._runner, call, None)
+        executor = self._runner.executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             result = self._run(self._alone, call, None)
         self._modes.add(mode)
         return result
 
-    def _run(self, way: Way, call: Call, meter: Meter | None) -> Any:
+    def _run(self, runner: Runner, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():
-                step = Step(False, meter, call.tensors, way.bound.sizes)
-                way.executor.run(step, 0)
+                step = Step(False, meter, call.tensors, runner.bound.sizes)
+                runner.executor.run(step, 0)
             step.write_back()
             return self._finish(call, step.results)
         _refuse_tangents(call.tensors)
-        if is_hooked() and not is_forgotten():
-            way = self._alone if meter is None else way  # hooks are of the caller's thread
-        step = Step(True, meter, call.tensors, way.bound.sizes)
-        for value, tensor in zip(way.bound.input_values, call.tensors, strict=True):
+        if is_checkpointed():
+            raise ExecutionError(
+                "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
+                "which would run it again for every segment. Call it outside, and let the "
+                "placement recompute: baechi.place(model, devices, checkpoint=...)."
+            )
+        if is_hooked():
+            runner = self._alone if meter is None else runner  # hooks are of the caller's thread
+        step = Step(True, meter, call.tensors, runner.bound.sizes)
+        for value, tensor in zip(runner.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
-        trained = [p for p in way.bound.parameters if p.requires_grad]
+        trained = [p for p in runner.bound.parameters if p.requires_grad]
         hooked = self._hooked(trained)
         step.apart = bool(hooked)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(way, step, call, trained, hooked)
+        plan = Plan(runner, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         if self._rewritten:
@@ -250,7 +271,7 @@ class Executable:
 
     def _hooked(self, trained: Sequence[torch.nn.Parameter]) -> frozenset[torch.nn.Parameter]:
         """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
-        hooked = frozenset(parameter for parameter in trained if parameter._backward_hooks)
+        hooked = frozenset(parameter for parameter in trained if gradient_hooks(parameter))
         for parameter in hooked & self._whole if hooked else ():
             name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
             raise ExecutionError(
@@ -281,7 +302,7 @@ class Executable:
 
 
 def _rewritten(module: TracedModule) -> list[int]:
-    """Which of the caller's tensors forward writes into with a gradient."""
+    """The caller's tensors, by index, that forward writes into with a gradient."""
     facts = module.facts.nodes
     storages = {
         value.storage
@@ -300,25 +321,24 @@ def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
     Raises:
         ExecutionError: A tensor has one.
     """
-    if torch._C._is_fwd_grad_enabled() and forward_ad._current_level >= 0:
-        for tensor in tensors:
-            dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-            if dual.tangent is not None:
-                raise ExecutionError(
-                    "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a "
-                    "step with gradients passes none on. Call the model under torch.no_grad(), or "
-                    "the unsplit one."
-                )
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]
+        raise ExecutionError(
+            "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
+            "with gradients passes none on. Call the model under torch.no_grad(), or the unsplit "
+            "one."
+        )
 
 
-def structure_of(traced: Traced, training: bool, units: Sequence[Unit] = ()) -> OpGraph:
-    """The graph of a step with made-up times: none for what the caller or the model gives."""
-    module: TracedModule = traced.module
-    given = ("placeholder", "get_attr")
-    costs = [int(any(node.op not in given for node in nodes)) for nodes in module.nodes]
-    rows = tuple(OpCost(forward_ns=cost, backward_ns=cost) for cost in costs)
-    profile = Profile(traced.digest, "", rows)
-    return operator_graph(traced, [profile], training=training, optimizer=None, units=units)
+def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
+    """Ops that take no time: they pass on inputs or state, or return results."""
+    kinds = ("placeholder", "get_attr")
+    rows = enumerate(module.nodes)
+    given = {op for op, nodes in rows if all(node.op in kinds for node in nodes)}
+    return frozenset(
+        index
+        for index, op in enumerate(structure.ops)
+        if (index in given if op.phase == "forward" else given.issuperset(op.forward))
+    )
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> None:

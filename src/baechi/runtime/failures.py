@@ -1,7 +1,7 @@
-"""Which operator failed: errors of generated and of compiled code, told at the model's own line.
+"""Errors of generated and compiled code, with the operator and the model's own line.
 
 Forward, the error's traceback shows the line of the generated code. Backward has no Python of the
-model's; but while torch detects anomalies, each autograd node knows the line that made it.
+model's; but while torch detects anomalies, each autograd node keeps the line that made it.
 """
 
 import linecache
@@ -23,13 +23,13 @@ _GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')
 
 
 @contextmanager
-def watched(ends: Iterable[GradientEdge]) -> Iterator[list[Node]]:
-    """A list that has the autograd node which is running, while a backward runs inside the block.
+def running_node(ends: Iterable[GradientEdge]) -> Iterator[list[Node]]:
+    """A list that holds the running autograd node while a backward runs inside the block.
 
-    It takes as long as a small kernel for each node.
+    It costs as much as a small kernel for each node.
 
     Args:
-        ends: Where the backward begins.
+        ends: The edges at which the backward begins.
     """
     running: list[Node] = []
     handles = []

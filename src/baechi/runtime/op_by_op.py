@@ -1,8 +1,8 @@
-"""The operators of a step one by one: what each makes, and which one makes something else first.
+"""Comparison of two runs of a step operator by operator.
 
-A gradient of a value is compared when it is whole, which is when the first of those who read the
-value has gone backward. In backward order the first gradient that differs was made by readers whose
-own gradients are right: so it is the backward of one of them that differs.
+The gradient of a value is compared when it is complete: when the first reader of the value has gone
+backward. In backward order, the first gradient that differs was computed by readers whose own
+gradients are right, so the backward of one of these readers differs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,14 +34,14 @@ Gradients = Mapping[str, torch.Tensor | None]
 @final
 @dataclass
 class Values:
-    """What the operators of one run gave: by node and leaf, forward and backward."""
+    """The values and gradients of one run, by node and leaf."""
 
     made: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     grads: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
 
 
 def difference(expected: torch.Tensor, actual: torch.Tensor) -> str:
-    """How far two tensors are apart, if further than rounding in their dtype; else empty."""
+    """The distance of two tensors, if it exceeds rounding in their dtype; else empty."""
     if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
         return f"{_kind(actual)} instead of {_kind(expected)}"
     other_kind = expected.device.type != actual.device.type and expected.dtype in _WIDE
@@ -70,7 +70,7 @@ def _kind(tensor: torch.Tensor) -> str:
 @final
 @dataclass(frozen=True)
 class Difference:
-    """What differs, in words, and how early it does: a lower rank comes first."""
+    """A difference in words, and its rank: the lowest came first."""
 
     rank: tuple[int, int]
     text: str
@@ -178,7 +178,7 @@ class Operators:
     # Comparisons.
 
     def between(self, values: Values, others: Values) -> Iterator[Difference]:
-        """What differs between two unsplit runs."""
+        """The differences between two unsplit runs."""
         for name, made in others.made.items():
             yield from self._values(self.nodes[name], made, values, "")
         for (name, leaf), gradient in others.grads.items():
@@ -232,7 +232,7 @@ class Operators:
         return owners
 
     def _readers(self, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-        """Whose backwards make the gradient of what the nodes stand for."""
+        """The nodes whose backwards compute the gradient of the values of these."""
         rows = [user for node in nodes for user in node.users if node.op != "call_module"]
         for row in rows:  # a dropout that drops nothing has no backward
             rows += row.users if row in self._passing else ()
@@ -254,9 +254,9 @@ _Note = Callable[[fx.Node, list[torch.Tensor], Sequence[int]], None]
 
 @final
 class _Runner(fx.Interpreter):
-    """Runs a graph node by node, and tells what each operator of the model makes.
+    """Runs a graph node by node, and hands on what each operator of the model makes.
 
-    Told are its tensors, and which of them get a gradient that is theirs alone.
+    That is its tensors, and the numbers of those that get a gradient of their own.
     """
 
     def __init__(

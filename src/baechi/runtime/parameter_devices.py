@@ -1,7 +1,7 @@
-"""Where parameters and buffers live, and that a plan for another shape of call leaves them there.
+"""The devices of parameters and buffers, which later plans of other shapes of call keep.
 
-An optimizer keeps its state beside a parameter, and nobody moves that along. So the first plan
-decides where a parameter lives, and later ones place around it.
+An optimizer keeps its state beside a parameter, and nothing moves that along. So the first plan
+decides where a parameter lives, and later plans place operators around it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +18,10 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import opaque_leaves
 
-Homes = Mapping[torch.Tensor, int]
+ParameterDevices = Mapping[torch.Tensor, int]
 
 
-def homes_of(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
+def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
     """Every parameter, buffer and constant with the logical device of the operators that own it.
 
     Args:
@@ -51,23 +51,23 @@ def _state_of(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.Tens
     return tensors
 
 
-def first_homes(plans: Iterable[Homes]) -> dict[torch.Tensor, int]:
-    """Where the first of the plans that has it puts each tensor."""
+def first_devices(plans: Iterable[ParameterDevices]) -> dict[torch.Tensor, int]:
+    """The device of each tensor in the first plan that has it."""
     first: dict[torch.Tensor, int] = {}
     for homes in plans:
         first = {**homes, **first}
     return first
 
 
-def staying(
-    traced: Traced, cluster: Cluster, homes: Homes, constraints: Constraints | None
+def pinned(
+    traced: Traced, cluster: Cluster, homes: ParameterDevices, constraints: Constraints | None
 ) -> Constraints | None:
-    """The constraints, and that what reads a tensor at home runs in the memory where that is.
+    """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
 
     Args:
         traced: What is to be placed.
         cluster: The devices of the homes.
-        homes: What must stay where it is.
+        homes: The parameters that must stay, with their devices.
         constraints: What else a placement must respect.
     """
     forbidden: dict[str, set[str]] = {}

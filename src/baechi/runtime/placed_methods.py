@@ -1,4 +1,4 @@
-"""Methods of a model, run so that what they call of it is the placed model.
+"""Methods of a model that call the model, run on the placed one.
 
 `placed.generate(...)` is the model's own method on the model itself: its properties, its `super()`
 and its other methods are as ever. But while the method runs, in its thread alone, the model's
@@ -6,7 +6,7 @@ and its other methods are as ever. But while the method runs, in its thread alon
 
     placed.generate(ids)
       method of the model        self(...) -> Switch -> placed(...)
-        placed forward           self(...) -> Switch -> the model's own, as a trace wants it
+        placed forward           self(...) -> Switch -> the model's own, for a trace
 
 `self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
 """
@@ -21,8 +21,8 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-# Where torch keeps what a compiled module does when it is called; it is never pickled or copied.
-_CALL: Final = "_compiled_call_impl"
+from baechi.torch_support.module_internals import CALL, plain_call
+
 _LOCK: Final = Lock()
 
 
@@ -65,57 +65,57 @@ class Methods:
         return functools.wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
 
     @contextmanager
-    def _running(self, way: Callable[..., Any]) -> Iterator[None]:
-        """In this thread the model's calls go this way inside the block."""
+    def _running(self, target: Callable[..., Any]) -> Iterator[None]:
+        """In this thread the model's calls go this target inside the block."""
         slot = vars(self._model)
         with _LOCK:
-            call = slot.get(_CALL)
+            call = slot.get(CALL)
             if isinstance(call, _Switch):
                 switch = call
             else:  # the same one each time: compilers around the call look at which it is
-                switch = slot[_CALL] = self._switch = self._switch or _Switch(self._model)
+                switch = slot[CALL] = self._switch = self._switch or _Switch(self._model)
                 switch.before = call
-            ways = switch.ways.setdefault(get_ident(), [])
-            ways.append(way)
+            targets = switch.targets.setdefault(get_ident(), [])
+            targets.append(target)
         try:
             yield
         finally:
             with _LOCK:
-                ways.pop()
-                if not ways:
-                    del switch.ways[get_ident()]
-                if not switch.ways and slot.get(_CALL) is switch:
-                    del slot[_CALL]
+                targets.pop()
+                if not targets:
+                    del switch.targets[get_ident()]
+                if not switch.targets and slot.get(CALL) is switch:
+                    del slot[CALL]
                     if switch.before is not None:
-                        slot[_CALL] = switch.before
+                        slot[CALL] = switch.before
 
 
 @final
 class _Switch:
-    """What a model does when it is called: in a thread that runs a method of it, what that wants.
+    """The call of a model, redirected in threads that run one of its methods.
 
     Attributes:
-        before: What it did before, where it was not its own call.
-        ways: Of every thread what its methods want, the innermost last; None is the model's own.
+        before: The call before, where it was not the model's own.
+        targets: The callees of the methods in a thread, innermost last; None: the model's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.before: Callable[..., Any] | None = None
-        self.ways: dict[int, list[Callable[..., Any] | None]] = {}
-        self._own: Callable[..., Any] = model._call_impl
-        # What a compiler around the call would make of it is no step of a placed model.
+        self.targets: dict[int, list[Callable[..., Any] | None]] = {}
+        self._own: Callable[..., Any] = plain_call(model)
+        # A compiler around the call would not make a step of a placed model of it.
         self._call: Callable[..., Any] = torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
     def _chosen(self, *args: Any, **kwargs: Any) -> Any:
-        ways = self.ways.get(get_ident(), [])
-        way = ways[-1] if ways else None
-        if way is None:
+        targets = self.targets.get(get_ident(), [])
+        target = targets[-1] if targets else None
+        if target is None:
             return (self.before or self._own)(*args, **kwargs)
-        ways.append(None)
+        targets.append(None)
         try:
-            return way(*args, **kwargs)
+            return target(*args, **kwargs)
         finally:
-            ways.pop()
+            targets.pop()

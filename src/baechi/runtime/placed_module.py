@@ -1,33 +1,29 @@
-"""The placed module: the user's model, with another way of running it."""
+"""The placed module: the user's model, run over several devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
 from torch import nn
 
 from baechi.errors import ExecutionError, InputError
-from baechi.problem.simulation import simulate
-from baechi.program.memory_fitting import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.measurement import Measurement
 from baechi.records.placement import Placement, Schedule
-from baechi.runtime.call_lock import Turns
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.placed_methods import Methods
-from baechi.runtime.placement_match import check_placement, check_places, refuse_meta
-from baechi.runtime.specialization import Specialization, Specializations, call_key
+from baechi.runtime.placement_match import check_places, placed_step, refuse_meta
+from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_devices import gpus_of, torch_device
-from baechi.traced.step_graph import recomputed
+from baechi.torch_support.module_internals import share_state
+from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
@@ -79,8 +75,7 @@ def apply(
             "trace the model again in this process."
         )
     refuse_meta(traced.module.model)
-    units = () if graph is None else tuple(recomputed(graph).values())
-    training = check_placement(traced, placement, graph, len(units))
+    step = placed_step(traced, placement, graph)
     if devices is None:
         if cluster is None:
             raise InputError("no torch devices: give devices=[...] or the cluster.")
@@ -92,18 +87,10 @@ def apply(
     call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
+    plan = None if graph is None or cluster is None else (graph, cluster)
     executable = Executable(
-        traced,
-        placement,
-        places,
-        training,
-        threads_per_device,
-        sorted(units, key=lambda unit: unit.ops),
-        options,
-        cuda_graphs,
+        traced, step, placement, places, threads_per_device, options, cuda_graphs, plan
     )
-    if graph is not None and cluster is not None:
-        executable.schedule = partial(simulate, graph, cluster, placement)
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
 
@@ -129,19 +116,16 @@ class PlacedModule(nn.Module):
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
         self.__dict__.update(_model=model, _methods=Methods(model))
-        self._parameters = model._parameters
-        self._buffers = model._buffers
-        self._modules = model._modules
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        share_state(self, model)
         self.training = model.training
         self._specializations = Specializations()
         self._specialize = specialize
         self._limit = limit
         self._latest: Specialization | None = None
-        self._turns = Turns()
+        self._lock = CallLock()
         self._meter: Meter | None = None
         self._measured: dict[Specialization, Measurement] = {}
-        self._homes = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
+        self._original_devices = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
         shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
         if shared:
@@ -168,7 +152,7 @@ class PlacedModule(nn.Module):
             setattr(model, name, value)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns, computed on its devices.
+        """The model's own result, computed on its devices.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
@@ -176,14 +160,14 @@ class PlacedModule(nn.Module):
             ExecutionError: An operator failed, or the module was unplaced.
         """
         self._check_open()
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             call = canonical_call(model := self.__dict__["_model"], args, kwargs)
             special = self._specializations.find(call_key(model, call), call)
             if special is not None and (special is self._latest or special.executable.is_settled):
                 self._latest = special
                 return special.executable(call, self._meter)
         executable = self._special(model, call).executable
-        with self._turns.side_by_side():
+        with self._lock.side_by_side():
             return executable(call, self._meter)
 
     def _check_open(self) -> None:
@@ -191,7 +175,7 @@ class PlacedModule(nn.Module):
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
     def _special(self, model: nn.Module, call: Call) -> Specialization:
-        with self._turns.alone():  # of calls from several threads one plans, and the others wait
+        with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
             special = self._specializations.find(key, call)
             if special is None:
@@ -202,7 +186,7 @@ class PlacedModule(nn.Module):
             return special
 
     def _adopt(self, call: Call, special: Specialization) -> None:
-        """Make a specialization that `apply` made the one for its shape of call."""
+        """Use a specialization that `apply` made for its shape of call."""
         self._specializations.add(call_key(self.__dict__["_model"], call), special)
         self._latest = special
 
@@ -211,8 +195,11 @@ class PlacedModule(nn.Module):
             raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
-        if len({tensor.device for tensor, _ in self._homes}) > 1:
-            for tensor, device in self._homes:  # a model is traced where it came from, in one place
+        if len({tensor.device for tensor, _ in self._original_devices}) > 1:
+            for (
+                tensor,
+                device,
+            ) in self._original_devices:  # a model is traced where it came from, in one place
                 move(tensor, device)
         try:
             return self._specialize(model, call, tuple(self._specializations))
@@ -231,41 +218,40 @@ class PlacedModule(nn.Module):
 
     @property
     def traced(self) -> Traced:
-        """What was traced, for the latest shape of call."""
+        """The trace of the latest shape of call."""
         return self._current.traced
 
     @property
     def placement(self) -> Placement:
-        """Where every operator is, for the latest shape of call."""
+        """The placement of the latest shape of call."""
         return self._current.placement
 
     @property
     def program(self) -> Program:
-        """What runs, proved free of races, for the latest shape of call."""
+        """The program of the latest shape of call, proved free of races."""
         return self._current.executable.program
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What does not run as asked for, and why, and which answers of the example must hold."""
+        """Reasons why parts do not run as requested; truth values of the example that must hold."""
         return self._current.executable.remarks
 
     @property
     def graph(self) -> OpGraph:
-        """What was placed."""
+        """The graph that was placed."""
         return cast(OpGraph, self._known(self._current.graph, "graph"))
 
     @property
     def cluster(self) -> Cluster:
-        """What it was placed on."""
+        """The cluster that it was placed on."""
         return cast(Cluster, self._known(self._current.cluster, "cluster"))
 
     @property
     def schedule(self) -> Schedule:
-        """What the step was predicted to do; on GPUs its peaks are with what streams hold."""
-        executable = self._current.executable
-        gpus = gpus_of(executable.places[: len(self.cluster.devices)])
-        replayed = executable.graphs is not None
-        return scheduled(self.graph, self.cluster, self.placement, gpus, replayed=replayed)
+        """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
+        self._known(self._current.graph, "graph")
+        self._known(self._current.cluster, "cluster")
+        return cast(Schedule, self._current.executable.schedule)
 
     def _known(self, value: Any, what: str) -> Any:
         if value is not None:
@@ -296,7 +282,7 @@ class PlacedModule(nn.Module):
     def measure(
         self, steps: int = 20, *, optimizer: torch.optim.Optimizer | None = None
     ) -> Measurement:
-        """What a step really takes, for the latest shape of call; `report` sets it beside the plan.
+        """Time and peaks of a step of the latest shape, as measured; `report` shows them, too.
 
         The example inputs run forward, and backward where this was placed for training: from the
         model's own loss where it returns a scalar that has a gradient, else from the sum of all
@@ -304,7 +290,7 @@ class PlacedModule(nn.Module):
         state are put back.
 
         Args:
-            steps: How many steps are timed, after some to warm up; the peaks are of others.
+            steps: The number of timed steps, after some to warm up; the peaks are of others.
             optimizer: Whose state counts as memory. Without one, or before its first step, there
                 is no state to be measured, and `absent_bytes` says what the plan keeps for it.
 
@@ -335,7 +321,7 @@ class PlacedModule(nn.Module):
         """Count memory and moved bytes per logical device inside the block; slows it down.
 
         Args:
-            optimizer: Whose state to count on its parameters' devices.
+            optimizer: The optimizer whose state to count on its parameters' devices.
         """
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")
@@ -352,7 +338,7 @@ class PlacedModule(nn.Module):
         for special in self._specializations:
             special.executable.close()
         self._closed = True
-        for tensor, device in self._homes:
+        for tensor, device in self._original_devices:
             move(tensor, device)
         return cast(nn.Module, self.__dict__["_model"])
 

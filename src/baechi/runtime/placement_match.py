@@ -1,4 +1,4 @@
-"""Whether a placement is one of a traced model, on as many torch devices as it needs."""
+"""Checks that a placement belongs to a traced model, and has enough torch devices."""
 
 from collections.abc import Sequence
 
@@ -8,26 +8,26 @@ from torch import nn
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
+from baechi.records.step_structure import StepStructure
 from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 
 
-def check_placement(
-    traced: Traced, placement: Placement, graph: OpGraph | None, n_units: int
-) -> bool:
-    """Whether the placement has the backward too.
+def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> StepStructure:
+    """The structure of the step that was placed.
 
     Args:
         traced: The model.
         placement: Of it.
         graph: What was placed, where known.
-        n_units: How many operators of the graph run others forward again.
 
     Raises:
         InputError: It is of another graph, parts a group, or is in no topological order.
     """
     n = len(traced.ops)
-    sizes = {n: False, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + n_units: True}
+    step = graph or traced.structure(training=len(placement.devices) > n)
+    again = len(step.units)
+    sizes = (n, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + again)
     if len(placement.devices) not in sizes:
         raise InputError(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and "
@@ -38,6 +38,11 @@ def check_placement(
         raise InputError(
             f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
             f"the one given (digest {graph.digest[:12]}...). Solve the graph of this trace."
+        )
+    if [op.name for op in step.ops[: step.n_forward]] != [op.name for op in traced.ops]:
+        raise InputError(
+            f"the graph given is not of this {traced.name}: its forward ops have other names, or "
+            "it does not say which ops are not forward (Op.phase). Give the graph of this trace."
         )
     place = {op: i for i, op in enumerate(placement.order)}
     for tensor in traced.tensors:
@@ -52,7 +57,7 @@ def check_placement(
     for op, device in zip(traced.ops, placement.devices[:n], strict=True):
         if op.group is not None and device_of.setdefault(op.group, device) != device:
             raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
-    return sizes[len(placement.devices)]
+    return step
 
 
 def check_places(n_devices: int, places: Sequence[torch.device]) -> None:

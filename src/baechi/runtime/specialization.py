@@ -1,7 +1,10 @@
-"""A placed model for one shape of call, and which calls these are."""
+"""Placed models by shape of call, and the lock under which a new one is made."""
 
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Condition, get_ident
 from typing import Any, final
 
 import torch
@@ -13,6 +16,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.module_internals import global_hooks, hooks_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
@@ -42,7 +46,7 @@ class Specialization:
 
     @property
     def n_devices(self) -> int:
-        """How many logical devices there are; those that are used, where more are unknown."""
+        """The number of logical devices; of those in use where the cluster is unknown."""
         if self.cluster is not None:
             return len(self.cluster.devices)
         return max(self.placement.devices, default=0) + 1
@@ -82,7 +86,7 @@ class Specializations:
         return sum(map(len, self._rows.values()))
 
     def find(self, key: Any, call: Call) -> Specialization | None:
-        """The one that can run a call of this key, if there is one."""
+        """The specialization that can run a call of this key, or None."""
         for special in self._rows.get(key, ()):
             if special.executable.attributes.hold() and special.executable.takes(call):
                 return special
@@ -99,7 +103,7 @@ class Specializations:
         self._rows[key] = [*others, special]
 
     def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
-        """Why a call is refused that none of these runs, where no other can be made."""
+        """The error for a call that none of these can run, where no other can be made."""
         mode = "training" if model.training else "evaluation"
         found = (s.executable.attributes.changed() for s in self._rows.get(key, ()))
         changed = next((f": {text}" for text in found if text), "")
@@ -135,7 +139,53 @@ class Specializations:
 def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """Equal keys can run the same specialization: the call's own, submodules, modes and hooks."""
     modules = tuple(model.modules())
-    every = [getattr(nn.modules.module, f"_global{kind}") for kind in HOOKS]
-    own = [getattr(module, kind) for module in modules for kind in HOOKS]
+    every = [global_hooks(kind) for kind in HOOKS]
+    own = [hooks_of(module, kind) for module in modules for kind in HOOKS]
     hooks = tuple(tuple(hooks) for hooks in (*every, *own) if hooks)
     return (call.key, modules, tuple(module.training for module in modules), hooks)
+
+
+@final
+class CallLock:
+    """A lock under which calls run side by side, and a trace alone. Reentrant within a thread.
+
+    A trace replaces parameters, hooks and functions of the model while it lasts, so a call at the
+    same time would see another model.
+    """
+
+    def __init__(self) -> None:
+        self._changed = Condition()
+        self._calls: Counter[int] = Counter()  # by thread
+        self._planner: int | None = None
+
+    @contextmanager
+    def side_by_side(self) -> Iterator[None]:
+        """Run the block when no thread plans."""
+        me = get_ident()
+        with self._changed:
+            while self._planner not in (None, me):
+                self._changed.wait()
+            self._calls[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._calls[me] -= 1
+                if not self._calls[me]:
+                    del self._calls[me]
+                    self._changed.notify_all()
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Run the block when no other thread calls or plans."""
+        me = get_ident()
+        with self._changed:
+            while self._planner is not None or self._calls.keys() - {me}:
+                self._changed.wait()
+            self._planner = me
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._planner = None
+                self._changed.notify_all()

@@ -1,4 +1,4 @@
-"""Measured steps of a placed model: their times, then, apart from these, their peaks.
+"""Measured steps of a placed model: first their times, then, in other steps, their peaks.
 
     warm-up          not counted: pages, caches, kernels that are chosen at the first call, captures
     timed steps      without a meter, since counting storages slows a CPU down
@@ -29,11 +29,11 @@ from torch.autograd.function import once_differentiable
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.measurement import Measurement
-from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
+from baechi.traced.step_graph import graded_owners, persistent_bytes
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.pytrees import tensors_in
@@ -59,11 +59,11 @@ def measure_steps(
 
     Args:
         executable: What runs; its step is forward and backward if it was placed for training.
-        model: Whose gradients and buffers are put back.
+        model: The model, whose gradients and buffers are put back.
         call: What is run.
         loss_device: The logical device that is charged with the gradients of the outputs.
-        metered: Makes the meter of a step, which knows what every device holds all the time.
-        steps: How many are timed.
+        metered: Makes the meter of a step, which follows what every device holds.
+        steps: The number of timed steps.
 
     Raises:
         InputError: `steps` is no positive integer.
@@ -88,12 +88,11 @@ def planned_state_bytes(
 
     O(ops).
     """
-    free = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
-    bare = traced.graph(free, training=len(graph.ops) > len(traced.ops), optimizer=None)
+    graded = graded_owners(traced) if graph.is_training else frozenset()
     state = [0] * n_devices
-    rows = list(zip(graph.ops, bare.ops, placement.devices, strict=False))[: len(traced.ops)]
-    for op, without, device in rows:  # backward ops own nothing
-        state[device] += max(op.persistent_bytes - without.persistent_bytes, 0)
+    for index, (own, op) in enumerate(zip(traced.ops, graph.ops, strict=False)):
+        without = persistent_bytes(own, training=index in graded, optimizer=None)
+        state[placement.devices[index]] += max(op.persistent_bytes - without, 0)
     return tuple(state)
 
 
@@ -102,7 +101,7 @@ def _peaks(
 ) -> tuple[tuple[int, ...], int]:
     """The highest peak of every device over a few steps, and the bytes moved in one.
 
-    The allocator tells the peak of a GPU with one logical device on it, workspaces and rounding
+    The allocator reports the peak of a GPU with one logical device, workspaces and rounding
     included. Of several on one GPU, as of CPUs, the live storages are counted. The inputs that the
     caller has are in no peak, but what a device copies or writes of them is.
     """
@@ -142,7 +141,7 @@ def _peaks(
 
 
 def _allocated(place: torch.device) -> int:
-    """What is allocated on a GPU, from where its peak now starts anew."""
+    """The bytes allocated on a GPU; its peak is counted from here."""
     torch.cuda.synchronize(place)
     torch.cuda.reset_peak_memory_stats(place)
     return torch.cuda.memory_allocated(place)

@@ -23,6 +23,13 @@ import torch
 from torch import fx
 
 from baechi.errors import InputError
+from baechi.torch_support.compiler_internals import (
+    backend_named,
+    inductor_options,
+    keeping_graphs,
+    records_cuda_graphs,
+    refusals,
+)
 from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.op_names import op_name, source_line
@@ -32,8 +39,8 @@ Tape = Callable[[list[Any]], tuple[Any, ...]]
 # torch.compile refuses their modules; taken apart, they can fail when they run (torch 2.13).
 _RECURRENT: Final = ("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu")
 
-# What torch warns of while it compiles, and nobody can mend: it looks at `.grad` of what enters,
-# and its own parts are deprecated.
+# Warnings of torch while it compiles that no caller can avoid: it reads `.grad` of inputs, and uses
+# its own deprecated parts.
 _NOISE: Final = ("The .grad attribute of a Tensor", "`torch.jit.script_method` is deprecated")
 
 _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
@@ -42,7 +49,7 @@ _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
 @final
 @dataclass(frozen=True)
 class CompileOptions:
-    """Who compiles a graph.
+    """The compiler of a graph.
 
     Attributes:
         backend: A name that torch knows, or a function of a graph and its example inputs.
@@ -54,12 +61,8 @@ class CompileOptions:
 
     def __call__(self, graph: fx.GraphModule, inputs: list[Any]) -> Any:
         """The compiled graph: torch calls this with what it traced."""
-        from torch._dynamo import lookup_backend
-        from torch._functorch import config
-
-        compiler = lookup_backend(self.backend)  # of a function it is that function
-        # Buffers that a backward writes over would rule a second one (retain_graph=True) out.
-        with config.patch(donated_buffer=False, force_non_lazy_backward_lowering=True):
+        compiler = backend_named(self.backend)
+        with keeping_graphs(force_non_lazy_backward_lowering=True):
             return compiler(graph, inputs, **self.keywords)
 
 
@@ -67,7 +70,7 @@ def compile_options(
     compile: bool | Mapping[str, Any],  # noqa: A002 (torch's own word)
     places: Sequence[torch.device],
 ) -> CompileOptions | None:
-    """What to give `torch.compile`, or None not to compile.
+    """The options for `torch.compile`, or None not to compile.
 
     For inductor a mode becomes the options that it stands for, and random numbers are drawn by
     torch's own kernels, unless the options say otherwise: so masks equal the unsplit model's.
@@ -98,8 +101,10 @@ def compile_options(
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     own = dict(options.get("options") or {})
     if backend == "inductor" and mode is not None:
-        own = dict(torch._inductor.list_mode_options(mode))
-    records = backend == "cudagraphs" or (backend == "inductor" and _records(own))
+        own = inductor_options(mode)
+    records = backend == "cudagraphs" or (
+        backend == "inductor" and own.get("triton.cudagraphs", records_cuda_graphs())
+    )
     if records and any(place.type == "cuda" for place in places):
         raise InputError(
             f"compile={options} records CUDA graphs of its own, which reuse memory that other "
@@ -112,15 +117,8 @@ def compile_options(
     return CompileOptions(backend, {key: value for key, value in given.items() if value})
 
 
-def _records(options: dict[str, Any]) -> bool:
-    """Whether inductor records CUDA graphs with these options, or by its own configuration."""
-    from torch._inductor import config
-
-    return bool(options.get("triton.cudagraphs", config.triton.cudagraphs))
-
-
 def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """What options are tried on; it is never called."""
+    """A function to try options on; it is never called."""
     return x
 
 
@@ -135,7 +133,7 @@ class CompiledTape:
     Args:
         generated: The function as generated, of a list that it empties.
         plain: The same of single arguments, to be compiled.
-        options: Who compiles it.
+        options: How it is compiled.
         nodes: What the function runs.
         label: What a warning calls it.
     """
@@ -148,13 +146,11 @@ class CompiledTape:
         nodes: Sequence[fx.Node],
         label: str,
     ) -> None:
-        from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
-
         self.reason: str | None = None
         self.label = label
         self.generated = generated
         self._nodes = {node.name: node for node in nodes}
-        self._refusals = (TorchDynamoException, FailOnRecompileLimitHit)
+        self._refusals = refusals()
         self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
         recurrent = [node.name for node in nodes if str(node.target).startswith(_RECURRENT)]
         if recurrent:
@@ -187,12 +183,12 @@ class CompiledTape:
 
     @property
     def remark(self) -> str:
-        """Which tape is not compiled, and why."""
+        """The tape that is not compiled, and the reason."""
         return f"{self.label} runs uncompiled: {self.reason}"
 
 
 def _first_line(error: BaseException) -> str:
-    """The error's kind and the first line that says something."""
+    """The error's kind and its first line that is not empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next((line for line in lines if line), 'it says no more')}"
 
@@ -216,15 +212,6 @@ def mode_of(call: Call, parameters: Sequence[torch.nn.Parameter], differentiate:
 
 
 @contextmanager
-def keeping() -> Iterator[None]:
-    """Where a backward runs that leaves its graph for another."""
-    from torch._functorch import config
-
-    with config.patch(donated_buffer=False):  # torch asks again when it runs
-        yield
-
-
-@contextmanager
 def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         for message in _NOISE:
@@ -234,7 +221,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def compiling(threads: int | None) -> Iterator[None]:
-    """Where a mode's first step runs.
+    """The context of a mode's first step.
 
     Args:
         threads: torch threads of a worker, for which to compile; None for the present number.

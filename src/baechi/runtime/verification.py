@@ -1,14 +1,14 @@
-"""Whether a placed model is the unsplit one: one step both ways, and where they part.
+"""Comparison of a placed model with the unsplit one over one step.
 
     the model itself ──step──► outputs, gradients, buffers ◄──step── the placed model
 
-If these differ, the operators of the trace run one by one, unsplit and then on their devices, as
-the program says. Each value, and in backward each value's gradient, is compared when it is made;
-the first one that differs names its operator.
+If these differ, the operators of the trace run one by one, unsplit and then on their devices in the
+order of the program. Each value and each gradient is compared when it is made; the first difference
+names its operator.
 
-Where operators draw random numbers on several devices, the draws come in another order than in the
-unsplit model. There the trace, which draws as the model does, stands for the model, and both ways
-every operator that draws begins from a seed of its own.
+Where operators draw random numbers on several devices, they draw in another order than the unsplit
+model. Then the trace, which draws as the model does, stands in for it, and in both runs every
+operator that draws starts from a seed of its own.
 """
 
 import copy
@@ -22,6 +22,7 @@ from torch import nn
 from baechi.errors import ExecutionError, InputError
 from baechi.runtime.executable import Executable
 from baechi.runtime.op_by_op import Difference, Operators, Values, difference
+from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name
@@ -85,14 +86,14 @@ def verify(
 @final
 @dataclass(frozen=True)
 class _Outcome:
-    """What a step gave: tensors by what they are to the user."""
+    """The outputs, gradients and buffers of a step."""
 
     outputs: tuple[torch.Tensor, ...]
     gradients: dict[str, torch.Tensor | None]
     buffers: dict[str, torch.Tensor]
 
     def difference(self, other: "_Outcome") -> str:
-        """What differs first in the other one; empty if nothing does."""
+        """The first difference from the other one; empty if there is none."""
         rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = [
             (f"output {i}", one, two)
             for i, (one, two) in enumerate(zip(self.outputs, other.outputs, strict=True))
@@ -113,7 +114,7 @@ class _Outcome:
 
 @final
 class _Verification:
-    """What `verify` knows on its way."""
+    """The state of one verification."""
 
     def __init__(
         self, unsplit: Unsplit, executable: Executable, module: TracedModule, call: Call, seed: int
@@ -131,7 +132,7 @@ class _Verification:
     def run(self, every: bool) -> None:
         """Compare, and name what differs."""
         used = {tape.device for tape in self._executable.program.tapes}
-        hooks = [parameter._backward_hooks for parameter in self._model.parameters()]
+        hooks = [gradient_hooks(parameter) for parameter in self._model.parameters()]
         own = [(rows, dict(rows)) for rows in hooks if rows]
         for rows, _ in own:
             rows.clear()  # the copy has none
@@ -278,6 +279,6 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _total(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A scalar that every element of every tensor has a say in."""
+    """A scalar that depends on every element of every tensor."""
     rows = [(t.abs() if t.is_complex() else t).double() for t in tensors]
     return torch.stack([(row**2).mean().cpu() for row in rows]).sum()

@@ -1,4 +1,4 @@
-"""What a cluster scheduler asks of Baechi, without torch: what is left, what fits there, when.
+"""Placement service for cluster schedulers, without torch: reservations, decisions, what-ifs.
 
 The names that a scheduler begins with resolve on first use; the rest is in the modules.
 """

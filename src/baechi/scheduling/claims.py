@@ -1,8 +1,8 @@
-"""How a device is shared, and what a claim takes of it; integers only, so that it adds up exactly.
+"""Sharing of devices, and claims of a part of one; in integers, so that they add up exactly.
 
 - `"fractional"`: jobs side by side, each with a limit of memory and of compute (as MPS sets them);
   what they take together is at most the device.
-- `"whole"`: one job at a time has all of it, whatever it asks for.
+- `"whole"`: one job at a time has all of it, whatever it claims.
 - `"mig"`: cut into instances by the profiles of NVIDIA's Multi-Instance GPU: seven compute slices
   and eight memory slices, and a profile starts only at certain memory slices. An instance is a
   device of its own, named `gpu/3g@4`: profile 3g at memory slice 4.
@@ -57,13 +57,13 @@ PROFILES: Final[dict[str, Profile]] = {
 @final
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a job takes of one device.
+    """The part of one device that a job takes.
 
     Attributes:
         device: Its name; of a MIG device `gpu/3g@4`, or `gpu/3g` for any free place.
         memory_bytes: Memory; a string such as `"10GiB"` is read at construction.
         share_milli: Thousandths of the device's compute, 1 to 1000.
-        exclusive: Nobody else may be there meanwhile.
+        exclusive: No other job may use the device meanwhile.
 
     Raises:
         InputError: An empty name, or memory or a share out of range.
@@ -87,7 +87,7 @@ def check_share(value: object, device: str) -> int:
     """A share of compute in thousandths, 1 to 1000.
 
     Raises:
-        InputError: It is none.
+        InputError: It is out of range, or no integer.
     """
     share = check_count(value, f"share_milli of {device!r}")
     if not 1 <= share <= WHOLE_MILLI:
@@ -98,7 +98,7 @@ def check_share(value: object, device: str) -> int:
 
 
 class Use(NamedTuple):
-    """What is taken of a device: memory, compute, and the memory slices of its instances."""
+    """The part of a device that is taken: memory, compute, memory slices of its instances."""
 
     memory_bytes: int = 0
     share_milli: int = 0
@@ -109,7 +109,7 @@ UNUSED: Final = Use()
 
 
 class Room(NamedTuple):
-    """What a job finds of a device: the device to solve with, and what a claim takes of it."""
+    """The free part of a device, as a device to solve with, and the compute that a claim takes."""
 
     place: int
     device: Device
@@ -119,17 +119,17 @@ class Room(NamedTuple):
 def rooms(
     place: int, device: Device, sharing: str, use: Use, free_bytes: int, share_milli: int | None
 ) -> list[Room]:
-    """What is left of a device, as devices.
+    """The free part of a device, as devices.
 
     Args:
         place: The device's index in its cluster.
         device: The device as if nothing ran there.
         sharing: How it is shared.
-        use: What is taken of it.
-        free_bytes: The memory that is left; of its pool, where it has one.
-        share_milli: The share that a job asks for: no more is given, nothing where less is left,
-            and a MIG device is cut into the smallest instances that have it. `None` is all that is
-            left, in the largest instances.
+        use: The part that is taken.
+        free_bytes: Its free memory; that of its pool, where it has one.
+        share_milli: The share that a job wants: it gets no more, and nothing where less is free; a
+            MIG device is cut into the smallest instances that have it. `None` is all that is free,
+            in the largest instances.
     """
     if sharing == "mig":
         return _instances(place, device, use, share_milli)

@@ -1,10 +1,10 @@
-"""Where a graph goes of what is left: the question that a scheduler asks most.
+"""Placement decisions: which of the free devices a graph uses, and the claims for them.
 
 `explore` list-schedules the graph (m-ETF and HEFT, in the one clock) on sets of devices in the
-order of `candidates.py`, skips what cannot beat what it has, and returns what is worth choosing
-between: fewer devices, or a shorter step. Where no list schedule fits, dense packings are tried on
-the sets with the most memory, and on all that is left; with more effort than fast the full solver,
-too, which then also betters what is found.
+order of `device_sets.py`, skips sets that cannot beat a placement that was found, and returns the
+Pareto list of few devices and short steps. Where no list schedule fits, dense packings are tried on
+the sets with the most memory, and on all free devices; with more effort than fast, so is the full
+solver, which then also improves the placements that were found.
 
 Pure: equal input gives equal output, and nothing is reserved.
 """
@@ -17,11 +17,10 @@ from typing import Final, NoReturn, TypeVar, final
 from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
-from baechi.placers.backtracking import HASTY
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.memory_packing import arrangements, is_hopeless
-from baechi.placers.solving import EVERY, ample_bytes, find, grown
+from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
+from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
 from baechi.problem.allowed_devices import known_to
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.reachable_devices import linked
@@ -39,9 +38,9 @@ from baechi.validation import check_is
 
 # Sets that are tried.
 _TRIED: Final = {"fast": 7, "balanced": 24, "thorough": 60}
-# With what effort `solve` works on those that are worth it.
+# Effort of `solve` on the sets of the Pareto list.
 _POLISH: Final = {"balanced": "fast", "thorough": "balanced"}
-# Sets on which `solve` looks where no list schedule fits.
+# Sets that `solve` tries where no list schedule fits.
 _SOLVED: Final = 2
 # Steps of the bisection for packings: to 1/256 of the missing memory.
 _PACKED: Final = 8
@@ -52,10 +51,10 @@ _EXPLAINED: Final = 8
 @final
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A placement, and what it takes.
+    """A placement, and the resources that it takes.
 
     Attributes:
-        cluster: The devices that it uses, with what is left of them; in the order of what is left.
+        cluster: The free parts of the devices that it uses, in the order of the snapshot.
         placement: For `cluster`.
         step_ns: The predicted step.
         peak_bytes: The memory that it takes on each device; of its pool, where it is in one.
@@ -72,7 +71,7 @@ class Decision:
 
     @property
     def used(self) -> int:
-        """How many devices it uses."""
+        """The number of devices that it uses."""
         return len(self.cluster.devices)
 
     @property
@@ -81,7 +80,7 @@ class Decision:
         return tuple(device.name for device in self.cluster.devices)
 
     def claims(self) -> tuple[Claim, ...]:
-        """What to reserve for it."""
+        """The claims to reserve for it."""
         shares = dict(zip(self.devices, self.shares, strict=True))
         return claims_of(self.cluster, self.placement, self.peak_bytes, shares)
 
@@ -89,7 +88,7 @@ class Decision:
 @final
 @dataclass(frozen=True, eq=False)
 class _Found:
-    """A placement on a set of rooms, before it is known whether it is worth telling."""
+    """A placement on a set of rooms, before it is known whether it is on the Pareto list."""
 
     problem: Problem
     placement: Placement
@@ -111,8 +110,8 @@ def decide(graph: OpGraph, snapshot: Snapshot, wish: Wish | None = None) -> Deci
     """The decision that the wish prefers.
 
     Raises:
-        InfeasibleError: None was found; says what is missing on the devices with the most memory.
-        ReservationError: Nothing at all is left, or nothing that the graph may use.
+        InfeasibleError: None was found; has the missing memory on the devices with the most memory.
+        ReservationError: No device is free, or none that the graph may use.
         InputError: The wish names what does not exist, or contradicts itself.
     """
     wish = Wish() if wish is None else wish
@@ -133,14 +132,14 @@ def choose(found: Sequence[Decision], slack_milli: int | None) -> Decision:
 def explore(
     graph: OpGraph, snapshot: Snapshot, wish: Wish, *, tried: int | None = None
 ) -> tuple[Decision, ...]:
-    """Decisions worth choosing between: from the fewest devices to the shortest step.
+    """The Pareto list of decisions, from the fewest devices to the shortest step.
 
     Of two, the one with more devices has the shorter step. Empty where none was found.
 
     Args:
-        graph: What to place.
-        snapshot: What is left.
-        wish: What the scheduler wants.
+        graph: The graph to place.
+        snapshot: The free devices.
+        wish: The preferences of the scheduler.
         tried: List-schedule on so many sets of devices at most; by the effort if absent.
 
     Raises:
@@ -181,13 +180,13 @@ def explore(
 
 
 def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
-    """Raises the error that says what is missing where `explore` finds nothing.
+    """Raises the error with the missing memory where `explore` finds nothing.
 
     It takes some forty list schedules, longer than a decision.
 
     Raises:
         InfeasibleError: As `decide`.
-        ReservationError: Nothing is left, or nothing that the graph may use.
+        ReservationError: No device is free, or none that the graph may use.
     """
     rooms = snapshot.rooms(wish.share_milli)
     snapshot.part(rooms)
@@ -210,7 +209,7 @@ def _missing(problem: Problem) -> InfeasibleError:
 
     Found by bisection to the byte, for the device with the most memory; for every device, where no
     more of that one helps. A few more steps look whether the denser packings that `solve` tries
-    (`placers/packing.py`) need less; each takes as long as all others.
+    (`placers/memory_packing.py`) need less; each takes as long as all others.
     """
     devices = problem.cluster.devices
     ample = ample_bytes(problem)
@@ -228,20 +227,14 @@ def _missing(problem: Problem) -> InfeasibleError:
     left = tuple((device.name, device.memory_bytes) for device in devices)
     listed = ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in left)
     text = (
-        f"no placement was found on any choice of what is left; the one with the most memory is "
+        f"no placement was found on any tried set of free devices; the one with most memory is "
         f"{listed}, and the largest to place is {problem.group_name(op)} "
         f"({format_bytes(max(needs))})."
     )
     for device, name in ((roomiest, devices[roomiest].name), (EVERY, "every device")):
         if helps(ample, device):
-            low, high = 0, ample
-            while high - low > 1:
-                middle = (low + high) // 2
-                low, high = (low, middle) if helps(middle, device) else (middle, high)
-            low = 0
-            for _ in range(_PACKED):
-                middle = (low + high) // 2
-                low, high = (low, middle) if packs(middle, device) else (middle, high)
+            high = smallest_extra(helps, ample, device)
+            high = smallest_extra(packs, high, device, least=0, steps=_PACKED)
             text += f" Give {format_bytes(high)} more to {name}, wait, or shrink the batch."
             break
     else:
@@ -277,9 +270,9 @@ def _solved(
     untried: Sequence[Candidate],
     wish: Wish,
 ) -> list[_Found]:
-    """What fits on the sets with the most memory, or on all that is left of a part of the cluster.
+    """A placement on the sets with the most memory, or on all free devices of a part.
 
-    A device without memory may still help: ops that need none go there, and others meet elsewhere.
+    A device without memory may still help: it can run the ops that need none.
 
     First the dense packings, which take milliseconds; then, unless the effort is fast, the full
     solver, which takes up to a second before it gives up.
@@ -306,7 +299,7 @@ def _packed(problem: Problem) -> Placement | None:
 
 
 def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
-    """What `solve` finds on the devices of a decision, or the decision where that is nothing."""
+    """The placement by `solve` on the devices of a decision, or the decision if there is none."""
     limits = known_to(replace(wish.constraints, max_devices=None), decision.cluster)
     problem = Problem(graph, decision.cluster, limits)
     placement = find(problem, _POLISH[wish.effort])
@@ -321,7 +314,7 @@ def _decision(found: _Found, snapshot: Snapshot, rooms: Sequence[Room]) -> Decis
 
 
 def _used(problem: Problem, placement: Placement, shares: Sequence[int], version: int) -> Decision:
-    """The decision with the devices alone that are used."""
+    """The decision with only the devices that are used."""
     timeline = replay(problem, placement.devices, placement.order)
     peaks = timeline.peaks()
     used = sorted(set(placement.devices))

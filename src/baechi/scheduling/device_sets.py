@@ -1,11 +1,13 @@
-"""Which devices to look at, of many: sets of a few, the most promising first.
+"""Sets of a few devices out of many, the most promising first.
 
-A solve of 500 ops takes milliseconds on eight devices and seconds on a thousand, and on most of a
-thousand nothing of the graph ends up. So sets of 1, 2, 3, 4, 6, 8, 12, ... devices are made in
-every node, under every switch and of all, and of each size and level those come first that promise
-the shortest step: the graph's work on all of the set's speed together, or its longest chain on the
-fastest of them, whichever is longer. No placement there takes less where all devices are of one
-kind; of several it is a guess.
+A solve of 500 ops takes milliseconds on eight devices and seconds on a thousand, most of which end
+up unused. So sets of 1, 2, 3, 4, 6, 8, 12, ... devices are made in
+every node, under every switch and of all devices. Of each size and level, the sets with the lowest
+bound on the step come first: the graph's work over the total speed of the set, or its longest chain
+on the fastest device, whichever is longer. With devices of several kinds this is an estimate.
+
+The solver's own choice of devices (`placers/device_choice.py`) differs: it has a problem of few
+devices with all their links, and chooses exactly as many as may be used.
 
 Complexity: O(levels * devices * log devices + ops + tensors).
 """
@@ -26,7 +28,7 @@ from baechi.scheduling.claims import Room
 from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Site
 
-# Sets of more devices than this are only made where fewer have too little memory.
+# Larger sets are only made where smaller ones have too little memory.
 WIDE: Final = 64
 # Sets of one size at one level that are offered.
 _OFFERED: Final = 4
@@ -38,9 +40,9 @@ class Candidate:
     """A set of devices.
 
     Attributes:
-        rooms: Indices of what is left, ascending.
-        promise_ns: What a step takes there at least, see the module.
-        memory_bytes: What they have together.
+        rooms: Indices of the rooms, ascending.
+        promise_ns: Bound on the step, see the module.
+        memory_bytes: Their memory together.
     """
 
     rooms: tuple[int, ...]
@@ -51,14 +53,14 @@ class Candidate:
 @final
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What of a graph tells where it may fit.
+    """The needs of a graph that decide where it may fit.
 
     Attributes:
         work_ns: The time of all ops, by kind of device.
         chain_ns: The time of the longest chain of ops, by kind of device.
-        total_bytes: What all groups keep for the whole step, or hold together at its end.
-        largest_bytes: What one group needs when one of its ops runs, at most.
-        single_bytes: What one device needs for all of it.
+        total_bytes: Memory that all groups keep for the whole step, or hold together at its end.
+        largest_bytes: Most memory that one group needs when one of its ops runs.
+        single_bytes: Memory that one device needs for the whole graph.
     """
 
     work_ns: Mapping[str, int]
@@ -77,9 +79,9 @@ class Demand:
         for op, nbytes in zip(arrays.producer.tolist(), arrays.nbytes.tolist(), strict=True):
             running[op] += nbytes
         for times in tables.values():
-            # What takes no time holds nothing while it runs.
+            # An op that takes no time holds nothing while it runs.
             running = [nbytes if time else 0 for nbytes, time in zip(running, times, strict=True)]
-        # What comes late is there at the end, with all else, unless its op takes no time.
+        # Late bytes are there at the end, with all others, unless their op takes no time.
         timed = [all(row) for row in zip(*tables.values(), strict=True)]
         late = sum(op.late_bytes for op, takes in zip(graph.ops, timed, strict=True) if takes)
         kept: dict[str, int] = {}
@@ -184,7 +186,7 @@ def _usable(rooms: Sequence[Room], limits: Constraints) -> list[int]:
 
 @final
 class _Needs:
-    """What of some rooms the constraints cannot do without."""
+    """The rooms that the constraints need."""
 
     def __init__(self, rooms: Sequence[Room], limits: Constraints) -> None:
         self._names = [room.device.name for room in rooms]
@@ -193,9 +195,9 @@ class _Needs:
         self._banned = [frozenset(row) for row in sorted(set(limits.forbidden.values()))]
 
     def of(self, members: Sequence[int]) -> list[int] | None:
-        """The targets of pins, and the first room where what is forbidden elsewhere may go.
+        """The targets of pins, then a room for each op that may use none of those before.
 
-        In that order; `None` where one of them is not among the rooms.
+        `None` where one of them is not among the rooms.
         """
         if not self._targets and not self._banned:
             return []

@@ -1,9 +1,9 @@
-"""Who has what of a cluster: reserve, release, and never more than there is.
+"""Ledger of a cluster: reservations that never exceed what there is.
 
 Every change is one SQLite transaction (`store.py`): a process that dies, at whatever moment, leaves
 a reservation whole or not at all, and one that was answered is there when the file is opened again.
 Threads and processes may share a file; changes come one after the other, so that concurrent ones
-have the effect of some order of single ones.
+have the effect of some serial order.
 
 Amounts are integers (bytes, thousandths of compute, memory slices), so that a release restores
 exactly what was there. A change costs O(claims), and O(devices + jobs) where another process has
@@ -32,7 +32,7 @@ _Change = tuple[Reservation, dict[int, Use]]
 
 @final
 class Ledger:
-    """What is left of a cluster, and who has the rest.
+    """The free resources of a cluster, and the reservations of the others.
 
     Safe to use from several threads; several processes may open one file.
 
@@ -79,7 +79,7 @@ class Ledger:
         return self._site
 
     def snapshot(self) -> Snapshot:
-        """What is left now, with the version to reserve against."""
+        """The free resources now, with the version to reserve against."""
         with self._lock:
             if self._store.version() != self._version:
                 with self._store.transaction(write=False):
@@ -87,7 +87,7 @@ class Ledger:
             return Snapshot(self._site, self._version, tuple(self._uses), FrozenDict(self._jobs))
 
     def residual(self, share_milli: int | None = None) -> Cluster:
-        """What is left now, as a cluster to solve on; see `Snapshot.residual`."""
+        """The free resources now, as a cluster to solve on; see `Snapshot.residual`."""
         return self.snapshot().residual(share_milli)
 
     def reserve(
@@ -98,21 +98,21 @@ class Ledger:
         version: int | None = None,
         request_id: str = "",
     ) -> Reservation:
-        """Gives the job all that it claims, or nothing.
+        """Grants the job all its claims, or none.
 
         Args:
             job: Its name; a job has one reservation.
             claims: What it takes; see `claims_of`.
             version: That of the snapshot that the claims were decided on: refused where a claimed
-                device has changed since. `None` asks only that there is room.
-            request_id: A request that was granted is not granted twice: asked again, it has the
+                device has changed since. `None` only requires that there is room.
+            request_id: A request that was granted is not granted twice: repeated, it has the
                 same answer, also after a crash, and after the job's release. One that was refused
                 is not remembered.
 
         Raises:
-            ReservationError: Not so much is left, the snapshot is stale, the job has a
-                reservation, the request id was another request's, or the file cannot be used now
-                (`reason` tells). Nothing is reserved.
+            ReservationError: Too little is free, the snapshot is stale, the job has a reservation,
+                the request id was another request's, or the file cannot be used now (see
+                `reason`). Nothing is reserved.
             InputError: A claim names no device of the cluster.
         """
         _check_label(job, "job")
@@ -138,7 +138,7 @@ class Ledger:
         return self._change(request_id, question, decide)
 
     def release(self, job: str, *, request_id: str = "") -> Reservation:
-        """Takes back all that the job has, and returns it.
+        """Ends the reservation of a job, and returns it.
 
         Raises:
             ReservationError: It has no reservation, or the request id was another request's.
@@ -157,7 +157,7 @@ class Ledger:
         return self._change(request_id, text(["release", job]), decide)
 
     def close(self) -> None:
-        """Closes the file; all that was answered is in it."""
+        """Closes the file; every change that was answered is in it."""
         with self._lock:
             self._store.close()
 
@@ -181,8 +181,8 @@ class Ledger:
                 self._store.advance(self._version + 1, after)
                 if request_id:
                     self._store.keep_answer(request_id, question, reservation)
-            # It is on the disk: only now it counts here. The version comes last: who is interrupted
-            # before reads the file again.
+            # The change is on the disk: only now it counts here. The version comes last: after an
+            # interrupt before it, the file is read again.
             for place, use in after.items():
                 self._uses[place] = use
             released = self._jobs.pop(reservation.job, None) is not None
@@ -209,7 +209,7 @@ class Ledger:
                 )
 
     def _catch_up(self) -> None:
-        """Reads what other processes have changed, inside a transaction."""
+        """Reads the changes of other processes, inside a transaction."""
         version = self._store.version()
         if version == self._version:
             return
@@ -229,7 +229,7 @@ class Ledger:
 
 
 def _check_label(value: object, what: str) -> None:
-    """Passes a name that the file can hold."""
+    """Checks that the file can hold a name."""
     text = check_name(value, what)
     if len(text) > _LABEL:
         raise InputError(f"{what} has {len(text)} characters; at most {_LABEL} are kept.")

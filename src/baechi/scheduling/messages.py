@@ -1,4 +1,4 @@
-"""What goes over the wire, and the limits on what comes in.
+"""Messages of the HTTP service, and limits on requests.
 
 A message is one JSON object with `"schema": 1` and the fields of the dataclass below, by the same
 codec as Baechi's files: a field that equals its default may be absent, an unknown one is refused,
@@ -21,6 +21,7 @@ from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Reservation, Snapshot
 from baechi.scheduling.whatif import WhatIf
 from baechi.storage.codec import Refusal, codec
+from baechi.storage.serialization import parse_json
 from baechi.validation import check_count
 
 SCHEMA: Final = 1
@@ -33,7 +34,7 @@ _NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 @final
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a service takes.
+    """Limits on what a service accepts.
 
     Attributes:
         body_bytes: Size of a graph's file.
@@ -41,10 +42,10 @@ class Limits:
         depth: Nesting of its JSON.
         ops: Ops of a graph.
         seconds: Time for one answer.
-        waiting: Questions that may wait for a worker.
-        graph_bytes: Memory for uploaded graphs; those that nobody asked for longest go first.
-        up_to: Devices of a curve.
-        after: Jobs whose end is asked about at once.
+        waiting: Requests that may wait for a worker.
+        graph_bytes: Memory for uploaded graphs; the least recently used are dropped first.
+        up_to: Most devices of a curve.
+        after: Most jobs in `after` of one request.
     """
 
     body_bytes: int = 64 * 2**20
@@ -59,7 +60,7 @@ class Limits:
 
 
 class StatusError(BaechiError):
-    """What HTTP tells by a status.
+    """An error with its HTTP status.
 
     Attributes:
         status: The HTTP status.
@@ -71,17 +72,17 @@ class StatusError(BaechiError):
 
 
 class LimitError(StatusError):
-    """A request passes a limit, or the service has too much to do: status 413, 422 or 503."""
+    """A request exceeds a limit, or the service is overloaded: status 413, 422 or 503."""
 
 
 class UnknownGraphError(BaechiError):
-    """No graph of this digest has been uploaded, or it was forgotten."""
+    """No graph of this digest was uploaded, or it was dropped."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class SolveRequest:
-    """Where does this graph go? `graph` is its digest."""
+    """A request for a placement; `graph` is the digest of an uploaded graph."""
 
     graph: str
     wish: Wish = field(default_factory=Wish)
@@ -90,7 +91,7 @@ class SolveRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class WhatIfRequest:
-    """See `whatif.whatif`; `graph` is the digest of one."""
+    """See `whatif.whatif`; `graph` is the digest of an uploaded graph."""
 
     graph: str
     wish: Wish = field(default_factory=Wish)
@@ -121,7 +122,7 @@ class ReleaseRequest:
 @final
 @dataclass(frozen=True, slots=True)
 class GraphAnswer:
-    """The digest by which a graph is asked about."""
+    """The digest that names an uploaded graph in requests."""
 
     digest: str
     ops: int
@@ -142,7 +143,7 @@ class SolveAnswer:
 @final
 @dataclass(frozen=True, slots=True)
 class Free:
-    """What is left of a device, where it is, and the compute that a claim of it takes."""
+    """The free part of a device, its location, and the compute that a claim of it takes."""
 
     device: Device
     share_milli: int
@@ -153,7 +154,7 @@ class Free:
 @final
 @dataclass(frozen=True, slots=True)
 class SnapshotAnswer:
-    """What is left, and who has the rest."""
+    """The free devices, and the reservations of the others."""
 
     version: int
     free: tuple[Free, ...]
@@ -168,7 +169,7 @@ class Failure:
     Attributes:
         error: `"input"`, `"limit"`, `"unknown-graph"`, `"unauthorized"`, `"busy"`, or the
             `reason` of a `ReservationError`.
-        message: For people.
+        message: Text for people.
     """
 
     error: str
@@ -188,7 +189,7 @@ def encode(value: object) -> bytes:
     try:
         raw = codec(kind).write(value)
     except Refusal as refusal:
-        raise InputError(f"cannot send this {kind.__name__}: {refusal.text()}") from refusal
+        raise InputError(f"cannot send this {kind.__name__}: {refusal}") from refusal
     text = json.dumps({"schema": SCHEMA, **raw}, separators=(",", ":"), sort_keys=True)
     return text.encode()
 
@@ -201,27 +202,24 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         InputError: A value in it is wrong.
     """
     try:
-        raw = json.loads(body, object_pairs_hook=_pairs, parse_constant=_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"this is not JSON that can be read: {error}.") from error
+        raw = parse_json(body.decode())
+    except UnicodeDecodeError as error:
+        raise FormatError(f"byte {error.start} is not UTF-8, so this is no JSON.") from error
     if not isinstance(raw, dict):
         raise FormatError("a message is one JSON object.")
     schema = raw.pop("schema", None)
     if schema != SCHEMA or isinstance(schema, bool):
         raise FormatError(f"schema is {schema!r}; this service speaks {SCHEMA}.")
     hint: Any = kind
-    try:
-        value: _T = codec(hint).read(raw)
-    except Refusal as refusal:
-        raise FormatError(refusal.text()) from refusal
+    value: _T = codec(hint).read(raw)
     return value
 
 
 def check_depth(body: bytes, most: int) -> None:
-    """Passes JSON that is nested no deeper.
+    """Checks the nesting of JSON.
 
     Raises:
-        LimitError: It is.
+        LimitError: It is nested deeper than `most`.
     """
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
     opens = np.isin(np.frombuffer(brackets, np.uint8), np.frombuffer(b"[{", np.uint8))
@@ -231,10 +229,10 @@ def check_depth(body: bytes, most: int) -> None:
 
 
 def check_request(request: WhatIfRequest, limits: Limits) -> None:
-    """Passes a question that is not about too much at once.
+    """Checks the numbers of a request.
 
     Raises:
-        LimitError: It is.
+        LimitError: It asks for too much.
         InputError: A number is out of range.
     """
     if check_count(request.up_to, "up_to") > limits.up_to:
@@ -257,14 +255,3 @@ def snapshot_answer(snapshot: Snapshot) -> SnapshotAnswer:
     )
     jobs = sorted(snapshot.jobs.values(), key=lambda row: (row.version, row.job))
     return SnapshotAnswer(snapshot.version, free, tuple(jobs))
-
-
-def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(items)
-    if len(found) != len(items):
-        raise InputError("a key occurs twice in one object")
-    return found
-
-
-def _constant(name: str) -> None:
-    raise InputError(f"it holds {name}, which is no JSON number")

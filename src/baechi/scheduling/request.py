@@ -1,4 +1,4 @@
-"""What a scheduler wants of a decision besides that the graph fits."""
+"""Preferences of a scheduler for a decision."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ _INSTANCES: Final = frozenset(
 @final
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a scheduler wants.
+    """The preferences of a scheduler.
 
     Attributes:
         same: `"node"` or `"switch"`: all devices must be of one; `""` is anywhere.
@@ -58,10 +58,10 @@ class Wish:
 
 
 def meant(wish: Wish, graph: OpGraph, site: Site, rooms: Sequence[Room]) -> Wish:
-    """The same wish, so that what it names holds for every choice of some of the rooms.
+    """The same wish, with constraints that hold on every set of rooms.
 
-    A MIG device that is excluded or forbidden stands for its instances; what is forbidden to an op
-    is forbidden to its group; a margin is that of all devices of its pool.
+    A MIG device that is excluded or forbidden stands for its instances; a device that is forbidden
+    to an op is forbidden to its group; a margin is that of all devices of its pool.
 
     Raises:
         InputError: The constraints name what is no op, group or device; or they pin to a MIG

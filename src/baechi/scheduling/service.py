@@ -1,20 +1,19 @@
-"""The placement API over HTTP: questions without side effects, and a ledger behind two verbs.
+"""The placement service over HTTP: placements without side effects, and a ledger.
 
     POST /v1/graphs    an OpGraph file                 -> its digest
     POST /v1/solve     {graph, wish}                   -> decision, claims
     POST /v1/whatif    {graph, wish, after, up_to}     -> alternatives, shortage, waiting, curve
     POST /v1/reserve   {job, claims, version?, request_id?}   -> reservation
     POST /v1/release   {job, request_id?}              -> reservation
-    GET  /v1/snapshot  what is left, and who has the rest
+    GET  /v1/snapshot  free devices, and reservations
     GET  /healthz, /metrics, /openapi.json, /docs
 
-The messages are those of `messages.py`. Solves run in processes of their own (`workers.py`),
-changes of the ledger one after the other in this one. Answers are pure functions of the request and
-of the ledger's version. An answered reservation is on the disk; what a stop interrupts was not
-answered, and asking again with the same request id tells.
+The messages are those of `messages.py`. Solves run in processes of their own (`worker_pool.py`);
+changes of the ledger are made one after the other in this one. Answers are pure functions of the
+request and of the ledger's version. A reservation that was answered is on the disk; whether one was
+made whose answer was lost, the same request with the same id tells.
 """
 
-import hashlib
 import hmac
 import threading
 import time
@@ -65,19 +64,19 @@ from baechi.scheduling.worker_pool import Question, State, Workers
 
 _T = TypeVar("_T")
 _JSON: Final = "application/json"
-# What a status means, for the OpenAPI document.
+# Meanings of statuses, for the OpenAPI document.
 _FAILURES: Final = {
     401: "No bearer token, or another one.",
-    404: "The graph was not uploaded, or forgotten; or the job has no reservation.",
+    404: "The graph was not uploaded, or dropped; or the job has no reservation.",
     408: "The body did not arrive in time.",
-    409: "Not so much is left, the snapshot is stale, or the job or the request id is another's.",
+    409: "Too little is left, the snapshot is stale, or the job or the request id is taken.",
     413: "The body is too large.",
     422: "The request cannot be read, is nested too deeply, or asks for too much.",
-    503: "There is too much to do, or the answer takes too long. Ask again, or for less.",
+    503: "The service is overloaded, or the answer takes too long. Try again, or ask for less.",
 }
 _PATHS: Final = ("/v1/graphs", "/v1/solve", "/v1/whatif", "/v1/reserve", "/v1/release",
                  "/v1/snapshot", "/healthz", "/metrics")  # fmt: skip
-# What anybody may read.
+# Paths that need no token.
 _OPEN: Final = ("/healthz", "/openapi.json", "/docs")
 
 
@@ -87,10 +86,10 @@ def create_app(
     """The service over a ledger, which stays the caller's to close.
 
     Args:
-        ledger: What is left.
+        ledger: The ledger of the cluster.
         token: The bearer token that requests must carry; none if empty.
-        workers: Processes that solve.
-        limits: What it takes.
+        workers: Number of worker processes.
+        limits: Limits on requests.
     """
     return _Service(ledger, token, workers, limits or Limits()).app
 
@@ -106,7 +105,7 @@ class _Service:
         self.app = FastAPI(
             title="Baechi",
             version=__version__,
-            summary="Where does this graph go, of what is left?",
+            summary="Placements of operator graphs on the free part of a cluster.",
             lifespan=self._lifespan,
             redoc_url=None,
         )
@@ -139,7 +138,7 @@ class _Service:
     async def _guarded(
         self, request: Request, answer: Callable[[Request], Awaitable[Response]]
     ) -> Response:
-        """Every request: who asks, how long it takes, and what becomes of an error."""
+        """Checks the token of a request, measures its time, and turns errors into responses."""
         start = time.perf_counter()
         path = request.url.path
         try:
@@ -150,7 +149,7 @@ class _Service:
                                     "TOKEN' with the service's token.")  # fmt: skip
                 response.headers["WWW-Authenticate"] = "Bearer"
         except (BaechiError, TimeoutError) as error:
-            response = _told(error)
+            response = _error_response(error)
         self._metrics.count(path, response.status_code, time.perf_counter() - start)
         return response
 
@@ -160,7 +159,7 @@ class _Service:
         return not self._token or hmac.compare_digest(given.encode(), wanted.encode())
 
     async def _body(self, request: Request, most: int) -> bytes:
-        """The body, if it is not too large or too slow."""
+        """The body; raises an error if it is too large or too slow."""
         chunks, size = [], 0
         with anyio.fail_after(self._limits.seconds):
             async for chunk in request.stream():
@@ -181,31 +180,29 @@ class _Service:
             text = body.decode()
         except UnicodeDecodeError as error:
             raise LimitError(f"byte {error.start} is not UTF-8.", 422) from error
-        # Until it is read, a graph has the name of its bytes.
-        name = hashlib.sha256(body).hexdigest()
-        answer = await self._ask(Question(name, None, self._limits), text)
+        answer = await self._answer(Question(text, self._limits))
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)
 
     async def _solve(self, request: Request) -> Response:
-        return await self._think(await self._message(request, SolveRequest))
+        return await self._solved(await self._message(request, SolveRequest))
 
     async def _whatif(self, request: Request) -> Response:
         question = await self._message(request, WhatIfRequest)
         check_request(question, self._limits)
-        return await self._think(question)
+        return await self._solved(question)
 
-    async def _think(self, request: SolveRequest | WhatIfRequest) -> Response:
+    async def _solved(self, request: SolveRequest | WhatIfRequest) -> Response:
         text = self._graphs.get(request.graph)
         now = await _of_ledger(self._ledger.snapshot)
         jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
         state = State(now.version, now.uses, dict(jobs))
-        question = Question(request.graph, None, self._limits, request, state)
-        return Response(await self._ask(question, text), media_type=_JSON)
+        question = Question(text, self._limits, request, state)
+        return Response(await self._answer(question), media_type=_JSON)
 
-    async def _ask(self, question: Question, text: str) -> bytes:
+    async def _answer(self, question: Question) -> bytes:
         assert self._workers is not None  # the lifespan has started them
-        return await run_in_threadpool(self._workers.ask, question, text)
+        return await run_in_threadpool(self._workers.answer, question)
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await self._message(request, ReserveRequest)
@@ -292,7 +289,7 @@ class _Service:
 
 @final
 class _Graphs:
-    """Uploaded graphs by digest; those that nobody asked for longest go first."""
+    """Uploaded graphs by digest; the least recently used are dropped first."""
 
     def __init__(self, most: int) -> None:
         self._most, self._size = most, 0
@@ -312,7 +309,7 @@ class _Graphs:
             if digest not in self._texts:
                 raise UnknownGraphError(
                     f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
-                    "started anew or forgot it. Send it to /v1/graphs first."
+                    "was restarted or dropped it. Send it to /v1/graphs first."
                 )
             self._texts.move_to_end(digest)
             return self._texts[digest]
@@ -320,7 +317,7 @@ class _Graphs:
 
 @final
 class _Metrics:
-    """What Prometheus reads."""
+    """Metrics for Prometheus."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._registry = CollectorRegistry()
@@ -362,7 +359,7 @@ class _Metrics:
 
 
 async def _of_ledger(ask: Callable[[], _T]) -> _T:
-    """What the ledger says; that its file is damaged is no fault of the request."""
+    """A result of the ledger; a damaged file is an error of the service, not of the request."""
     try:
         return await run_in_threadpool(ask)
     except FormatError as error:
@@ -379,8 +376,8 @@ def _failure(status: int, error: str, message: str) -> Response:
     return Response(encode(Failure(error, message)), status_code=status, media_type=_JSON)
 
 
-def _told(error: BaechiError | TimeoutError) -> Response:
-    """What an error is over HTTP."""
+def _error_response(error: BaechiError | TimeoutError) -> Response:
+    """The response for an error."""
     if isinstance(error, TimeoutError):
         return _failure(408, "limit", "the body did not arrive in time.")
     text = str(error)
@@ -393,7 +390,7 @@ def _told(error: BaechiError | TimeoutError) -> Response:
     if isinstance(error, UnknownGraphError):
         return _failure(404, "unknown-graph", text)
     if isinstance(error, ReservationError) and error.reason == "unavailable":
-        return _told(LimitError(text, 503))
+        return _error_response(LimitError(text, 503))
     if isinstance(error, ReservationError):
         return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
     return _failure(422, "input", text)

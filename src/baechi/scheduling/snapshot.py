@@ -1,4 +1,4 @@
-"""What is left at one version of a ledger: a value, to be asked and sent to other processes."""
+"""The free resources at one version of a ledger, as a value that other processes can read."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,7 +29,7 @@ from baechi.validation import FrozenDict
 @final
 @dataclass(frozen=True)
 class Site:
-    """The devices that a ledger is about, as if nothing ran on them, and how each is shared.
+    """The devices of a ledger, as if nothing ran on them, and the sharing of each.
 
     Attributes:
         base: Devices and links; a `Topology` also knows nodes and switches.
@@ -95,14 +95,14 @@ class Site:
         )
 
     def free_bytes(self, uses: Sequence[Use], place: int) -> int:
-        """What is left of the memory of a device, or of its pool."""
+        """The free memory of a device, or of its pool."""
         taken = sum(uses[other].memory_bytes for other in self.pools[place])
         return self.base.devices[place].memory_bytes - taken
 
     def take(
         self, uses: Sequence[Use], claims: Iterable[Claim]
     ) -> tuple[tuple[Claim, ...], dict[int, Use]]:
-        """What the claims take, and the devices' uses with them; `uses` stays as it is.
+        """The claims as granted, and the devices' uses with them; `uses` is not changed.
 
         Returns:
             The claims as they are granted (an exclusive one takes the whole device, one of a MIG
@@ -110,7 +110,7 @@ class Site:
 
         Raises:
             InputError: A device is unknown or claimed twice, or there are no claims.
-            ReservationError: Not so much is left.
+            ReservationError: Too little is free.
         """
         granted: list[Claim] = []
         after: dict[int, Use] = {}
@@ -220,12 +220,12 @@ class Site:
 @final
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """What a job has.
+    """The reservation of a job.
 
     Attributes:
         job: Its name.
-        claims: What it takes, as granted.
-        version: The version of the ledger that its reservation made.
+        claims: Its claims, as granted.
+        version: The version of the ledger that it made.
     """
 
     job: str
@@ -236,13 +236,13 @@ class Reservation:
 @final
 @dataclass(frozen=True)
 class Snapshot:
-    """What is left at one version of a ledger.
+    """The free resources at one version of a ledger.
 
     Attributes:
         site: The devices, as if nothing ran there.
-        version: How many changes the ledger has had.
-        uses: What is taken of every device.
-        jobs: Job to its reservation.
+        version: Number of changes of the ledger.
+        uses: The part of every device that is taken.
+        jobs: Reservations by job.
     """
 
     site: Site
@@ -255,7 +255,7 @@ class Snapshot:
             object.__setattr__(self, "uses", (UNUSED,) * len(self.site.base.devices))
 
     def rooms(self, share_milli: int | None = None) -> tuple[Room, ...]:
-        """What is left, as devices, in their order; see `claims.rooms`. O(devices)."""
+        """The free parts of the devices, in their order; see `claims.rooms`. O(devices)."""
         return tuple(
             room
             for place, device in enumerate(self.site.base.devices)
@@ -289,7 +289,7 @@ class Snapshot:
         return Cluster(devices, links, base.ports)
 
     def residual(self, share_milli: int | None = None) -> Cluster:
-        """The cluster of all that is left: what `baechi.solve` takes.
+        """The cluster of all free resources, as `baechi.solve` takes it.
 
         Args:
             share_milli: Compute offered of every device, in thousandths; devices with less are not.
@@ -302,7 +302,7 @@ class Snapshot:
         return self.part(self.rooms(share_milli))
 
     def without(self, job: str) -> "Snapshot":
-        """What is left when the job has ended, all else as it is.
+        """The snapshot after the end of a job.
 
         Raises:
             ReservationError: It has no reservation.
@@ -323,13 +323,13 @@ def claims_of(
     peak_bytes: Sequence[int],
     shares: Mapping[str, int] | int = WHOLE_MILLI,
 ) -> tuple[Claim, ...]:
-    """What a placement takes of the devices that it uses.
+    """The claims of a placement on the devices that it uses.
 
     Args:
         cluster: The cluster that it was made for.
         placement: Which device runs which op.
         peak_bytes: `Schedule.peak_bytes` of it there; a pool's is claimed once.
-        shares: The compute that it takes, in thousandths of a device; by device name, or of all.
+        shares: The compute that it takes, in thousandths of a device; by device name, or for all.
     """
     uses = Counter(placement.devices)
     claimed: set[str] = set()

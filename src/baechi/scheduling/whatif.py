@@ -1,4 +1,4 @@
-"""What would be, without side effects: other choices, what is missing, and what waiting brings."""
+"""What-if answers without side effects: alternatives, missing memory, gain from waiting."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -18,13 +18,13 @@ _CURVE: Final = 16
 @final
 @dataclass(frozen=True, slots=True)
 class Shortage:
-    """Why nothing fits, and the smallest extra memory with which something does.
+    """The reason why nothing fits, and the smallest extra memory with which something does.
 
     Attributes:
-        message: For people.
-        subject: The op or group that found no room; empty where nothing is left at all.
-        needed_bytes: What it needs on one device.
-        extra_bytes: What would suffice in addition on `extra_device`; `None` where no memory helps.
+        message: Text for people.
+        subject: The op or group that found no room; empty where no device is free at all.
+        needed_bytes: Its memory on one device.
+        extra_bytes: Additional memory of `extra_device` that suffices; `None` where none helps.
         extra_device: A device's name, or "every device"; empty where no memory helps.
     """
 
@@ -50,12 +50,12 @@ class Point:
 @final
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """What the decision would be once a job has ended, all else as it is now.
+    """The decision after the end of a job, all else as it is now.
 
     Attributes:
         job: The job that ends.
-        decision: What would be decided then; `None` where still nothing fits.
-        gain_ns: How much shorter a step is then; `None` where nothing fits now or then.
+        decision: The decision then; `None` where still nothing fits.
+        gain_ns: By how much a step is shorter then; `None` where nothing fits now or then.
     """
 
     job: str
@@ -78,16 +78,15 @@ class Waiting:
 @final
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """Answers; nothing is reserved.
+    """The answers of `whatif`.
 
     Attributes:
         version: That of the snapshot.
         alternatives: From the fewest devices to the shortest step; see `decision.explore`.
-        shortage: What is missing where there are none.
-        waiting: For every job that was asked about.
-        curve: The speed-up function that elastic schedulers ask for: the step by number of devices,
-            never longer with more of them. A lower speed-up than possible, where the effort did not
-            find a better placement.
+        shortage: The missing memory, where there are no alternatives.
+        waiting: For every job of `after`.
+        curve: The speed-up function for elastic schedulers: the step by number of devices, never
+            longer with more of them. More effort may find a steeper one.
     """
 
     version: int
@@ -105,13 +104,13 @@ def whatif(
     after: Iterable[str] = (),
     up_to: int = 0,
 ) -> WhatIf:
-    """What the graph could have.
+    """The decisions that are possible now and after the end of jobs; nothing is reserved.
 
     Args:
-        graph: What to place.
-        snapshot: What is left.
-        wish: What the scheduler wants.
-        after: Jobs; for each, what would be decided if that one had ended.
+        graph: The graph to place.
+        snapshot: The free resources.
+        wish: The preferences of the scheduler.
+        after: Jobs; for each, the decision after its end is made.
         up_to: The most devices of the curve; 0 is no curve.
 
     Raises:

@@ -1,12 +1,13 @@
-"""Processes that think, so that an answer can be given up: nothing else interrupts a solve.
+"""Worker processes with a deadline: a solve cannot be interrupted, but its process can be killed.
 
 Each worker has the site and a few parsed graphs. A question that takes too long costs its worker
-the life, and nobody else anything:
+only, and no other question:
 
     request thread ──question──▶ pipe ──▶ worker ──▶ answer (bytes)
-         │ no answer in time: kill, start another, say 503
+         │ no answer in time: kill, start another, answer 503
 
-What a worker is told about the ledger is a snapshot's numbers; it changes nothing.
+Workers get the numbers of a snapshot and change nothing. docs/design.md has why this is no
+library's pool.
 """
 
 import contextlib
@@ -14,8 +15,8 @@ import multiprocessing
 import queue
 import signal
 import threading
-from collections import OrderedDict
 from collections.abc import Mapping
+from functools import lru_cache
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, final
 
@@ -44,7 +45,7 @@ _STOP_SECONDS: Final = 5.0
 
 
 class State(NamedTuple):
-    """A snapshot without its site, which every worker has."""
+    """A snapshot without its site, which every worker has already."""
 
     version: int
     uses: tuple[Use, ...]
@@ -52,13 +53,9 @@ class State(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What a worker is asked: about a graph, given by its text where it does not know it.
+    """A question about a graph; without a request and a state, whether the graph can be read."""
 
-    Without a request and a state it only reads the graph.
-    """
-
-    digest: str
-    text: str | None
+    text: str
     limits: Limits
     request: SolveRequest | WhatIfRequest | None = None
     state: State | None = None
@@ -66,11 +63,11 @@ class Question(NamedTuple):
 
 @final
 class Workers:
-    """A few processes that answer questions, one each at a time.
+    """A few processes that answer one question each at a time.
 
     Args:
         count: How many.
-        site: What questions are about.
+        site: The devices that questions are about.
         seconds: Time for one answer, and as much to wait for a worker before.
         waiting: Questions that may wait.
     """
@@ -84,33 +81,29 @@ class Workers:
             self._idle.put(_Worker(self._context, site))
         self._count = count
 
-    def ask(self, question: Question, text: str) -> bytes:
+    def answer(self, question: Question) -> bytes:
         """The answer, as a message.
-
-        Args:
-            question: Without a text.
-            text: The graph, for a worker that does not know it.
 
         Raises:
             LimitError: It takes too long, or too many wait already.
-            BaechiError: What the question is answered with.
+            BaechiError: The error that answers the question.
         """
         if not self._seats.acquire(blocking=False):
-            raise LimitError("the service has too much to do; ask again in a second.", 503)
+            raise LimitError("the service is overloaded; try again in a second.", 503)
         try:
             try:
                 worker = self._idle.get(timeout=self._seconds)
             except queue.Empty:
-                raise LimitError("no worker was free in time; ask again.", 503) from None
+                raise LimitError("no worker was free in time; try again.", 503) from None
             try:
-                answer = worker.ask(question, text, self._seconds)
+                answer = worker.answer(question, self._seconds)
             except (EOFError, OSError, TimeoutError) as error:
                 worker.kill()
                 worker = _Worker(self._context, self._site)
                 why = (
                     f"took longer than {self._seconds} s; use effort fast, or a coarser graph"
                     if isinstance(error, TimeoutError)
-                    else "ended the worker that thought about it; was it out of memory?"
+                    else "ended the worker that computed it; was it out of memory?"
                 )
                 raise LimitError(f"the answer {why}.", 503) from error
             finally:
@@ -130,32 +123,29 @@ class Workers:
 
 @final
 class _Worker:
-    """One process, its pipe, and the digests of the graphs that it knows."""
+    """One process and its pipe."""
 
     def __init__(self, context: Any, site: Site) -> None:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_work, args=(theirs, site), daemon=True)
         self._process.start()
         theirs.close()
-        self._known: OrderedDict[str, None] = OrderedDict()
         self._started = False
 
-    def ask(self, question: Question, text: str, seconds: float) -> bytes | BaechiError:
-        """The answer, or what it failed with; raises `TimeoutError`, `EOFError`, `OSError`."""
+    def answer(self, question: Question, seconds: float) -> bytes | BaechiError:
+        """The answer, or the error of it; raises `TimeoutError`, `EOFError`, `OSError`."""
         if not self._started:
             # Its start is no part of the time for an answer.
-            if not self._pipe.poll(_START_SECONDS):
-                raise TimeoutError
-            self._pipe.recv()
+            self._received(_START_SECONDS)
             self._started = True
-        known = question.digest in self._known
-        self._pipe.send(question if known else question._replace(text=text))
+        self._pipe.send(question)
+        answer: bytes | BaechiError = self._received(seconds)
+        return answer
+
+    def _received(self, seconds: float) -> Any:
         if not self._pipe.poll(seconds):
             raise TimeoutError
-        answer: bytes | BaechiError = self._pipe.recv()
-        if isinstance(answer, bytes):
-            _remember(self._known, question.digest, None)
-        return answer
+        return self._pipe.recv()
 
     def kill(self) -> None:
         """Ends it at once."""
@@ -171,37 +161,22 @@ class _Worker:
             self.kill()
 
 
-def _remember(known: "OrderedDict[str, Any]", digest: str, value: Any) -> None:
-    """Keeps the newest graphs; both ends of a pipe do the same, so that they agree."""
-    known[digest] = value
-    known.move_to_end(digest)
-    if len(known) > _PARSED:
-        known.popitem(last=False)
-
-
 def _work(pipe: Connection, site: Site) -> None:
-    """The life of a worker: until its pipe is closed."""
+    """The main function of a worker; returns when its pipe is closed."""
     # Ctrl-C in a terminal reaches all processes of the group; the service decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    graphs: OrderedDict[str, OpGraph] = OrderedDict()
-    with contextlib.suppress(OSError):
+    read = lru_cache(_PARSED)(_read)
+    with contextlib.suppress(EOFError, OSError):  # the service has ended, or wants no answer
         pipe.send("started")
-    while True:
-        try:
+        while True:
             question: Question = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            graph = graphs.get(question.digest)
-            if graph is None:
-                graph = _read(question.text or "", question.limits)
-            answer: bytes | BaechiError = _answer(graph, site, question)
-            _remember(graphs, question.digest, graph)
-        except BaechiError as error:
-            answer = error
-        except MemoryError:
-            answer = LimitError("there is not enough memory for this question.", 503)
-        with contextlib.suppress(OSError):
+            answer: bytes | BaechiError
+            try:
+                answer = _answer(read(question.text, question.limits), site, question)
+            except BaechiError as error:
+                answer = error
+            except MemoryError:
+                answer = LimitError("there is not enough memory for this question.", 503)
             pipe.send(answer)
 
 
@@ -228,8 +203,8 @@ def _answer(graph: OpGraph, site: Site, question: Question) -> bytes:
             SolveAnswer(
                 "infeasible",
                 snapshot.version,
-                message="no placement was found on any choice of what is left; ask with more "
-                "effort, ask whatif for what is missing, or wait.",
+                message="no placement was found on any tried set of free devices; try more effort, "
+                "see whatif for what is missing, or wait.",
             )
         )
     decision = choose(found, request.wish.slack_milli)

@@ -1,7 +1,8 @@
-"""Type hints to codecs: the functions that turn a value into plain JSON and back, and refuse.
+"""Codecs from type hints: pairs of functions that turn a value into plain JSON and back.
 
-`codec` reads a hint and builds the pair that writes and reads it: scalars, optionals and unions,
-tuples, mappings from strings, and dataclasses of these.
+Covered are scalars, choices of strings, optionals and unions, tuples, mappings from strings, and
+dataclasses of these. Values that a hint does not allow are refused in both directions, with the
+path of the field. docs/design.md explains why no library is used.
 """
 
 import math
@@ -9,31 +10,40 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, Final, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Final,
+    Literal,
+    NamedTuple,
+    Union,
+    final,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from baechi.errors import InputError
 from baechi.validation import INT64_MAX, FrozenDict
 
 
-class Refusal(Exception):  # noqa: N818 (what a FormatError will say)
-    """A wrong value, and where it is; the path is filled from the inside out."""
+@final
+class Refusal(InputError):  # noqa: N818 (its user says what could not be read or written)
+    """A wrong value and its path, which is filled from the inside out."""
 
     def __init__(self, reason: str, *, sentence: bool = False) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        super().__init__(reason, sentence)
         self.sentence = sentence  # the reason stands alone, as those of the constructors do
         self.path: list[str] = []
 
-    def text(self) -> str:
-        """The path of the field and what is wrong with it."""
-        where = "".join(reversed(self.path)).removeprefix(".")
-        if not where:
-            return self.reason if self.sentence else f"value {self.reason}"
-        return f"{where}: {self.reason}" if self.sentence else f"{where} {self.reason}"
+    def __str__(self) -> str:
+        reason, where = str(self.args[0]), "".join(reversed(self.path)).removeprefix(".")
+        if self.sentence:
+            return f"{where}: {reason}" if where else reason
+        return f"{where or 'value'} {reason}"
 
 
 class Codec(NamedTuple):
-    """How one type hint is written and read; both refuse what the hint does not allow."""
+    """Writer and reader of one type hint; both refuse values that the hint does not allow."""
 
     name: str
     write: Callable[[Any], Any]
@@ -52,6 +62,8 @@ def codec(hint: Any) -> Codec:
     origin, arguments = get_origin(hint), get_args(hint)
     if origin is Sequence or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
         return _sequence(codec(arguments[0]), origin)
+    if origin is Literal:
+        return _choice(arguments)
     if origin in (types.UnionType, Union):
         return _union(arguments)
     if origin is Mapping and arguments[0] is str:
@@ -78,6 +90,18 @@ def _scalar(kind: Any) -> Codec:
             raise Refusal(f"is {value!r}, which JSON cannot hold; it must be finite.")
         if kind is str and not value.isascii() and any("\ud800" <= c <= "\udfff" for c in value):
             raise Refusal(f"is {show(value)}, which is no Unicode text: it holds a lone surrogate.")
+        return value
+
+    return Codec(name, check, check)
+
+
+def _choice(options: tuple[str, ...]) -> Codec:
+    """One of some strings."""
+    name = " or ".join(map(repr, options))
+
+    def check(value: Any) -> Any:
+        if type(value) is not str or value not in options:
+            raise Refusal(f"is {show(value)}; it must be {name}.")
         return value
 
     return Codec(name, check, check)
@@ -192,7 +216,7 @@ def _mapping(inner: Codec) -> Codec:
 
 
 def _record(kind: type) -> Codec:
-    """The codec of a dataclass: its fields in order, those that equal their default left out."""
+    """The codec of a dataclass: its fields in order, without those equal to their default."""
     hints = get_type_hints(kind)
     saved = [field for field in fields(kind) if field.metadata.get("json", True)]
     codecs = {field.name: codec(hints[field.name]) for field in saved}
@@ -224,7 +248,7 @@ def _record(kind: type) -> Codec:
                     raise Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
                 found[name] = codec.read(entry)
             except Refusal as refusal:
-                # A name that is none may hold what cannot be written.
+                # A wrong name may hold characters that cannot be written.
                 refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
                 raise
         for name, default in defaults.items():
@@ -245,7 +269,7 @@ def _default(field: Field[Any]) -> Any:
 
 
 def show(value: Any) -> str:
-    """A wrong value for an error text, short, with its kind."""
+    """A wrong value as short text for an error, with its type."""
     kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
     name = kinds.get(type(value), f"a {type(value).__name__}")
     if value is None or isinstance(value, bool | dict | list):

@@ -1,16 +1,18 @@
-"""Every value as a JSON file that another process, machine or language reads.
+"""JSON files of every public value, for other processes, machines and languages.
 
 A file is one object::
 
-    {"format": "baechi", "type": "Cluster", "version": 1, "digest": "9f86...", "value": {...}}
+    {"format": "baechi", "type": "Cluster", "version": 2, "digest": "9f86...", "value": {...}}
 
 `value` has the fields of the dataclass of that name, in its order. A field that equals its default
-may be absent, and `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks, ASCII)
-may be too, so that a graph can be written by hand or by a scheduler in another language; where a
-digest is there it must match. Equal values give equal bytes, and a file is written whole or not at
-all.
+may be absent, as may `digest` (sha256 of the canonical JSON of `value`: keys sorted, no blanks,
+ASCII), so that a graph can be written by hand or by a scheduler in another language; a digest that
+is present must match. Equal values give equal bytes, and files are written atomically.
 
-One codec serves all types (`codec.py`): a new dataclass needs a name in `_KINDS` and nothing else.
+Version 1 had no phases of ops; they are restored from the names of ops in graphs of training steps
+made by Baechi.
+
+One codec serves all types (`codec.py`): a new dataclass needs an entry in `_KINDS` only.
 """
 
 import hashlib
@@ -18,6 +20,7 @@ import json
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
@@ -31,12 +34,13 @@ from baechi.records.instructions import Program
 from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.records.step_structure import Phase
 from baechi.records.topology import Topology
 from baechi.storage.codec import Refusal, codec
 from baechi.traced.traced_model import Traced
 from baechi.validation import FrozenDict, check_path
 
-VERSION: Final = 1
+VERSION: Final = 2
 _KINDS = (
     *(Op, Tensor, OpGraph, Device, Link, Cluster, Topology, Constraints),
     *(Placement, Span, Transfer, Schedule, OpCost, Profile, Calibration, Measurement, Traced),
@@ -49,24 +53,24 @@ _T = TypeVar("_T")
 
 
 def dump(value: object, path: str | os.PathLike[str]) -> None:
-    """Writes `value` to a JSON file, whole or not at all.
+    """Write `value` to a JSON file atomically.
 
     Raises:
-        InputError: The value is of no type in `TYPES`, holds what JSON cannot (an infinite float),
+        InputError: The type is not in `TYPES`, the value cannot be JSON (an infinite float),
             or the path cannot be written.
     """
     write_whole(path, dumps(value))
 
 
 def dumps(value: object) -> str:
-    """The text that `dump` writes; equal values give equal texts."""
+    """`value` as the text of a JSON file; equal values give equal texts."""
     kind: type = type(value)
     if TYPES.get(kind.__name__) is not kind:
         raise InputError(f"type {kind.__name__} cannot be saved; give one of {', '.join(TYPES)}.")
     try:
         raw = codec(kind).write(value)
     except Refusal as refusal:
-        raise InputError(f"cannot save this {kind.__name__}: {refusal.text()}") from refusal
+        raise InputError(f"cannot save this {kind.__name__}: {refusal}") from refusal
     envelope = {"format": "baechi", "type": kind.__name__, "version": VERSION}
     return _layout({**envelope, "digest": _digest(raw), "value": raw}) + "\n"
 
@@ -76,15 +80,15 @@ def load(path: str | os.PathLike[str]) -> Any: ...
 @typing_overload
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
 def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
-    """The value in a file that `dump` or a person wrote.
+    """The value in a JSON file, written by `dump` or by hand.
 
     Args:
         path: The file.
         expect: The type that it must hold; any of `TYPES` if absent.
 
     Raises:
-        FormatError: It is no such file, is damaged, has another version, or a field is wrong; the
-            text names the path and the field.
+        FormatError: The file is not a Baechi file, is damaged, has another version, or has a wrong
+            field; the text names the path and the field.
         InputError: The file cannot be read.
     """
     check_path(path)
@@ -113,10 +117,10 @@ def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
-    """Writes `text` to `path`, so that no reader ever sees half of it.
+    """Write `text` to `path` atomically, so that no reader ever sees half of it.
 
     Raises:
-        InputError: The path cannot be written; what was there is still there.
+        InputError: The path cannot be written; the old file is unchanged.
     """
     given = Path(check_path(path))
     try:
@@ -145,19 +149,24 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
 
 def _parse(text: str, expect: type | None, source: str) -> Any:
     try:
-        raw = _load_json(text)
+        raw = parse_json(text)
         kind, value = _open_envelope(raw, expect)
-        try:
-            return codec(kind).read(value)
-        except Refusal as refusal:
-            raise FormatError(refusal.text()) from refusal
+        found = codec(kind).read(value)
+        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
+    except (FormatError, Refusal) as error:
+        raise FormatError(f"{source}: {error}") from error
     except RecursionError as error:
-        raise FormatError(f"{source}: nested too deeply for a Baechi file.") from error
-    except FormatError as error:
-        raise FormatError(f"{source}: {error}") from error.__cause__
+        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
-def _load_json(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """The plain value of a JSON text.
+
+    Raises:
+        FormatError: It is not JSON, is nested too deeply, or has a duplicate key or a number that
+            is infinite, NaN, or thousands of digits long.
+    """
+
     def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(items)
         if len(found) != len(items):
@@ -174,8 +183,10 @@ def _load_json(text: str) -> Any:
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         if error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string"):
-            raise FormatError(f"the JSON ends too early ({where}); the file is cut off.") from error
+            raise FormatError(f"the JSON ends too early ({where}); it is cut off.") from error
         raise FormatError(f"this is not JSON: {error.msg} at {where}.") from error
+    except RecursionError as error:
+        raise FormatError("the JSON is nested too deeply.") from error
     except FormatError:
         raise
     except ValueError as error:  # Python reads no integer of more than 4300 digits
@@ -183,7 +194,7 @@ def _load_json(text: str) -> Any:
 
 
 def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
-    """The type and the raw value of a parsed file, after all checks but those of the value."""
+    """The type and the raw value of a parsed file, after all checks except those of the value."""
     if not isinstance(raw, dict) or "format" not in raw:
         raise FormatError('this is no Baechi file: it is no JSON object with "format": "baechi".')
     if raw["format"] != "baechi":
@@ -191,9 +202,9 @@ def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
     version = raw.get("version")
     if type(version) is not int:
         raise FormatError(f"version is {version!r}; it must be an integer.")
-    if version != VERSION:
+    if not 1 <= version <= VERSION:
         raise FormatError(
-            f"written by version {version}, this Baechi reads {VERSION}. "
+            f"written by version {version}, this Baechi reads 1 to {VERSION}. "
             "Write the file again with this Baechi, or install the one that wrote it."
         )
     for name in raw:
@@ -215,13 +226,41 @@ def _open_envelope(raw: Any, expect: type | None) -> tuple[type, Any]:
     return kind, raw["value"]
 
 
+def _with_phases(graph: OpGraph) -> OpGraph:
+    """A graph of version 1 with its phases restored from names; all forward if there are none.
+
+    There a backward op was `backward:` and its forward op's name, and only `recompute:...` read a
+    tensor of each op that it ran again.
+    """
+    n = graph.op_index.get("loss", len(graph.ops))
+    phased: list[tuple[Phase, tuple[int, ...]]] = [("forward", ())] * n
+    if n < len(graph.ops):
+        phased.append(("loss", ()))
+    for op in range(n + 1, len(graph.ops)):
+        kind, _, name = graph.ops[op].name.partition(":")
+        tensors = [graph.tensors[tensor] for tensor in graph.op_inputs[op]]
+        if kind == "backward" and graph.op_index.get(name, n) < n:
+            phased.append(("backward", (graph.op_index[name],)))
+        elif kind == "recompute":
+            ran = {t.producer for t in tensors if t.consumers == (op,)}
+            phased.append(("recompute", tuple(sorted(ran))))
+        else:
+            return graph
+    ops = zip(graph.ops, phased, strict=True)
+    rows = tuple(replace(op, phase=phase, forward=forward) for op, (phase, forward) in ops)
+    try:
+        return OpGraph(rows, graph.tensors, graph.times)
+    except InputError:
+        return graph
+
+
 def _digest(raw: Any) -> str:
     text = json.dumps(raw, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _layout(raw: Any, indent: int = 0, prefix: int = 0) -> str:
-    """`raw` as JSON: what fits on a line stands on one, and lists of scalars fill their lines."""
+    """`raw` as JSON: values that fit on a line are on one line, and lists of scalars fill lines."""
     line = json.dumps(raw)
     if not isinstance(raw, dict | list) or not raw or indent + prefix + len(line) < _WIDTH:
         return line

@@ -1,4 +1,4 @@
-"""Recording on a GPU: what a lane launches becomes CUDA graphs, which share one pool of memory.
+"""Capture of a lane's launches as CUDA graphs, which share one pool of memory.
 
 All graphs of a lane are captured in the order in which they are replayed, on a stream of their own
 (the caller's may be the default one, which cannot be captured), so they may share a pool; lanes run
@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, final
 
 import torch
+
+from baechi.torch_support.cuda_internals import abandon_pool
 
 
 @final
@@ -97,16 +99,14 @@ class CudaRecorder:
         """Undo what a capture leaves behind whose end fails.
 
         `CUDAGraph::capture_end` throws before it tells the allocator and the random generator that
-        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). The allocator can be told; the
-        generator learns it from the end of another capture. The allocator of pinned memory, which
-        has no such entry in Python, goes on asking the graph: so that stays for good.
+        the capture is over (aten/src/ATen/cuda/CUDAGraph.cpp). Here the allocator is told; the
+        generator is reset by the end of another capture. The allocator of pinned memory, which has
+        no such entry in Python, keeps querying the graph: so the graph is kept for good.
         """
         self._failed.append(graph)
         self._pool = torch.cuda.graph_pool_handle()  # as in `_abandon`
-        index = self._place.index
         with contextlib.suppress(RuntimeError):  # it was not begun
-            torch._C._cuda_endAllocateToPool(index, pool)
-            torch._C._cuda_releasePool(index, pool)
+            abandon_pool(self._place.index, pool)
         with contextlib.suppress(RuntimeError), torch.cuda.stream(self._stream):
             another = torch.cuda.CUDAGraph()
             another.capture_begin(capture_error_mode="thread_local")

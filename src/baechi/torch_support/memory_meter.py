@@ -1,4 +1,4 @@
-"""Live and peak bytes, counted where tensors are made and freed; for CPUs, which have no counter.
+"""A meter of live and peak bytes for CPUs, which have no counter of their own.
 
 A `Meter` has an account per logical device. Each thread that computes for a device enters
 `Meter.counting(device)`: a dispatch mode that sees every storage that an operator makes. A storage
@@ -15,7 +15,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.torch_support.storages import laid_out, once, storages
+from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
 
 
 @final
@@ -42,7 +42,7 @@ class Meter:
 
     @property
     def live_bytes(self) -> tuple[int, ...]:
-        """What every account holds now."""
+        """The bytes that every account holds now."""
         return tuple(self._live)
 
     def forget_peaks(self) -> None:
@@ -52,7 +52,7 @@ class Meter:
 
     @property
     def account(self) -> int:
-        """For which account this thread counts.
+        """The account to which this thread's tensors are charged.
 
         In a thread that did not enter `counting` itself, the latest that another did: autograd
         runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
@@ -71,8 +71,8 @@ class Meter:
             del self._thread.account
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage is counted."""
-        return storage._cdata in self._known
+        """True if the storage is counted."""
+        return key_of(storage) in self._known
 
     def hold(self, account: int, what: torch.Tensor | torch.UntypedStorage) -> None:
         """Count a storage once, until it is freed; what it grew by since, too."""
@@ -81,7 +81,7 @@ class Meter:
                 self.hold(account, part)
             return
         storage = what
-        key = storage._cdata
+        key = key_of(storage)
         nbytes = storage.nbytes()
         with self._lock:
             owner, counted = self._known.get(key, (account, 0))
@@ -108,7 +108,7 @@ class Meter:
         metered step.
 
         Args:
-            account: Who gets it.
+            account: The account to charge.
             tensor: What is copied.
             moved: Whether it comes from another logical device, and not from the caller.
         """
@@ -157,14 +157,13 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in _storages((args, kwargs))}
-        for storage in _storages(result):
-            if storage._cdata not in given or self._meter.knows(storage):
+        given = _storages((args, kwargs))
+        for key, storage in _storages(result).items():
+            if key not in given or self._meter.knows(storage):
                 self._meter.hold(self._meter.account, storage)
         return result
 
 
-def _storages(values: Any) -> list[torch.UntypedStorage]:
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
     leaves = pytree.tree_leaves(values)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return [storage for tensor in tensors for storage in storages(tensor)]
+    return distinct_storages(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))

@@ -1,6 +1,6 @@
-"""What autograd keeps of one operator that runs: by storage, through saved-tensor hooks.
+"""The tensors that autograd saves, seen through saved-tensor hooks.
 
-The trace sees on fake tensors what is kept of the graph's tensors. What a kernel keeps besides,
+The trace sees on fake tensors what is saved of the graph's tensors. What a kernel saves besides,
 such as a recurrent kernel's workspace or the statistics of a normalization, depends on the kernel
 that the device has; so it is measured where the operator is.
 """
@@ -12,15 +12,23 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+
+from baechi.torch_support.autograd_internals import (
+    pop_saved_tensor_hooks,
+    push_saved_tensor_hooks,
+    saved_tensor_hooks,
+)
+from baechi.torch_support.storages import distinct_storages
 
 
 def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:
-    """Bytes that autograd keeps after `call`, each storage once, that are nobody else's.
+    """Bytes autograd saves during `call`, counting each storage once and ignoring known ones.
 
     Args:
-        call: Runs the operator and returns what it gives out.
-        known: Its inputs, parameters and buffers; their storages and those of what it gives out
-            are tensors of the graph or state, and not counted.
+        call: Runs the operator and returns its results.
+        known: Its inputs, parameters and buffers; their storages and those of its results are
+            tensors of the graph or state, and not counted.
     """
     kept: list[torch.Tensor] = []
 
@@ -31,35 +39,40 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         result = call()
     leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    own = {tensor.untyped_storage()._cdata for tensor in [*known, *leaves]}
-    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in kept}
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in own)
+    own = distinct_storages([*known, *leaves])
+    return sum(row.nbytes() for key, row in distinct_storages(kept).items() if key not in own)
 
 
 def is_hooked() -> bool:
-    """Whether what autograd saves now goes through hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    """True if saved-tensor hooks are active now."""
+    return saved_tensor_hooks() is not None
+
+
+def is_checkpointed() -> bool:
+    """True if `torch.utils.checkpoint(use_reentrant=False)` receives what autograd saves now."""
+    hooks = saved_tensor_hooks()
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
 
 
 @contextmanager
 def unhooked() -> Iterator[None]:
     """Run the block without the saved-tensor hooks that are on around it, such as checkpointing's.
 
-    They are for what the caller computes: checkpointing would run the whole call again for a
-    tensor of the block.
+    The hooks belong to the caller's code; checkpointing would rerun all of that for a tensor that
+    the block saved.
     """
     hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := saved_tensor_hooks()) is not None:
         hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
+        pop_saved_tensor_hooks()
     try:
         yield
     finally:
-        for pack, unpack in reversed(hooks):
-            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        for pair in reversed(hooks):
+            push_saved_tensor_hooks(pair)
 
 
-class Leave(torch.autograd.Function):
+class TapeEnd(torch.autograd.Function):
     """The end of a tape's graph: what leaves it, and where its backward begins.
 
     What the engine is given stays alive as long as it runs. So it is given nothing, and this takes

@@ -1,4 +1,4 @@
-"""What of a tensor must cross between devices: each of its bytes in memory once.
+"""Storages, and the part of a tensor that must cross between devices: each byte once.
 
     expand       a row that stands for many     the row crosses, and is expanded there
     as_strided   windows that overlap           the memory under them crosses, and is cut up there
@@ -9,14 +9,14 @@ device that gets them.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
-    """What has each byte under a tensor once; the tensor itself if no elements share memory."""
+    """A view with each byte under a tensor once; itself if no elements share memory."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return tensor
     stride = tensor.stride()
@@ -38,7 +38,7 @@ def laid_out(moved: torch.Tensor, part: torch.Tensor, tensor: torch.Tensor) -> t
 
 
 def crossings(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
-    """Which tensors cross in one copy: those whose memory is less together than one by one.
+    """Groups of tensors that cross in one copy, since their memory is less than one by one.
 
     Args:
         tensors: By any numbers; each tuple of the result has some of these. O(tensors).
@@ -72,7 +72,7 @@ def spanned(views: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """A copy of `spanned(views)`, seen as each of the views is; none knows of the others' graphs.
+    """Views of a copy of `spanned(views)`, each laid out as its original, with graphs of their own.
 
     They share memory and count each other's writes, as the views themselves do.
     """
@@ -86,7 +86,7 @@ def cut_up(moved: torch.Tensor, views: Sequence[torch.Tensor]) -> tuple[torch.Te
 
 
 def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
-    """What a tensor lies in: a sparse one's indices and values each in a storage of its own."""
+    """The storages of a tensor: a sparse one's indices and values have one each."""
     parts: tuple[torch.Tensor, ...] = (tensor,)
     if tensor.layout is torch.sparse_coo:
         parts = (tensor._indices(), tensor._values())
@@ -97,15 +97,28 @@ def storages(tensor: torch.Tensor) -> tuple[torch.UntypedStorage, ...]:
     return tuple(part.untyped_storage() for part in parts)
 
 
+def key_of(storage: torch.UntypedStorage) -> int:
+    """Equal for all Python objects that stand for one storage, while it lives.
+
+    `_cdata` is torch's private name for the storage's address; seen with torch 2.11 and 2.13.
+    """
+    key: int = storage._cdata
+    return key
+
+
+def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages that some tensors lie in, each once, by key."""
+    return {key_of(part): part for tensor in tensors for part in storages(tensor)}
+
+
 def _memory(tensor: torch.Tensor, number: int) -> Any:
-    """What tensors must have in common to be views of one span."""
+    """A key that tensors have in common if they may be views of one span."""
     if tensor.layout is not torch.strided or tensor.numel() == 0:
         return number
-    storage = tensor.untyped_storage()._cdata
-    return storage, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    return key_of(tensor.untyped_storage()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """How many elements of memory lie from a tensor's first to its last."""
+    """The number of elements of memory from a tensor's first to its last."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((n - 1) * step for n, step in pairs)

@@ -10,7 +10,7 @@ import torch
 
 from baechi.errors import InputError
 
-# Where the system does not tell: what server processors have at least.
+# Where the system does not report it: the least that server processors have.
 _USUAL_CACHE_BYTES = 32 * 2**20
 
 
@@ -18,7 +18,7 @@ def torch_device(name: str | torch.device) -> torch.device:
     """The torch device behind a logical device's name: `"cuda:0/a"` is on `cuda:0`.
 
     Raises:
-        InputError: torch does not know it, or it is not in this machine.
+        InputError: torch has no such device, or this machine has none.
     """
     text = str(name).split("/")[0]
     try:
@@ -73,7 +73,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def blas_bytes(major: int, setting: str) -> int:
-    """What cuBLAS keeps for every stream, and for every host thread that launches on it.
+    """Bytes that cuBLAS keeps for every stream and every host thread that launches on it.
 
     Args:
         major: The GPU's compute capability.

@@ -6,12 +6,12 @@
                                              ▼
     backward    gradient of c ──► recompute(a b c) ──► c' ──► b' ──► a'
 
-A unit is the operators of one submodule. It is on one device, so that what it makes again goes
-nowhere. It begins to run again when all gradients that enter it are there, so it is never early:
-its recomputation is an operator like any other, to every placer, to the clock and to the bounds.
+A unit is the operators of one submodule. It is on one device, so recomputed tensors are never sent.
+It starts to run again only when all gradients that enter it have arrived, so never too early: its
+recomputation is an operator like any other for every placer, the clock and the bounds.
 
-Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174), for units
-that are given; `checkpointing` chooses them.
+Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174), for given
+units; `checkpointing` chooses them.
 
 Complexity: O(units * (ops + tensors) of each unit's stretch of the program).
 """
@@ -34,7 +34,7 @@ class Unit:
     """Operators that run forward twice.
 
     Attributes:
-        name: The path of their submodule; with a number where the submodule is several units.
+        name: The path of their submodule, with a number where the submodule is several units.
         ops: Forward operators, ascending.
     """
 
@@ -55,7 +55,7 @@ def enclosing(path: str) -> list[str]:
 
 
 def module_paths(traced: TracedOperators) -> tuple[str, ...]:
-    """The submodules that have operators, and those around them, in the order of the program."""
+    """The submodules that have operators, and those around them, in program order."""
     paths: dict[str, None] = {}
     for op in traced.ops:
         paths.update(dict.fromkeys(enclosing(module_path(op.name))))
@@ -66,11 +66,11 @@ def module_paths(traced: TracedOperators) -> tuple[str, ...]:
 def named_units(
     traced: TracedOperators, patterns: str | Iterable[str], reached: Sequence[int]
 ) -> tuple[Unit, ...]:
-    """The units of the submodules that some patterns name.
+    """The units of the submodules that match some patterns.
 
-    A `*` stands for anything, dots too; of matches inside each other the outermost counts. What a
-    submodule runs before and after something outside that depends on it is two units: so is a
-    module that is called twice.
+    A `*` matches anything, dots too; of nested matches the outermost counts. A submodule whose
+    operators run both before and after an outside operator that depends on them becomes two
+    units, as does a module that is called twice.
 
     Args:
         traced: The model.
@@ -145,7 +145,7 @@ def _units(
 def _that_run_again(
     ops: Sequence[int], graded: Set[int], made: Sequence[Sequence[TracedTensor]]
 ) -> list[int]:
-    """Those that have a backward, and those that they need; but not what stays anyway."""
+    """Operators with a backward and those that they need, except ones whose outputs stay anyway."""
     again: set[int] = set()
     for op in reversed(ops):
         read = any(consumer in again for tensor in made[op] for consumer in tensor.consumers)
@@ -155,7 +155,7 @@ def _that_run_again(
 
 
 def _convex(ops: Sequence[int], made: Sequence[Sequence[TracedTensor]]) -> list[list[int]]:
-    """The operators, parted where something outside depends on some and others on that."""
+    """The operators, split where an outside operator depends on some and others depend on it."""
     inside = set(ops)
     level: dict[int, int] = {}
     parts: dict[int, list[int]] = {}
@@ -173,10 +173,10 @@ def _convex(ops: Sequence[int], made: Sequence[Sequence[TracedTensor]]) -> list[
 def backward_sequence(
     tensors: Sequence[TracedTensor], reached: Sequence[int], units: Sequence[Unit]
 ) -> list[int]:
-    """The order of the backward half: a forward operator for its backward, `~k` for unit k again.
+    """The order of the backward half: operators stand for their backward, `~k` for unit k again.
 
-    A unit runs again after all gradients that enter it and before its backwards; else the last
-    forward operator comes first.
+    A unit runs again after all gradients that enter it and before its backward ops; otherwise
+    the last forward operator comes first.
 
     Args:
         tensors: Between forward operators.
@@ -220,7 +220,7 @@ def backward_sequence(
 def _what_follows(
     tensors: Sequence[TracedTensor], reached: Sequence[int], unit_of: Mapping[int, int]
 ) -> dict[int, set[int]]:
-    """For each row of the backward half those that cannot be before it."""
+    """For each row of the backward half, the rows that must come after it."""
     after: dict[int, set[int]] = {op: set() for op in reached}
     for op in reached:
         if op in unit_of:
@@ -242,9 +242,9 @@ def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:
 
 
 def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
-    """The group of every operator whose group a unit changes: a unit is on one device.
+    """New groups of the operators whose group changes because a unit is on one device.
 
-    Units that share a group with each other, as the users of one parameter do, become one group.
+    Units that share a group, as the users of one parameter do, become one group.
     """
     parent: dict[str, str] = {}
 
@@ -271,23 +271,23 @@ def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
 
 
 def workspace_bytes(
-    unit: Unit,
+    unit: Sequence[int],
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
     costs: Sequence[OpCost],
     reached: Set[int],
 ) -> int:
-    """Scratch of a unit that runs again, above all that it makes for its backwards.
+    """Scratch memory of a unit that runs again, beyond the tensors it makes for its backward ops.
 
-    What it makes and nobody keeps is there from its maker to its last reader inside. What is kept
-    counts from the beginning, so what is still to be made is room for the rest.
+    A temporary tensor is held from its producer to its last reader inside. Saved tensors count from
+    the beginning, so those not yet made leave room for the others.
     """
-    inside = set(unit.ops)
+    inside = set(unit)
     graded = inside & reached
     kept = {t for op in graded for t in ops[op].saves}
     ends: dict[int, int] = {}
-    made: dict[int, int] = dict.fromkeys(unit.ops, 0)
-    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit.ops}
+    made: dict[int, int] = dict.fromkeys(unit, 0)
+    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit}
     for index, tensor in enumerate(tensors):
         if tensor.producer not in inside:
             continue
@@ -298,7 +298,7 @@ def workspace_bytes(
         last = max((c for c in tensor.consumers if c in inside), default=tensor.producer)
         ends[last] = ends.get(last, 0) + tensor.nbytes
     left, live, most = sum(later.values()), 0, 0
-    for op in unit.ops:
+    for op in unit:
         left -= later[op]
         live += made[op]
         most = max(most, live + costs[op].workspace_bytes - left)

@@ -1,9 +1,9 @@
-"""With which backward the gradients of parameters come.
+"""The backward step in which each parameter's gradient becomes complete.
 
     a parameter that one op reads        with that op's backward
-    one that is only turned for a reader with that reader's
+    one that is only viewed for a reader with that reader's
     one that several ops read            with the last one's, if all others' can run only after it;
-                                         else nobody knows which comes first: not late at all
+                                         else the order is unknown: not late at all
 
 Complexity: O(ops + tensors), once more for each set of ops that share parameters.
 """
@@ -19,18 +19,18 @@ def late_gradients(
     order: Sequence[int],
     viewed: Mapping[int, int],
 ) -> dict[int, int]:
-    """The bytes of gradients of parameters that come with the backward of each forward op.
+    """Bytes of parameter gradients completed by the backward of each forward op.
 
     Args:
         ops: Forward operators.
         tensors: Between them.
-        order: The ops that have a backward.
+        order: The ops with a backward.
         viewed: `viewed_whole` of the same.
     """
     late = {op: _own_bytes(ops[op]) for op in order}
     for op, reader in viewed.items():
         late[reader] += late.pop(op)
-    before: dict[int, list[int]] = {op: [] for op in order}  # whose values it reads, with gradients
+    before: dict[int, list[int]] = {op: [] for op in order}  # the ops it reads, with gradients
     for tensor in tensors:
         if tensor.differentiable and tensor.producer in before:
             for consumer in tensor.consumers:
@@ -48,7 +48,7 @@ def late_gradients(
 
 
 def _all_before(op: int, before: Mapping[int, Sequence[int]]) -> set[int]:
-    """The op, and all whose backwards come after its own in every order."""
+    """The op, and all ops whose backward comes after its own in every order."""
     found, left = {op}, [op]
     while left:
         new = set(before[left.pop()]) - found
@@ -58,18 +58,17 @@ def _all_before(op: int, before: Mapping[int, Sequence[int]]) -> set[int]:
 
 
 def _own_bytes(op: TracedOp) -> int:
-    """Bytes of the gradients of those of its parameters that no later op reads."""
+    """Bytes of the gradients of its parameters that no later op reads."""
     return op.trained_bytes - sum(nbytes for nbytes, *_ in op.lent)
 
 
 def viewed_whole(
     ops: Sequence[TracedOp], tensors: Sequence[TracedTensor], order: Sequence[int]
 ) -> dict[int, int]:
-    """Operators that only turn a whole parameter for one reader, and that reader.
+    """Operators that only view a whole parameter for one reader, with that reader.
 
-    The gradient that the reader sends back is the parameter's own, seen in another way: it is there
-    from the reader's backward on, once. A parameter that is read in parts gets a gradient put
-    together from theirs.
+    The gradient from the reader is a view of the parameter's own gradient: it exists once, from the
+    reader's backward on. A parameter that is read in parts gets a gradient assembled from theirs.
     """
     backward = set(order)
     sent: dict[int, list[TracedTensor]] = {}

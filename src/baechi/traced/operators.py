@@ -9,25 +9,25 @@ from baechi.records.optimizer_state import TrainedParameter
 @final
 @dataclass(frozen=True, slots=True)
 class TracedOp:
-    """One operator of a traced model: a node that computes, with its views and in-place nodes.
+    """One operator of a traced model: a computing node with its views and in-place nodes.
 
     Attributes:
         name: Unique: the owning submodule's path and the anchor node's name.
         nodes: Names of its fx nodes, in program order.
         key: Equal keys cost the same: operators, shapes, dtypes, strides and constants.
         parameters: Qualified names of the parameters and buffers that it owns.
-        trained_bytes: Bytes of those that have gradients.
+        trained_bytes: Bytes of those with gradients.
         frozen_bytes: Bytes of the others.
-        shared_bytes: Bytes of the parameters with gradients that a later op reads, too: their
-            gradients exist once for each until they are added up.
-        saves: Tensors (indices) that autograd keeps for its backward.
-        saved_bytes: Bytes that autograd keeps besides those: storage made inside.
+        shared_bytes: Bytes of the parameters with gradients that a later op also reads: each
+            reader has its own gradient until they are added up.
+        saves: Tensors (indices) that autograd saves for its backward.
+        saved_bytes: Bytes of internal storage that autograd saves besides those.
         differentiable: Whether it has a backward.
         random: Whether it draws random numbers.
-        group: Ops that cannot be apart carry the same one.
-        source: The model's own line.
-        trained: Shape and type of those of its parameters that have gradients.
-        lent: For each of these that later ops read, too: its bytes, then those ops, ascending.
+        group: Equal for ops that must share a device.
+        source: The line of the model's source.
+        trained: Shape and element size of its parameters with gradients.
+        lent: One row per trained parameter that later ops also read: (bytes, reader, reader, ...).
     """
 
     name: str
@@ -50,17 +50,17 @@ class TracedOp:
 @final
 @dataclass(frozen=True, slots=True)
 class TracedTensor:
-    """One storage that an op makes and others read, whichever views of it they read.
+    """One storage that an op makes and others read, directly or through views.
 
     Attributes:
         producer: Index of the op that makes it.
         consumers: Indices of the ops that read it.
         nbytes: Bytes of the storage.
-        kept: Whether the caller gets it.
+        kept: Whether it is returned to the caller.
         differentiable: Whether a gradient flows back.
-        gradient_bytes: For each consumer the bytes of the gradient that it sends back: of what it
-            reads, which may be a part of the storage. Where it says nothing, those of the storage.
-        scalar: Whether the caller gets it without dimensions, as a model's own loss.
+        gradient_bytes: For each consumer the bytes of the gradient that it sends back, which may be
+            for a part of the storage. Where absent, the bytes of the storage.
+        scalar: Whether it is returned as a scalar, such as a model's own loss.
     """
 
     producer: int
@@ -83,7 +83,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class TracedOperators:
-    """What the graph of a step is made of.
+    """The operators and tensors of a traced model.
 
     Attributes:
         name: The model's class.

@@ -1,12 +1,15 @@
-"""The graph of one training step, mirrored from the forward graph (DESIGN: one clock).
+"""The graph of one training step, mirrored from the forward graph.
 
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
-    gradients of parameters  ->  persistent bytes of i that come late, with i'
+    gradients of parameters  ->  persistent bytes of i that are allocated late, with i'
     the caller's loss  ->  one op of no time between the outputs and their gradients; where the
                            model returns a loss of its own, that alone has a gradient
-    a checkpointed unit  ->  one op more, its forward again, before its backwards (`recomputation`)
+    a checkpointed unit  ->  one op more, its forward again, before its backwards
+    (`checkpoint_units`)
+
+The structure comes first, without costs; the graph is the structure with costs.
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
 only forward times were simulated; here the backward and its gradients have their own.
@@ -17,11 +20,13 @@ Complexity: O(ops + tensors).
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from baechi.errors import InputError
 from baechi.records.graph import Op, OpGraph, Tensor
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.optimizer_state import TrainedParameter, check_optimizer, optimizer_state_bytes
+from baechi.records.step_structure import PlainOp, PlainTensor, StepStructure
 from baechi.traced.checkpoint_units import (
     Unit,
     backward_sequence,
@@ -34,9 +39,27 @@ from baechi.traced.gradient_timing import late_gradients, viewed_whole
 from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
 from baechi.validation import FrozenDict
 
+# Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
 BACKWARD = "backward:"
 LOSS = "loss"
 RECOMPUTE = "recompute:"
+
+
+def step_structure(
+    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
+) -> StepStructure:
+    """The structure of one step of a traced model.
+
+    Args:
+        traced: The model.
+        training: Forward, loss and backward; else the forward alone.
+        checkpoint: Submodules whose forward runs again in a training step's backward, as in
+            `checkpoint_units.named_units`.
+
+    Raises:
+        InputError: A name of `checkpoint` matches nothing, or the step does not train.
+    """
+    return _step(traced, training, checkpoint)[0]
 
 
 def operator_graph(
@@ -46,66 +69,48 @@ def operator_graph(
     training: bool,
     optimizer: str | None,
     checkpoint: str | Iterable[str] | None = None,
-    units: Sequence[Unit] | None = None,
 ) -> OpGraph:
-    """The operator graph of one step of a traced model.
+    """The operator graph of one step of a traced model: its structure with costs.
 
     Args:
         traced: The model.
-        profiles: Its costs on one kind of device or more. The first one's are the ops' own; each
-            one's times are kept per kind, where it names one, and the workspace of an op is the
-            largest of all.
-        training: Forward, loss and backward; else the forward alone.
-        optimizer: Whose state is persistent when training.
-        checkpoint: Submodules whose forward runs again in a training step's backward, as in
-            `recomputation.named_units`.
-        units: Those units themselves, instead of names.
+        profiles: Its costs on one or more kinds of device. The first profile gives the ops' default
+            costs; times are kept per named kind, and the workspace of an op is the largest of
+            all profiles.
+        training: As in `step_structure`.
+        optimizer: The optimizer whose state is persistent when training.
+        checkpoint: As in `step_structure`.
 
     Raises:
         InputError: Two profiles are of one kind, there is none, the
-            optimizer is unknown, or a name of `checkpoint` fits nothing.
+            optimizer is unknown, or a name of `checkpoint` matches nothing.
     """
     _check(profiles)
     costs = _merged(profiles)
     check_optimizer(optimizer)
-    if checkpoint is not None and not training:
-        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
-    if units is None:
-        units = () if checkpoint is None else units_of(traced, checkpoint)
-    groups, unit_of = groups_of(traced.ops, units), unit_of_ops(units)
-    graded = _graded_owners(traced) if training else frozenset()
-    forward = [
-        Op(
-            name=op.name,
-            time_ns=cost.forward_ns,
-            persistent_bytes=persistent_bytes(op, training=index in graded, optimizer=optimizer),
-            workspace_bytes=_forward_workspace(cost, training, index in unit_of),
-            group=groups.get(index, op.group),
-        )
-        for index, (op, cost) in enumerate(zip(traced.ops, costs, strict=True))
-    ]
-    if training:
-        ops, tensors = _mirror(traced.ops, traced.tensors, forward, costs, units)
-    else:
-        ops = forward
-        tensors = [Tensor(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    times = {p.kind: _times(traced, p, training, units) for p in profiles if p.kind}
-    return OpGraph(tuple(ops), tuple(tensors), FrozenDict(times))
+    structure, sizes = _step(traced, training, checkpoint)
+    tensors = tuple(
+        Tensor(row.producer, row.consumers, _nbytes(size, costs), row.kept)
+        for row, size in zip(structure.tensors, sizes, strict=True)
+    )
+    ops = _ops(traced, structure, tensors, costs, optimizer)
+    times = {p.kind: tuple(_times(structure, p.costs)) for p in profiles if p.kind}
+    return OpGraph(tuple(ops), tensors, FrozenDict(times))
 
 
 def units_of(traced: TracedOperators, checkpoint: str | Iterable[str]) -> tuple[Unit, ...]:
     """The units that `checkpoint` names.
 
     Raises:
-        InputError: A name fits nothing, or nothing that has a backward.
+        InputError: A name matches nothing, or nothing with a backward.
     """
     return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
 
 
-def _graded_owners(traced: TracedOperators) -> frozenset[int]:
-    """The ops that own a parameter which gets a gradient, by their own backward or a later op's.
+def graded_owners(traced: TracedOperators) -> frozenset[int]:
+    """The ops owning a parameter that gets a gradient, from their own backward or a later op's.
 
-    An optimizer passes over the others, such as what runs under `no_grad`, and has no state.
+    An optimizer skips other parameters, such as those used under `no_grad`: they have no state.
     """
     reached = set(backward_ops(traced.ops, traced.tensors))
     return frozenset(
@@ -116,41 +121,41 @@ def _graded_owners(traced: TracedOperators) -> frozenset[int]:
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Bytes that an operator's device holds for it: parameters, gradients and optimizer state.
+    """Persistent bytes of an operator: parameters, gradients and optimizer state.
 
     Args:
         op: The operator.
         training: Whether its parameters get gradients.
-        optimizer: Whose state there is of those that do.
+        optimizer: The optimizer whose state those parameters have.
     """
     if not training:
         return op.trained_bytes + op.frozen_bytes
     trained = op.trained
     if op.trained_bytes and not trained:
-        # The file of an older trace does not tell the shapes: then one vector, which has most.
+        # Files of older traces lack the shapes; a single vector is the worst case.
         trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return 2 * op.trained_bytes + op.frozen_bytes + state
 
 
 def _forward_workspace(cost: OpCost, training: bool, again: bool) -> int:
-    """Scratch of a forward; what runs again makes what autograd would keep, and frees it soon."""
+    """Scratch memory of a forward; one that runs again later also frees saved tensors early."""
     if not training:
         return _inference_workspace(cost)
     return cost.workspace_bytes + cost.saved_bytes if again else cost.workspace_bytes
 
 
 def _inference_workspace(cost: OpCost) -> int:
-    """Scratch of a forward without gradients.
+    """Scratch memory of a forward without gradients.
 
-    Where it is not known: what autograd would keep may be made all the same, and soon freed.
+    Where unknown, tensors that autograd would save may still be made, and freed soon.
     """
     measured = cost.inference_workspace_bytes
     return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
 
 
 def _check(profiles: Sequence[Profile]) -> None:
-    """Refuse profiles of which two are of one kind."""
+    """Refuse two profiles of the same kind."""
     if not profiles:
         raise InputError("there is no profile; give one, or one for each kind of device.")
     for kind, count in Counter(profile.kind for profile in profiles).items():
@@ -177,19 +182,58 @@ def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
     ]
 
 
-def _times(
-    traced: TracedOperators, profile: Profile, training: bool, units: Sequence[Unit]
-) -> tuple[int, ...]:
-    """The time of every op of the graph by one profile."""
-    if not training:
-        return tuple(cost.forward_ns for cost in profile.costs)
-    forward = [cost.forward_ns for cost in profile.costs]
-    order = backward_sequence(traced.tensors, backward_ops(traced.ops, traced.tensors), units)
-    rows = (
-        profile.costs[row].backward_ns if row >= 0 else sum(forward[op] for op in units[~row].ops)
-        for row in order
-    )
-    return (*forward, 0, *rows)
+def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
+    """The time of every op."""
+    for index, op in enumerate(structure.ops):
+        if op.phase == "backward":
+            yield costs[op.forward[0]].backward_ns
+        else:  # a loss takes none
+            again = (index,) if op.phase == "forward" else op.forward
+            yield sum(costs[own].forward_ns for own in again)
+
+
+def _ops(
+    traced: TracedOperators,
+    structure: StepStructure,
+    tensors: Sequence[Tensor],
+    costs: Sequence[OpCost],
+    optimizer: str | None,
+) -> Iterator[Op]:
+    """The ops of a structure with their costs."""
+    ops, training = traced.ops, structure.is_training
+    graded = graded_owners(traced) if training else frozenset()
+    order = [op for op in range(len(ops))[::-1] if structure.twins[op] >= 0]
+    viewed = viewed_whole(ops, traced.tensors, order)
+    late = late_gradients(ops, traced.tensors, order, viewed)
+    sent = Counter[int]()
+    for tensor in tensors:
+        sent[tensor.producer] += tensor.nbytes
+    again = {op for unit in structure.units.values() for op in unit}
+    times = _times(structure, costs)
+    for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
+        persistent = workspace = late_bytes = reused = 0
+        if row.phase == "forward":
+            persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
+            workspace = _forward_workspace(costs[index], training, index in again)
+        elif row.phase == "recompute":
+            workspace = workspace_bytes(row.forward, ops, traced.tensors, costs, set(order))
+        elif row.phase == "backward":
+            (own,) = row.forward
+            # A shared parameter's gradient of this op, and its sum with that so far.
+            workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            late_bytes = late.get(own, 0)
+            reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+        yield Op(
+            row.name,
+            time_ns,
+            persistent_bytes=persistent,
+            workspace_bytes=workspace,
+            group=row.group,
+            late_bytes=late_bytes,
+            reused_bytes=reused,
+            phase=row.phase,
+            forward=row.forward,
+        )
 
 
 def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
@@ -212,92 +256,68 @@ def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> li
     return order
 
 
-def mirrored(graph: OpGraph) -> tuple[int, tuple[int, ...]]:
-    """How many ops of a graph are forward, and the backward op of each of them, or -1.
+class _Edge(NamedTuple):
+    """A tensor of a step."""
 
-    An inference graph, which has no loss, is all forward.
-    """
-    n = graph.op_index.get(LOSS, len(graph.ops))
-    twins = [-1] * n
-    for twin in range(n + 1, len(graph.ops)):
-        name = graph.ops[twin].name
-        if not name.startswith(RECOMPUTE):
-            twins[graph.op_index[name.removeprefix(BACKWARD)]] = twin
-    return n, tuple(twins)
+    tensor: PlainTensor
+    size: int
 
 
-def recomputed(graph: OpGraph) -> dict[int, Unit]:
-    """The ops of a graph that run a unit again, and which unit.
+def _step(
+    traced: TracedOperators, training: bool, checkpoint: str | Iterable[str] | None
+) -> tuple[StepStructure, list[int]]:
+    """The structure of a step, and the bytes of its tensors; `~i` is the extra saved bytes of i."""
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    units = () if checkpoint is None else units_of(traced, checkpoint)
+    groups = groups_of(traced.ops, units)
+    ops = [PlainOp(op.name, groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
+    if training:
+        ops, edges = _mirror(traced.ops, traced.tensors, ops, units)
+    else:
+        edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
+    return StepStructure(tuple(ops), tuple(e.tensor for e in edges)), [e.size for e in edges]
 
-    Whose forward runs again leaves a tensor that nobody else reads.
-    """
-    return {
-        op: Unit(
-            row.name.removeprefix(RECOMPUTE),
-            tuple(
-                sorted(
-                    graph.tensors[tensor].producer
-                    for tensor in graph.op_inputs[op]
-                    if graph.tensors[tensor].consumers == (op,)
-                )
-            ),
-        )
-        for op, row in enumerate(graph.ops)
-        if row.name.startswith(RECOMPUTE)
-    }
+
+def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:
+    return _Edge(PlainTensor(producer, tuple(sorted(set(consumers))), kept), size)
+
+
+def _nbytes(size: int, costs: Sequence[OpCost]) -> int:
+    return size if size >= 0 else costs[~size].saved_bytes
 
 
 def _mirror(
     ops: Sequence[TracedOp],
     tensors: Sequence[TracedTensor],
-    forward: list[Op],
-    costs: Sequence[OpCost],
+    forward: list[PlainOp],
     units: Sequence[Unit],
-) -> tuple[list[Op], list[Tensor]]:
-    """Forward ops, the loss, backward ops and what runs again; and the tensors between them."""
+) -> tuple[list[PlainOp], list[_Edge]]:
+    """Forward, loss, backward and recompute ops, and the tensors between them."""
     order = backward_ops(ops, tensors)
     sequence = backward_sequence(tensors, order, units)
     loss = len(ops)
     place = {row: loss + 1 + i for i, row in enumerate(sequence)}
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
-    # The caller computes the loss where the model's last output is.
+    # The caller computes the loss on the device of the model's last output.
     graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
     grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
-    viewed = viewed_whole(ops, tensors, order)
-    late = late_gradients(ops, tensors, order, viewed)
 
-    def backward(op: int) -> Op:
-        return Op(
-            BACKWARD + forward[op].name,
-            costs[op].backward_ns,
-            # A shared parameter's gradient of this op, and its sum with that so far.
-            workspace_bytes=(costs[op].backward_workspace_bytes or 0) + 2 * ops[op].shared_bytes,
-            group=grouped[op].group,
-            late_bytes=late.get(op, 0),
-            reused_bytes=min(costs[op].backward_reused_bytes, sent[twin[op]] + late.get(op, 0)),
-        )
-
-    def forward_again(unit: Unit) -> Op:
-        return Op(
-            RECOMPUTE + unit.name,
-            sum(forward[op].time_ns for op in unit.ops),
-            workspace_bytes=workspace_bytes(unit, ops, tensors, costs, twin.keys()),
-            group=forward[unit.ops[0]].group,
-        )
+    def later(row: int) -> PlainOp:
+        if row >= 0:
+            return PlainOp(BACKWARD + forward[row].name, grouped[row].group, "backward", (row,))
+        unit = units[~row]
+        return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
 
     edges = _values(ops, tensors, twin, again, loss)
-    # Of no bytes where nothing is kept: what a kernel keeps depends on the device, edges do not.
-    edges += [Tensor(again.get(op, op), (twin[op],), costs[op].saved_bytes) for op in order]
-    edges += [Tensor(op, (at,), 0) for op, at in again.items()]
-    edges += _gradients(tensors, twin, again, loss, viewed)
-    sent = Counter[int]()
-    for edge in edges:
-        sent[edge.producer] += edge.nbytes
-    later = [backward(row) if row >= 0 else forward_again(units[~row]) for row in sequence]
-    loss_op = Op(LOSS, 0, group=grouped[home].group if graded else None)
-    return [*grouped, loss_op, *later], edges
+    # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
+    edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in order]
+    edges += [_edge(op, (at,), 0) for op, at in again.items()]
+    edges += _gradients(tensors, twin, again, loss, viewed_whole(ops, tensors, order))
+    loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
+    return [*grouped, loss_op, *map(later, sequence)], edges
 
 
 def _values(
@@ -306,8 +326,8 @@ def _values(
     twin: Mapping[int, int],
     again: Mapping[int, int],
     loss: int,
-) -> list[Tensor]:
-    """The tensors of the forward, with all who read them, and those that a unit makes again.
+) -> list[_Edge]:
+    """The tensors of the forward with all their readers, and those that a unit recomputes.
 
     Args:
         ops: Forward operators.
@@ -328,9 +348,9 @@ def _values(
         others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
         readers = [again[op] for op in tensor.consumers if again.get(op, mine) != mine]
         consumers = (*tensor.consumers, *to_loss, *others, *readers)
-        edges.append(Tensor(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+        edges.append(_edge(tensor.producer, consumers, tensor.nbytes, tensor.kept))
         if own and mine is not None:
-            made_again.append(Tensor(mine, tuple(own), tensor.nbytes))
+            made_again.append(_edge(mine, own, tensor.nbytes))
     return edges + made_again
 
 
@@ -340,7 +360,7 @@ def _gradients(
     again: Mapping[int, int],
     loss: int,
     viewed: Container[int],
-) -> Iterator[Tensor]:
+) -> Iterator[_Edge]:
     """The gradients of tensors, from their readers' backwards or the loss to their producers'.
 
     Args:
@@ -348,7 +368,7 @@ def _gradients(
         twin: As in `_values`.
         again: As in `_values`.
         loss: The loss.
-        viewed: The ops whose gradient is their reader's own, seen in another way (`viewed_whole`).
+        viewed: The ops whose gradient is a view of their reader's (`viewed_whole`).
     """
     has_loss = any(t.scalar for t in tensors if t.kept and t.differentiable)
     for tensor in tensors:
@@ -367,13 +387,13 @@ def _gradients(
             if c in twin
         ]
         for source, theirs, nbytes in sources:
-            # A unit begins to run again when all gradients that enter it are there.
+            # A unit starts to run again when all gradients that enter it have arrived.
             first = () if mine is None or theirs == mine else (mine,)
-            yield Tensor(source, (*first, twin[tensor.producer]), nbytes)
+            yield _edge(source, (*first, twin[tensor.producer]), nbytes)
 
 
-def _with_group(op: Op) -> Op:
-    """The op in a group of its own name, for its backward to join, if it is in none."""
+def _with_group(op: PlainOp) -> PlainOp:
+    """The op, in a new group of its own name if it has none, so that its backward can join."""
     if op.group is not None:
         return op
     return replace(op, group=op.name)

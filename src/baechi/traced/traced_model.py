@@ -1,7 +1,7 @@
-"""A traced model as plain data: its operators, the tensors between them, and what autograd keeps.
+"""A traced model as plain data: its operators, the tensors between them, and saved tensors.
 
 `tracing.trace` makes one; `Traced.graph` turns it and a `Profile` into the `OpGraph` that `solve`
-takes. Nothing here needs torch, so a trace is saved on one machine and planned with on another.
+takes. Nothing here needs torch, so a trace can be saved on one machine and placed on another.
 """
 
 import hashlib
@@ -14,8 +14,9 @@ from typing import Any, final
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
+from baechi.records.step_structure import StepStructure
 from baechi.traced.operators import Attempt, TracedOperators
-from baechi.traced.step_graph import operator_graph
+from baechi.traced.step_graph import operator_graph, step_structure
 from baechi.validation import check_row
 
 
@@ -27,7 +28,7 @@ class Traced(TracedOperators):
     Attributes:
         attempts: The rungs that were tried, in order; the last is the one taken.
         training: Whether the model was in training mode.
-        module: What `profile` and `apply` need of torch; `None` after a load.
+        module: The torch module for `profile` and `apply`; `None` after a load.
     """
 
     attempts: tuple[Attempt, ...]
@@ -49,11 +50,25 @@ class Traced(TracedOperators):
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
-        """Bytes of new storage that each op gives out to others or to the caller."""
+        """Bytes of new storage that each op outputs to other ops or to the caller."""
         made = [0] * len(self.ops)
         for tensor in self.tensors:
             made[tensor.producer] += tensor.nbytes
         return tuple(made)
+
+    def structure(
+        self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
+    ) -> StepStructure:
+        """The structure of one step of this model, without costs.
+
+        Args:
+            training: As in `graph`.
+            checkpoint: As in `graph`.
+
+        Raises:
+            InputError: A name of `checkpoint` fits no submodule.
+        """
+        return step_structure(self, training=training, checkpoint=checkpoint)
 
     def graph(
         self,
@@ -67,9 +82,10 @@ class Traced(TracedOperators):
 
         Args:
             profile: Costs of this traced model, or several of different kinds of device, such as a
-                measured one and an estimated one; the first one's are the ops' own.
+                measured one and an estimated one; the first gives the ops' default costs.
             training: The mirrored graph of forward, loss and backward; else the forward alone.
-            optimizer: Whose state is persistent: a name of `optimizers.OPTIMIZERS`, with options.
+            optimizer: The optimizer whose state is persistent: a name of
+                `optimizer_state.OPTIMIZERS`, with options.
             checkpoint: Paths of submodules, or patterns such as `"h.*"`: each of them keeps only
                 its inputs for the backward and runs its forward again there. `place` and
                 `choose_checkpoint` find them for a limit of memory.

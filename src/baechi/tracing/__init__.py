@@ -1,1 +1,1 @@
-"""From a model to a `Traced`."""
+"""Tracing of a model to a `Traced`."""

@@ -1,4 +1,4 @@
-"""One run of a flat fx graph on fake tensors, which tells what a real run would do to memory.
+"""One run of a flat fx graph on fake tensors: what a real run would do to memory.
 
 For every node: the shapes, the storages behind them (so views and in-place results are seen as
 what they are), what it writes, what autograd keeps for its backward, whether it draws random
@@ -51,7 +51,7 @@ class Value:
 @final
 @dataclass
 class NodeFacts:
-    """What one node does.
+    """The effects of one node on memory and autograd.
 
     `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
     for some values, as a model's assertion does.
@@ -78,9 +78,9 @@ class Storage:
 @final
 @dataclass
 class Facts:
-    """What every node of a graph does, and the storages between them.
+    """The effects of every node of a graph, and the storages between them.
 
-    `real` says that shapes alone did not tell it, and the example ran.
+    `real`: shapes alone did not determine it, so the example ran.
     """
 
     nodes: dict[fx.Node, NodeFacts] = field(default_factory=dict)
@@ -88,7 +88,7 @@ class Facts:
     real: bool = False
 
     def is_state(self, node: fx.Node) -> bool:
-        """Whether a node's value lies in a parameter or buffer: is one, or a view of one."""
+        """True if a node's value lies in a parameter or buffer: is one, or a view of one."""
         values = self.nodes[node].values
         return any(self.storages[value.storage].attribute is not None for value in values)
 
@@ -96,12 +96,12 @@ class Facts:
 # A recurrent or attention kernel draws only where its dropout is positive and it is in training.
 _PROBABILITIES = ("p", "dropout", "dropout_p")
 _SWITCHES = ("train", "training")
-# The schemas of these do not say that they write their running statistics.
+# Schemas that omit the writes of running statistics.
 _NORMALIZATIONS = ("batch_norm", "instance_norm")
 
 
 def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
-    """What every node of `module` does on inputs of these shapes."""
+    """The effects of every node of `module` on inputs of these shapes."""
     whole = module.graph.find_nodes(op="call_module")  # what such a submodule remembers, it reads
     try:
         with (
@@ -234,7 +234,7 @@ class _Recorder(fx.Interpreter):
         return torch.func.functional_call(leaf, stand_ins, args, kwargs)
 
     def _silently_written(self, n: fx.Node) -> Iterator[torch.Tensor]:
-        """What a node writes without any version counter saying so."""
+        """The tensors that a node writes without raising a version counter."""
         if n.op == "call_module":
             leaf = self.fetch_attr(str(n.target))
             if leaf.training:
@@ -257,7 +257,7 @@ class _Recorder(fx.Interpreter):
 
 
 def _is_python(node: fx.Node) -> bool:
-    """Whether any operator may run in it: a submodule, a function, a block under autocast."""
+    """True if any operator may run in it: a submodule, a function, a block under autocast."""
     target = node.target
     own = isinstance(target, FunctionType) and not target.__module__.startswith("torch.")
     return own or node.op == "call_module" or str(target).startswith("wrap_with_")

@@ -1,9 +1,9 @@
-"""What a model's modules say in plain attributes: a rate, a flag, which adapter is on.
+"""Guards on plain attributes of a model's modules: a rate, a flag, the active adapter.
 
-A trace holds for their values as it does for the modes of modules: who writes `dropout.p = 0.1` or
-`adapter.disabled = True` after it means another program. Functions and tensors count, too: not what
-is in a tensor, which a placed model reads, but which one it is. So does what hides an attribute of
-a module's class: who writes `layer.forward = f` means f.
+A trace is valid for their values, as it is for the modes of modules: after `dropout.p = 0.1` or
+`adapter.disabled = True` the model is another program. Functions and tensors count, too: a tensor
+by its identity, since a placed model reads its contents. So does an attribute that hides one of the
+module's class, as `layer.forward = f` does.
 """
 
 import copy
@@ -19,13 +19,13 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-_ITSELF: Final = (MethodType, partial, torch.Tensor)  # what counts is which one it is
+_ITSELF: Final = (MethodType, partial, torch.Tensor)  # compared by identity
 _PLAIN: Final = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype),
     *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
-_OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: others look at these
-_COMPILED: Final = "_compiled_call_impl"  # whether it is compiled: no other program
+_OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: checked elsewhere
+_COMPILED: Final = "_compiled_call_impl"  # whether it is compiled: the same program
 
 
 @final
@@ -38,7 +38,7 @@ class _Row:
     names: tuple[str, ...]
     read: Callable[[Any], Any]
     values: Any
-    tensors: tuple[torch.Tensor, ...]  # among them: one is no other that is equal now
+    tensors: tuple[torch.Tensor, ...]  # compared by identity
 
     @classmethod
     def of(cls, path: str, owner: Any, names: Iterable[str]) -> "_Row":
@@ -49,7 +49,7 @@ class _Row:
         return cls(path, owner, names, read, copy.deepcopy(values, same), _tensors(values))
 
     def holds(self) -> bool:
-        """Whether all have their values still."""
+        """True if all still have their values."""
         return _holds(self.read, self.owner, self.values, self.tensors)
 
     def changed(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class _Row:
 @final
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Which attributes a module has itself."""
+    """The attributes that a module itself has."""
 
     path: str
     module: nn.Module
@@ -127,7 +127,7 @@ class Attributes:
         )
 
     def hold(self) -> bool:
-        """Whether all are as they were; about 0.4 us a module."""
+        """True if all are unchanged; takes about 0.4 us a module."""
         for names in self._names:
             if len(names.own) != names.n and names.hiding():
                 return False
@@ -184,7 +184,7 @@ def _reader(owner: Any, names: tuple[str, ...]) -> Callable[[Any], Any]:
 def _holds(
     read: Callable[[Any], Any], owner: Any, value: Any, tensors: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether what is read equals the value, of these tensors; not-a-number equals itself."""
+    """True if the value read is equal, with these tensors; not-a-number equals itself."""
     try:
         now = read(owner)
         if (now,) != (value,):

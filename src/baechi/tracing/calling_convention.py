@@ -1,10 +1,12 @@
-"""How a model is called and what it returns, as flat lists of tensors and a structure beside them.
+"""Arguments and results of a model as flat lists of tensors, each with its structure.
 
 The rest of Baechi sees only flat tensors. Keyword arguments, nested containers, dataclasses and
 `transformers.ModelOutput` are taken apart here, on the way in, and put together here, on the way
 out, so that every rung of the tracing ladder traces the same flat function.
 """
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -15,10 +17,9 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.tracing.autocast import Autocast
+from baechi.tracing.ambient_modes import Autocast
 from baechi.tracing.containers import Watched
 from baechi.tracing.pytrees import Parts, Structure, flatten, is_plain, paths
-from baechi.tracing.signatures import canonical_arguments, signature_of
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -73,7 +74,7 @@ class Call:
 
 
 def _has_own_operators(kind: Any) -> bool:
-    """Whether a class of tensors says itself what torch's functions do."""
+    """True if a class of tensors overrides torch's functions (`__torch_function__`)."""
     own = kind.__torch_function__
     usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
     return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
@@ -199,3 +200,40 @@ def flat_model(
 
 def _is_traceable(value: Any) -> bool:
     return isinstance(value, torch.Tensor | torch.fx.Proxy)
+
+
+def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+    """Without `self`; cached by function, since every call needs it."""
+    function = getattr(forward, "__func__", None)
+    return inspect.signature(forward) if function is None else _signature_of_method(function)
+
+
+@functools.lru_cache(maxsize=64)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
+
+
+def canonical_arguments(
+    signature: inspect.Signature, bound: inspect.BoundArguments
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """As many arguments by name as the signature allows, in the signature's order."""
+    kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+    has_rest = any(
+        kind is inspect.Parameter.VAR_POSITIONAL and bound.arguments.get(name)
+        for name, kind in kinds.items()
+    )
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        kind = kinds[name]
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            positional.extend(value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            named.update(value)  # in the caller's order, which forward sees
+        elif kind is inspect.Parameter.POSITIONAL_ONLY or (
+            has_rest and kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ):
+            positional.append(value)
+        else:
+            named[name] = value
+    return tuple(positional), named

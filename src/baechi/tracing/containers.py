@@ -1,7 +1,7 @@
-"""What a call may change among its arguments: lists, dicts, and objects such as a cache of keys.
+"""Arguments that a call may change: lists, dicts, and objects such as a cache of keys.
 
-A trace runs on copies of them. What it finds in them afterwards is what a call has to leave in the
-caller's own: tensors that it computed, numbers as they were in the trace.
+A trace runs on copies of them. Their contents afterwards are what a call must leave in the caller's
+objects: tensors that it computed, numbers as they were in the trace.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ _EXACT: Final = frozenset((*_CONTAINERS, defaultdict))
 @final
 @dataclasses.dataclass(frozen=True)
 class Contents:
-    """What an object holds.
+    """The contents of an object.
 
     Attributes:
         keys: Of its items, if it is a dict.
@@ -38,12 +38,12 @@ class Contents:
 
 
 def is_container(value: Any) -> bool:
-    """Whether it is a list, dict or deque, of no class of its own."""
+    """True if it is a plain list, dict or deque, not of a subclass."""
     return type(value) in _EXACT
 
 
 def can_hold(value: Any) -> bool:
-    """Whether the value holds others, which `contents` tells."""
+    """True if the value can hold others; `contents` returns them."""
     if isinstance(value, _CONTAINERS):
         return True
     slotted = dataclasses.is_dataclass(value) and not isinstance(value, type)
@@ -57,7 +57,7 @@ def can_hold(value: Any) -> bool:
 
 
 def contents(value: Any) -> tuple[Contents, tuple[Any, ...]]:
-    """What an object holds now, and the values themselves: items, then attributes."""
+    """The current contents of an object, and the values themselves: items, then attributes."""
     keys: tuple[Any, ...] = ()
     items: tuple[Any, ...] = ()
     if isinstance(value, dict):
@@ -77,7 +77,7 @@ def _dict_class(value: dict[Any, Any]) -> Any:
 
 
 def _is_its_own_dict(value: Any) -> bool:
-    """Whether `value.x` is `value["x"]`, as of the classes called AttrDict."""
+    """True if `value.x` is `value["x"]`, as in classes called AttrDict."""
     return getattr(value, "__dict__", None) is value
 
 
@@ -133,7 +133,7 @@ class Watched:
     """Objects with what they hold now.
 
     Args:
-        objects: Each one that `contents` can tell of.
+        objects: All objects that `contents` can read.
     """
 
     def __init__(self, objects: Sequence[Any]) -> None:
@@ -141,7 +141,7 @@ class Watched:
         self._before = [contents(each) for each in self.objects]
 
     def changes(self) -> tuple[Change, ...]:
-        """What those hold that hold something else now; what was only written into is the same."""
+        """The new contents of objects that now hold other values; tensors count by identity."""
         now = [contents(each) for each in self.objects]
         return tuple(
             (number, *after)

@@ -1,9 +1,9 @@
-"""What only Python or autograd sees: kept by a trace, or refused by name.
+"""Effects that only Python or autograd sees: kept by a trace, or refused by name.
 
-A trace keeps the operators that a call runs, and autograd differentiates those. Lost would be
-backward hooks, gradients made by hand, and hooks that look and return nothing. What is inside a
-submodule that stays whole is not lost: it runs as it is. So where a submodule can still stay whole,
-`watched` raises an error that is no `TraceError` and sends a tracer to its next rung.
+A trace keeps the operators that a call runs, and autograd differentiates those. It would lose
+backward hooks, gradients made by hand, and hooks that return nothing. Nothing is lost inside a
+submodule that stays whole, since that runs as it is. So where a submodule can still stay whole,
+`watched` raises an error that is no `TraceError`, and the ladder tries its next rung.
 
 Seen with torch 2.13; `tests/tracing/test_faithfulness.py` has a case of each.
 """
@@ -23,15 +23,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.jit._script import RecursiveScriptModule
 
 from baechi.errors import TraceError
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.gradient_mode import GradientMode
 from baechi.tracing.workarounds.autograd_functions import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
 HOOKS: Final = (*_BACKWARD, *_FORWARD)
-# Hooks that work for the forward they run in: torch's own, and those by which transformers notes
-# hidden states for the model's output, which stay once they were asked for.
+# Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
+# hidden states for the model's output, which stay once hidden states were requested.
 _INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
 # What changes the state of a generator, which happens when a tracer runs, and in no call.
 _SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
@@ -84,7 +84,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
 
     Args:
         model: The model.
-        mode: The caller's mode of gradients, which the model's code hears.
+        mode: The caller's mode of gradients, which the model's code sees.
 
     Yields:
         The custom functions that became nodes.
@@ -117,7 +117,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             for name in _SEEDING & vars(owner).keys():
                 replace(owner, name, _refused_to_models(name))
         replace(saved_tensors_hooks, "__enter__", _checked_enter)
-        # The one function that every way of asking for gradients calls.
+        # Every public way to compute gradients calls this function.
         replace(torch.autograd, "_engine_run_backward", _engine)
         stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
@@ -146,7 +146,7 @@ def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[.
 
 
 def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """In this thread the one, in all others, which may be training, the other."""
+    """`checked` in this thread, `own` in every other thread (which may be training)."""
     tracer = threading.get_ident()
 
     def either(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,7 @@ class _Data:
         self._tracer = threading.get_ident()
 
     def __get__(self, tensor: Any, owner: Any = None) -> Any:
-        """What has no gradient; in the graph, where it is traced."""
+        """The tensor without a gradient; in the graph where it is traced."""
         if tensor is None:
             return self
         traced = isinstance(tensor, FakeTensor) and threading.get_ident() == self._tracer
@@ -271,7 +271,7 @@ def refuse_new_leaves(
     Args:
         call: The call that is traced.
         inputs: The tracer's tensors for its tensors, after forward.
-        outputs: What forward returned.
+        outputs: The results of forward.
 
     Raises:
         TraceError: It is an argument, or a result that is a leaf.

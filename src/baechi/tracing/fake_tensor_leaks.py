@@ -1,14 +1,14 @@
-"""Where a tracer's tensors must not be left: what a model keeps from one run to the next.
+"""Removal of a tracer's tensors from what a model keeps from one run to the next.
 
-A tracer runs the model's Python on tensors that have no values. What remembers one of them, a dict
-of tables by length or a function with `functools.lru_cache`, would hand it to the next run: that of
-another tracer, that on real tensors, or the user's own. So after each run it is taken out again.
+A tracer runs the model's Python on tensors without values. A cache that keeps one of them, such as
+a dict of tables by length or a function with `functools.lru_cache`, would return it in the next
+run: by another tracer, on real tensors, or the user's own. So after each run it is removed.
 
-Looked into are the attributes of the model's modules, with the lists, dicts and objects in them,
-the lists and dicts of their classes and of the files where these are, and functions with
-`functools.lru_cache` in all files that are imported: a model calls those of other files, and
-through decorators. Found are those that have a name in a file, a class or the model, or a decorator
-that has one.
+The search covers the attributes of the model's modules, with the lists, dicts and objects in them,
+the lists and dicts of their classes and of the files that define these, and functions with
+`functools.lru_cache` in all imported files: a model calls those of other files, and through
+decorators. It finds functions that have a name in a file, a class or the model, or a decorator that
+has one.
 
 Complexity: one pass over these names, some 50 ms where `transformers` is imported.
 """
@@ -41,7 +41,7 @@ _WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
 def taken_out(model: nn.Module) -> Iterator[None]:
     """Run the model's Python on a tracer's tensors inside; none of them is left in it after that.
 
-    But for parameters, buffers and submodules that forward makes: `unchanged` tells of these.
+    Except parameters, buffers and submodules that forward makes: `unchanged` reports these.
 
     Args:
         model: The model, or a module that holds it.
@@ -133,7 +133,7 @@ def _tables(model: nn.Module) -> list[Any]:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is an object that may hold tensors in attributes: a cache, a state."""
+    """True if it is an object that may hold tensors in attributes: a cache, a state."""
     apart = isinstance(value, torch.Tensor | nn.Module | ModuleType | FakeTensorMode)
     return not apart and not callable(value) and type(getattr(value, "__dict__", None)) is dict
 
@@ -155,7 +155,7 @@ def _clean(holder: Any, before: dict[Any, Any]) -> None:
 
 
 def _holds_fake(value: Any) -> bool:
-    """Whether a tracer's tensor is in it, be it in the attributes of an object."""
+    """True if it holds a tracer's tensor, also in the attributes of an object."""
     left, seen = [value], {id(value)}
     while left:
         for leaf in pytree.tree_leaves(left.pop()):

@@ -17,7 +17,7 @@ def operator_name(node: fx.Node) -> str:
 def node_arguments(node: fx.Node) -> dict[str, Any]:
     """A node's arguments by name, in the operator's order, defaults included.
 
-    Where nobody tells the names, as of a method, the positions stand for them.
+    Where names are unknown, as of a method's arguments, positions replace them.
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return schema_arguments(node.target, node.args, node.kwargs)

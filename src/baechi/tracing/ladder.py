@@ -1,4 +1,4 @@
-"""From a model to a `Traced`: up the ladder of tracers (`rungs`), until one can.
+"""The ladder from a model to a `Traced`: tracers (`tracers`) in order, until one succeeds.
 
 The rung taken, and why those above failed, with the model's own line, are kept in
 `Traced.attempts`.
@@ -18,12 +18,12 @@ from baechi.errors import InputError, TraceError
 from baechi.traced.operators import Attempt
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, propagate, quiet
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.attribute_guards import Attributes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.faithfulness import refuse_unfaithful
-from baechi.tracing.gradient_mode import GradientMode
+from baechi.tracing.graph_rewrites import read_once
 from baechi.tracing.lowering import lower
-from baechi.tracing.repeated_reads import read_once
 from baechi.tracing.side_effects import refuse_old_buffers, unchanged
 from baechi.tracing.tracers import Capture, ladder, own_modules
 from baechi.tracing.workarounds.ctc_loss import ctc_losses_known
@@ -44,7 +44,7 @@ def trace(
 
     Raises:
         InputError: The arguments do not fit the model's signature.
-        TraceError: No rung could trace it; says why each failed and at which line of the model.
+        TraceError: No rung could trace it; with the reason and the model's line for each.
     """
     return traced_for(model, args, kwargs, gradients=torch.is_grad_enabled())
 
@@ -56,7 +56,7 @@ def traced_for(
     *,
     gradients: bool,
 ) -> Traced:
-    """What `trace` gives, for a caller who has gradients on or off."""
+    """The result of `trace` for a caller who has gradients on or off."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
@@ -70,7 +70,7 @@ def traced_for(
 
 
 def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
-    """What the first rung yields that can."""
+    """The capture of the first rung that succeeds."""
     attempts: list[Attempt] = []
     before = Attributes(model)
     for rung, capture in ladder(mode):
@@ -92,7 +92,7 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
 
 
 def _told_once(attempts: Sequence[Attempt]) -> str:
-    """The reason of every rung; one that several have once, with the model's line if one knows."""
+    """The reason of every rung, equal ones once, with the model's line if it is known."""
     rungs: dict[str, list[Attempt]] = {}
     for attempt in attempts:
         rungs.setdefault(attempt.reason.partition(" (at ")[0], []).append(attempt)
@@ -122,7 +122,7 @@ def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]
 
 
 def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Arguments that a tracer tells from the model's own tensors, also where these are given."""
+    """Arguments that are distinct from the model's own tensors, even where these are passed."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     own |= {id(value) for module in model.modules() for value in vars(module).values()}
     given = {id(tensor): _versioned(tensor) for tensor in tensors}

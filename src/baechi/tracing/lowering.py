@@ -1,4 +1,4 @@
-"""From a partition of fx nodes into operators: what each is, and what travels between them.
+"""The lowering of a partition of fx nodes to operators and the tensors between them.
 
 Users of one parameter (or of a buffer that is written) share a group: they run on one
 device but may be launched apart. Buffers and constants that are only read travel as tensors.
@@ -41,7 +41,7 @@ class TracedModule:
         travelling: get_attr nodes whose values are sent to their readers; the state behind all
             others is where its readers are.
         attributes: Of the model's modules, for whose values this holds.
-        gradients: Whether forward was told that gradients are on; None if it did not ask.
+        gradients: The mode of gradients that forward read; None if it read none.
     """
 
     model: nn.Module
@@ -75,7 +75,7 @@ def lower(
 @final
 @dataclass
 class _Owned:
-    """What an operator owns: bytes and names; and by storage what it shares with later ones."""
+    """State that an operator owns: bytes and names; and per storage what later ones share."""
 
     trained: int = 0
     frozen: int = 0
@@ -99,7 +99,7 @@ class _Lowering:
         self._graded = {value.storage for value in values if value.requires_grad}
 
     def _reads_between_ops(self) -> tuple[dict[int, set[int]], dict[int, set[int]]]:
-        """Which operators read each storage of another; and which come after which without one.
+        """The readers of each storage in other operators; and the readers' order without a storage.
 
         The second are tokens: a write of a parameter or buffer before a later read, or a view made
         by another operator than its base.
@@ -129,7 +129,7 @@ class _Lowering:
         return consumers, {op: readers for op, readers in tokens.items() if readers}
 
     def tensors(self) -> list[tuple[TracedTensor, int | None]]:
-        """What travels, with its storage; tokens have no bytes and no storage."""
+        """The tensors between operators, with storages; tokens have no bytes and no storage."""
         consumers, tokens = self._reads_between_ops()
         shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
@@ -167,11 +167,11 @@ class _Lowering:
     def _gradient_bytes(
         self, op: int, readers: Sequence[int], storages: set[int] | None, differentiable: bool
     ) -> tuple[int, ...]:
-        """What each reader sends back to an operator: for each value that it reads one gradient.
+        """The bytes each reader sends back to an operator: one gradient per value that it reads.
 
         Args:
-            op: Who made the values.
-            readers: Who read them.
+            op: The producer of the values.
+            readers: Their readers.
             storages: Those of the values; any if None.
             differentiable: Whether anything is sent.
         """
@@ -201,7 +201,7 @@ class _Lowering:
         return found
 
     def _passes_gradient(self, op: int, readers: set[int]) -> bool:
-        """Whether a reader of what the operator yields sends a gradient back to it."""
+        """True if a reader of the operator's results sends a gradient back to it."""
         return any(
             self._parts.op_of.get(user) in readers
             for node in self._parts.nodes_of_op[op]
@@ -210,11 +210,11 @@ class _Lowering:
         )
 
     def _needs_gradient(self, node: fx.Node) -> bool:
-        """Whether a gradient flows back through what it yields, be it that a write begins it."""
+        """True if a gradient flows back through its results, even if a write introduced it."""
         return any(value.storage in self._graded for value in self._facts.nodes[node].values)
 
     def _differentiable(self, storage: int) -> bool:
-        """Whether a gradient flows back; to a view of what is given, not to that itself."""
+        """True if a gradient flows back; for a returned view, to the view and not to its base."""
         op = self._parts.home(storage)
         if op is None:
             return False
@@ -263,7 +263,7 @@ class _Lowering:
         return tuple(ops)
 
     def _has_backward(self, nodes: Sequence[fx.Node]) -> bool:
-        """Whether something that an operator's nodes yield needs a gradient."""
+        """True if a result of an operator's nodes needs a gradient."""
         return any(
             value.requires_grad
             for node in nodes
@@ -272,11 +272,11 @@ class _Lowering:
         )
 
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
-        """What every op owns, and the groups of ops that share a parameter or a submodule's count.
+        """The state each op owns, and the groups of ops that share a parameter or a counter.
 
         State is counted once, by storage, at the first operator that uses it; a parameter at the
         first that may send it a gradient, which one under `no_grad` does not.
-        `linked` are the ops that read what another makes, or make what somebody reads.
+        `linked` are the ops that read another's result, or whose results are read.
         """
         n = len(self._parts.nodes_of_op)
         backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
@@ -387,7 +387,7 @@ class _Lowering:
 
 
 def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) -> None:
-    """What only writes a submodule's state, as a batch norm counts its calls, runs where that does.
+    """Join ops that only write a submodule's state, such as a call counter, to that submodule's op.
 
     Nothing else draws it to a device, so it would go to one that is idle, and wake it up.
     """

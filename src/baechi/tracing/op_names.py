@@ -1,4 +1,4 @@
-"""Names of operators for people, and keys that say which of them cost the same."""
+"""Readable names of operators, and keys that are equal for operators of equal cost."""
 
 import operator
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _TORCH: Final = str(Path(torch.__file__).parent)
 def op_key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
     """Operators, arguments and shapes of an operator as text; names left out.
 
-    What is read of the model's state says so: it comes from memory, not from an operator before.
+    Reads of the model's state are marked: they come from memory, not from an earlier operator.
     """
     local = {node: i for i, node in enumerate(nodes)}
 

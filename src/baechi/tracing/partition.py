@@ -1,4 +1,4 @@
-"""Which fx nodes are one operator.
+"""The partition of fx nodes into operators.
 
 An operator is a set of nodes that no placement may part:
 
@@ -75,7 +75,7 @@ class Partition:
         self._number_ops()
 
     def _drop_dead(self) -> None:
-        """Forget nodes that nobody uses and that neither write, draw nor check a tensor's value."""
+        """Drop nodes without users that neither write, draw nor check a tensor's value."""
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
@@ -86,7 +86,7 @@ class Partition:
         self.program = [node for node in self.program if node in alive]
 
     def _find_readers(self) -> None:
-        """For every storage the positions of the nodes that touch it, in program order."""
+        """The positions of the nodes that touch each storage, in program order."""
         self.touches: dict[int, list[int]] = defaultdict(list)
         self.last_write: dict[int, int] = {}
         for position, node in enumerate(self.program):
@@ -112,7 +112,7 @@ class Partition:
         return named
 
     def is_source(self, storage: int) -> bool:
-        """Whether it belongs to a parameter, a buffer or a constant."""
+        """True if it belongs to a parameter, a buffer or a constant."""
         return self._facts.storages[storage].node is None
 
     def _join_writes(self) -> None:
@@ -184,7 +184,7 @@ class Partition:
         return [user for user in node.users if user in self.position]
 
     def travels(self, node: fx.Node) -> bool:
-        """Whether a get_attr's value may be sent: not trained, never written, no submodule."""
+        """True if a get_attr's value may be sent: not trained, never written, no submodule."""
         values = self._facts.nodes[node].values
         if not values or any(v.storage in self.last_write for v in values):
             return False
@@ -192,7 +192,7 @@ class Partition:
         return not (isinstance(value, nn.Parameter) or value.requires_grad)
 
     def _quotient(self) -> "networkx.DiGraph[int]":
-        """Operators, and who must come before whom."""
+        """Operators, and the order that they must keep."""
         graph: networkx.DiGraph[int] = networkx.DiGraph()
         graph.add_nodes_from(sorted(self._op_roots))
         for position, node in enumerate(self.program):
@@ -243,7 +243,7 @@ class Partition:
         return frozenset(n for n in self.op_of if n.op == "get_attr" and self.travels(n))
 
     def travels_as_tensor(self, storage: int) -> bool:
-        """Whether it is of a buffer or constant that is sent to its readers."""
+        """True if it is the get_attr of a buffer or constant that is sent to its readers."""
         return any(
             self.travels(self.program[p])
             for p in self.touches[storage]

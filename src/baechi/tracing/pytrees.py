@@ -1,4 +1,4 @@
-"""Nested values taken apart: flat lists of tensors, and structures beside them.
+"""Nested values as flat lists of tensors and structures.
 
 Tuples and what else pytree knows are opened by pytree. Lists, dicts and dataclasses, and objects of
 any class where they are looked into, are objects: one that is found twice stays one.
@@ -24,7 +24,7 @@ _PLAIN = (
 
 @final
 class _Slot:
-    """Where a tensor was in a structure."""
+    """The place of a tensor in a structure."""
 
     __slots__ = ("index",)
 
@@ -72,7 +72,7 @@ class Structure:
 
     @property
     def n_tensors(self) -> int:
-        """How many tensors `fill` takes."""
+        """The number of tensors that `fill` takes."""
         return sum(isinstance(leaf, _Slot) for leaf in self._flat())
 
     @property
@@ -148,7 +148,7 @@ class Parts:
         return self._structure(value, _is_leaf)
 
     def arguments(self, positional: tuple[Any, ...], named: dict[str, Any]) -> Structure:
-        """Of a call, where the dict of named arguments is nobody's."""
+        """Of a call, whose dict of named arguments belongs to no caller."""
         return self._structure(
             (positional, named), lambda value: value is not named and _is_leaf(value)
         )
@@ -180,29 +180,29 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def _is_leaf(value: Any) -> bool:
-    """Whether pytree is not to open it: it would make a tuple of a size."""
+    """True if pytree must not open it: it would turn a size into a tuple."""
     return is_container(value) or isinstance(value, torch.Size)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a trace may hold the value as it is."""
+    """True if a trace may hold the value as it is."""
     return isinstance(value, (*_PLAIN, _Again, Contents)) or callable(value)
 
 
 def _is_object(value: Any) -> bool:
-    """Whether the value can be looked into."""
+    """True if the attributes of the value can be read."""
     return _is_plain_object(value) or (not is_plain(value) and can_hold(value))
 
 
 def _is_plain_object(value: Any) -> bool:
-    """Whether it is one that is all that it holds: a list, a dict, a dataclass."""
+    """True if the object is nothing but its contents: a list, a dict, a dataclass."""
     return is_container(value) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type | _Again | Contents)
     )
 
 
 def paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
-    """Where each tensor is, in the order of `Parts`."""
+    """The path of each tensor, in the order of `Parts`."""
     rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)

@@ -1,10 +1,10 @@
-"""What a forward does to its model and to torch, while a tracer runs it.
+"""Side effects of a forward on its model and on torch, while a tracer runs it.
 
 A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
-that it puts elsewhere would stay as a fake: it is taken out (`leftovers`). One that is there and is
-no buffer is real to a tracer, so a write would happen once too often: it is undone. A parameter,
-buffer or submodule that it makes would be made in each call: it is refused. What torch.func began
-where a trace failed is ended.
+that it puts elsewhere would stay as a fake: it is taken out (`fake_tensor_leaks`). One that is
+there and is no buffer is real to a tracer, so a write would happen once too often: it is undone. A
+parameter, buffer or submodule that it makes would be made in each call: it is refused. What
+torch.func began where a trace failed is ended.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,7 +37,7 @@ def buffers_in_place(
     """Run a forward so that each buffer is the same tensor after, with what replaced it inside.
 
     Args:
-        model: Whose buffers.
+        model: The owner of the buffers.
         keep: Whether what replaces a buffer can be kept.
         replaced: Gets the names of those that were replaced.
 

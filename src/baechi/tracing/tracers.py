@@ -1,4 +1,4 @@
-"""The rungs of the ladder of tracers, each after the one before it has failed.
+"""The rungs of the ladder of tracers, tried in this order.
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
     the same, exporting said     where the branches of an eager run cannot be traced
@@ -6,8 +6,8 @@
                                  submodule that cannot be traced
     torch.export, values told    truth values of the example's tensors, each with a check
 
-Strict export is no rung: it decided for none of 229 architectures (`docs/tracing.md`). Each rung
-traces the same flat function (`calls.flat_model`).
+Strict export is no rung: it was needed for none of 229 architectures (`docs/tracing.md`). Each rung
+traces the same flat function (`calling_convention.flat_model`).
 """
 
 import inspect
@@ -26,12 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.errors import TraceError
 from baechi.tracing.alias_analysis import Facts, named_state, propagate
+from baechi.tracing.ambient_modes import GradientMode
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
 from baechi.tracing.fake_tensor_leaks import taken_out
 from baechi.tracing.fx_operators import schema_arguments
-from baechi.tracing.gradient_mode import GradientMode
-from baechi.tracing.graph_cleanup import without_effectless
+from baechi.tracing.graph_rewrites import without_effectless
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import Outsiders, buffers_in_place, refuse_hidden_parameters
 from baechi.tracing.subgraph import opaque_leaves
@@ -42,7 +42,7 @@ from baechi.tracing.workarounds.export_branches import EagerBranches
 @final
 @dataclass(frozen=True)
 class Capture:
-    """What a rung yields: a flat graph, and the structure around its outputs."""
+    """The result of a rung: a flat graph, and the structure around its outputs."""
 
     module: fx.GraphModule
     returned: Structure
@@ -105,10 +105,10 @@ def _check_leaves(flat: nn.Module, call: Call) -> None:
 
 
 def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call) -> Capture:
-    """Trace with the truth values that a real run of the example hears.
+    """Trace with the truth values of a real run of the example.
 
     Raises:
-        RuntimeError: It hears none.
+        RuntimeError: It reads none.
     """
     flat, _ = flat_model(model, call)
     state = named_state(flat)
@@ -123,7 +123,7 @@ def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: C
 
 
 def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """What `torch.export` made, without what has no effect.
+    """The graph of `torch.export`, without nodes that have no effect.
 
     Raises:
         TypeError: An operator's fake tensors are not what it gives.
@@ -150,7 +150,7 @@ class _ModuleTracer(fx.Tracer):
         self.path: list[str] = []
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that knows the model's own line, as those of `torch.export` do.
+        """A node with the model's own line, as nodes of `torch.export` have it.
 
         Raises:
             RuntimeError: fx would lose what it does, or the mode that it runs in.
@@ -186,7 +186,7 @@ class _ModuleTracer(fx.Tracer):
             return super().call_module(m, forward, args, kwargs)
         self.path.append(path)
         result = super().call_module(m, forward, args, kwargs)
-        self.path.pop()  # not in a `finally`: after an error the path says where it was
+        self.path.pop()  # not in a `finally`: after an error the path is that of the error
         return result
 
 
@@ -233,7 +233,7 @@ def _symbolic_module(
 
 @contextmanager
 def _types_unasked(model: nn.Module) -> Iterator[None]:
-    """Refuse to the model's code to ask for the type of what fx sees as a proxy."""
+    """Refuse `isinstance` in the model's code on what fx sees as a proxy."""
 
     def ask(value: Any, kinds: Any) -> bool:
         if isinstance(value, fx.Proxy):
@@ -257,7 +257,7 @@ _MADE: Final = "_tensor_constant"  # how the names begin of tensors that forward
 
 @final
 class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """What fx does not see runs once, when it traces: what it draws or writes would be frozen."""
+    """A check that nothing fx cannot see draws or writes, since a trace would freeze that."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -304,7 +304,7 @@ def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
 
 
 def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
-    """The rungs, each after the one before it has failed."""
+    """The rungs, in the order in which they are tried."""
     branches = EagerBranches()
     yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
     while branches.concede():

@@ -1,10 +1,10 @@
-"""Truth values that a model asks of its tensors: what an example call hears, and a check of each.
+"""Truth values of tensors on which a model branches: those of the example call, each checked later.
 
     if torch.isnan(x).any(): ...        labels.max() >= vocab_size        assert mask.all()
 
-A tracer's tensors have no values. So the model runs once for real, and what it hears is told in the
-trace, each answer with an operator that checks it: where a later call would hear something else, it
-fails and says so. Numbers are not told: they are seldom the same twice.
+A tracer's tensors have no values. So the model runs once on real ones, and its truth values are
+replayed in the trace, each with an operator that checks it: a later call with another truth value
+fails with an error. Numbers are not replayed: they are seldom the same twice.
 """
 
 import linecache
@@ -17,7 +17,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
-CHECK: Final = "aten._assert_async."  # how the operators that check begin
+CHECK: Final = "aten._assert_async."  # prefix of the operators that check
 # What such an operator takes on a GPU (aten/src/ATen/native/cuda/TensorCompare.cu).
 _MOST_BYTES: Final = 254
 _QUESTIONS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
@@ -25,10 +25,10 @@ _QUESTIONS: Final = (torch.Tensor.__bool__, torch.Tensor.item, torch.is_nonzero)
 
 @final
 class AskedValues(TorchFunctionMode):
-    """Notes the answers that a real run hears, or tells them to a trace.
+    """Records the truth values of a real run, or replays them in a trace.
 
     Args:
-        heard: (shape, answer) of a real run, in order; None in that run itself.
+        heard: (shape, truth value) of a real run, in order; None in that run itself.
     """
 
     def __init__(self, heard: list[tuple[torch.Size, bool]] | None = None) -> None:
@@ -54,10 +54,10 @@ class AskedValues(TorchFunctionMode):
         return answer
 
     def _told(self, tensor: torch.Tensor) -> bool:
-        """The next answer, and a check of it in the trace.
+        """The next truth value, with its check in the trace.
 
         Raises:
-            RuntimeError: The trace asks something else than the real run.
+            RuntimeError: The trace reads another truth value than the real run.
         """
         shape, answer = self.heard[self._next] if self._next < len(self.heard) else (None, False)
         if shape != tensor.shape:
@@ -69,7 +69,7 @@ class AskedValues(TorchFunctionMode):
 
 
 def check(truth: torch.Tensor, words: str = "an assertion of the model failed") -> None:
-    """What runs on a GPU instead of an operator that checks: the host looks, as the model's did.
+    """The check on a GPU: the host reads the value, as the model's code does.
 
     There a check that fails would end all that the process does with CUDA, and already made-up
     inputs may fail it.
@@ -82,7 +82,7 @@ def check(truth: torch.Tensor, words: str = "an assertion of the model failed") 
 
 
 def told(graph: fx.Graph) -> tuple[str, ...]:
-    """What calls of a traced graph must answer as its example did, a sentence each."""
+    """The answers that every call of a traced graph must repeat, a sentence each."""
     words = [str(node.args[1]) for node in graph.nodes if str(node.target).startswith(CHECK)]
     heard = (word.partition(" when ")[0] for word in words if word.startswith("forward heard"))
     return tuple(f"{row} in the trace; a call that hears otherwise is refused." for row in heard)

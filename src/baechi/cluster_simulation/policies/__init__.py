@@ -1,1 +1,1 @@
-"""Scheduling policies: which jobs hold devices."""
+"""Scheduling policies."""

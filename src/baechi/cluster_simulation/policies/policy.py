@@ -1,9 +1,9 @@
-"""Policies: which jobs hold GPUs. The interface, and those that fit in a few lines.
+"""The interface of policies, which choose the jobs that hold GPUs, and the simplest policies.
 
 A policy orders the jobs; the simulator gives GPUs in that order (`simulator.py`). Without
-preemption the order is of the jobs that wait; with it, of all, and those for which nothing is left
-lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a stable
-sort breaks ties as the published simulators do. A policy of your own:
+preemption the order is of the waiting jobs; with it, of all jobs, and those for which nothing is
+left lose their GPUs. Jobs come in the order that the policy gave last, new ones behind, so that a
+stable sort breaks ties as the published simulators do. A policy of your own:
 
     class MostGpusFirst(Policy):
         name = "most-gpus"
@@ -14,80 +14,98 @@ sort breaks ties as the published simulators do. A policy of your own:
     simulate_cluster(jobs, fleet, MostGpusFirst())
 """
 
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from abc import ABC
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, final
 
-from baechi.cluster_simulation.free_devices import Grant
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.free_devices import FreeDevices, Grant
+from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.running_job import Events, JobRun
 
 
-class Offer(ABC):
-    """A place that a job could have now.
+@final
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """GPUs that a job could have now.
 
     Attributes:
         run: The job.
-        grant: The place.
-        rate: Its work per tick there, among those that are there.
+        grant: The GPUs.
+        rate: Its work per tick on them, beside the jobs that are there.
         now: The time.
         running: The jobs that run.
+        devices: The state of the cluster's devices.
     """
 
-    run: Run
+    run: JobRun
     grant: Grant
     rate: int
     now: int
-    running: Collection[Run]
+    running: Collection[JobRun]
+    devices: FreeDevices
 
-    @abstractmethod
-    def rate_after(self, ended: Sequence[Run]) -> int:
-        """Its work per tick in the place that it would get if others had ended; 0 for none."""
+    def rate_after(self, ended: Sequence[JobRun]) -> int:
+        """Its work per tick on the GPUs that it would get if others had ended; 0 for none."""
+        for other in ended:
+            self.devices.give(other.index, other.job, other.held)
+        grant = self.devices.place(self.run.job)
+        rate = self.devices.rate(grant, joins=True) if grant is not None else 0
+        for other in reversed(ended):
+            self.devices.take(other.index, other.job, other.held)
+        return rate
 
 
 class Policy(ABC):
     """Orders jobs.
 
     Attributes:
-        name: What it is called on the command line and in results.
+        name: Its name on the command line and in results.
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
-        only_counts: Whether GPUs are counted, whatever the scheme.
-        passes_over: Whether, without preemption, the job behind one that starts is not looked at.
-        ends_with_arrivals: Whether a job that was to end as the next one arrives does end then,
-            though it lost its GPUs since. A defect of the published simulator, for its results;
-            arrivals are events then even of jobs that are refused.
     """
 
     name: ClassVar[str]
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
-    only_counts: bool = False
-    passes_over: bool = False
-    ends_with_arrivals: bool = False
 
     def begin(self, gpus: int) -> None:
         """Called once, with the size of the cluster."""
         del gpus
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def scheme(self, given: Scheme | None) -> Scheme | None:
+        """The scheme that it uses; that of the simulation, unless it has its own."""
+        return given
+
+    def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
+        """The calendar of a simulation of these jobs, of which some can never run."""
+        del refused
+        return Events(job.submit_time for job in admitted)
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """The jobs, most urgent first; all of them."""
         del now
         return runs
 
-    def wake(self, runs: Sequence[Run], now: int) -> int | None:
-        """When the order changes though no job arrives or ends; `None` if it does not."""
+    def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
+        """The waiting jobs in turn, without preemption; each is `running` next if it started."""
+        return iter(runs)
+
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The time at which the order changes without an arrival or end; `None` if it does not."""
         del runs, now
         return None
 
     def accepts(self, offer: Offer) -> bool:
-        """Whether a job takes free room that it is offered; if not, it waits for the next event."""
+        """True if a job takes the GPUs that it is offered; if not, it waits for the next event."""
         del offer
         return True
 
     def select(
-        self, now: int, arrived: Sequence[Run], ended: Sequence[Run], free: int
-    ) -> tuple[list[Run], list[Run]] | None:
-        """Which jobs stop and which start, where GPUs are only counted; `None`: ask `order`.
+        self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
+    ) -> tuple[list[JobRun], list[JobRun]] | None:
+        """The jobs that stop and those that start, where GPUs are only counted; `None` for `order`.
 
         For policies that need not look at every job at every event.
         """
@@ -97,7 +115,7 @@ class Policy(ABC):
 
 @final
 class Fifo(Policy):
-    """In order of arrival; nobody overtakes."""
+    """In order of arrival, without overtaking."""
 
     name = "fifo"
     blocking = True
@@ -117,24 +135,40 @@ class FewestGpusFirst(Policy):
     name = "sjf"
     preemptive = True
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
 
 
-@final
 class LongestPending(Policy):
-    """Who has waited longest first; nobody overtakes.
+    """The longest waiting job first, without overtaking.
 
-    Without preemption the longest waiting job is the first to have arrived, as under `fifo`. The
-    original meant that, but misspells the field that it sorts by, so that it does not sort, and
-    takes jobs out of the list that it walks over, so that the job behind one that starts is passed
-    over until the next event. `compat="tiresias"` does the same.
+    Without preemption the longest waiting job is the first to have arrived, as under `fifo`.
     """
 
     name = "lpjf"
     blocking = True
 
-    def __init__(self, *, passes_over: bool = False) -> None:
-        self.passes_over = passes_over
+
+@final
+class GandivaPacking(Policy):
+    """In order of arrival, but jobs that fit overtake those that do not.
+
+    Gandiva packs a second job on a GPU while the compute of both fits: that is the sharing model's
+    part (`catalog.DEFAULTS`).
+    """
+
+    name = "gandiva-packing"
+
+
+@final
+class PackingFactor(Policy):
+    """In order of arrival, without overtaking.
+
+    Big Brain puts up to k jobs on each GPU, on those with the fewest, in turns: that is the part of
+    the scheme and the sharing model (`catalog.DEFAULTS`).
+    """
+
+    name = "big-brain"
+    blocking = True

@@ -1,4 +1,4 @@
-"""Shortest remaining time, and shortest remaining GPU-time: policies that are told the future.
+"""Shortest remaining time, and shortest remaining GPU-time: policies that know the future.
 
 By remaining time, a waiting job's key stands still and all running jobs' keys fall alike. So the
 order of the running jobs is that of their ends, and jobs that wait for equally many GPUs are in a
@@ -16,11 +16,11 @@ from itertools import accumulate
 from typing import final
 
 from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.running_job import JobRun
 
 # Remaining time, event, rank and job while waiting; while running its end, what orders equals
 # (plus the moment if it was new, minus the moment if it had waited), rank and job.
-_Entry = tuple[int, int, int, Run]
+_Entry = tuple[int, int, int, JobRun]
 
 
 @final
@@ -30,7 +30,7 @@ class ShortestGpuTime(Policy):
     name = "shortest-gpu"
     preemptive = True
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By remaining GPU-time; equals stay as they were."""
         return sorted(runs, key=lambda run: run.remaining(now) * run.job.gpus)
 
@@ -50,13 +50,13 @@ class ShortestTime(Policy):
         self._count = 0
         self._stopped: dict[int, tuple[int, int]] = {}  # places that were lost at this moment
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By remaining time; equals stay as they were."""
         return sorted(runs, key=lambda run: run.remaining(now))
 
     def select(
-        self, now: int, arrived: Sequence[Run], ended: Sequence[Run], free: int
-    ) -> tuple[list[Run], list[Run]]:
+        self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
+    ) -> tuple[list[JobRun], list[JobRun]]:
         """As a walk over `order`, from the heaps."""
         if now > self._moment or not self._event:
             self._moment = now
@@ -121,16 +121,16 @@ class ShortestTime(Policy):
         return stops, starts
 
     def _place_of(self, waiting: _Entry, now: int) -> tuple[int, int, int]:
-        """Where a waiting job goes among the running: a new one behind its equals, else before."""
+        """A waiting job's place among the running: a new one behind its equals, else before."""
         remaining, event, rank, run = waiting
         stamp = self._event if event == 2 * self._event + 1 else -self._event
         return now + remaining, *self._stopped.get(run.index, (stamp, rank))
 
-    def _wait(self, run: Run, now: int, *, new: int) -> None:
+    def _wait(self, run: JobRun, now: int, *, new: int) -> None:
         """Queues a job; at one event, the preempted go before the new."""
         self._count += 1
         self._queue(run, now, (2 * self._event + new << 64) + self._count)
 
-    def _queue(self, run: Run, now: int, rank: int) -> None:
+    def _queue(self, run: JobRun, now: int, rank: int) -> None:
         row = self._waiting.setdefault(run.job.gpus, [])
         heappush(row, (run.remaining(now), rank >> 64, rank, run))

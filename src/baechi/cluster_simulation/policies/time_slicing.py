@@ -1,4 +1,4 @@
-"""Turns and leases: policies that look again at the clock.
+"""Time slicing and leases: policies that reorder jobs periodically.
 
 Gandiva (OSDI'18) suspends and resumes jobs so that all make progress: every quantum, those that
 have run longest step back. Its packing puts two jobs on one GPU while their compute fits; that is
@@ -16,12 +16,12 @@ from fractions import Fraction
 from typing import final
 
 from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.running_job import JobRun
 from baechi.errors import InputError
 
 
 class _Periodic(Policy):
-    """Looks again at the end of every quantum, and at other events."""
+    """Reorders jobs at the end of every quantum."""
 
     preemptive = True
 
@@ -31,7 +31,7 @@ class _Periodic(Policy):
         self._quantum = quantum
         self._turn = -1
 
-    def wake(self, runs: Sequence[Run], now: int) -> int | None:
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
         """The next multiple of the quantum, while a job waits and another runs."""
         mixed = any(run.running for run in runs) and any(not run.running for run in runs)
         return (now // self._quantum + 1) * self._quantum if mixed else None
@@ -45,14 +45,14 @@ class _Periodic(Policy):
 
 @final
 class TimeSlicing(_Periodic):
-    """Everybody in turn: at a new quantum, those first that have held GPUs for least time."""
+    """Round robin: at a new quantum, jobs that have held GPUs for least time go first."""
 
     name = "gandiva"
 
     def __init__(self, quantum: int = 60) -> None:
         super().__init__(quantum)
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By time on GPUs at a new quantum; in between, running jobs keep what they have."""
         if self._is_new_turn(now):
             return sorted(runs, key=lambda run: (run.attained(now), run.index))
@@ -73,14 +73,14 @@ class FinishTimeFairness(_Periodic):
         """Keeps the size of the cluster."""
         self._gpus = gpus
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By falling rho at a new lease; in between, leases hold."""
         if not self._is_new_turn(now):
             return sorted(runs, key=lambda run: not run.running)
         rho = {run.index: self.rho(run, len(runs), now) for run in runs}
         return sorted(runs, key=lambda run: (-rho[run.index], run.index))
 
-    def rho(self, run: Run, jobs: int, now: int) -> Fraction:
+    def rho(self, run: JobRun, jobs: int, now: int) -> Fraction:
         """Finish-time fairness if it ran from now on: 1 is fair, above is worse."""
         job = run.job
         alone = max(Fraction(1), Fraction(job.gpus * jobs, self._gpus)) * max(1, job.duration)

@@ -6,7 +6,14 @@ order; within one, running jobs go before waiting ones, in the order in which th
 `gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
 jobs need: the chance to end within the next `delta` over what that costs.
 
-`compat="tiresias"` repeats what the published simulator does, which its results need:
+`compat="tiresias"` repeats what the published simulator does, which its results need. All of it is
+in this file. In its longest-pending policy (`PublishedLongestPending`):
+
+- the field that it sorts by is misspelled, so it does not sort;
+- it takes jobs out of the list that it walks over, so that the job behind one that starts is passed
+  over until the next event.
+
+In the queues:
 
 - the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
   GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
@@ -15,22 +22,26 @@ jobs need: the chance to end within the next `delta` over what that costs.
 - GPUs are counted, whatever the scheme;
 - who was to end at the moment at which the next job arrives does end then, though a demotion in
   between took its GPUs: the original notes the end with the arrival, and does not take it back
-  unless another end falls on that moment. Its last wait is not counted, for ends go first.
+  unless another end falls on that moment. Its last wait is not counted, for ends go first
+  (`_PublishedEvents`);
+- arrivals are events even of jobs that are refused.
 
 Between the two limits that are used and the third that is written there, the original has three
 queues, so the third is never read; it is left out here.
 """
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
 from typing import ClassVar, Final, final
 
-from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import Run
+from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.placement_schemes import Scheme
+from baechi.cluster_simulation.policies.policy import LongestPending, Policy
+from baechi.cluster_simulation.running_job import Events, JobRun
 from baechi.errors import InputError
 
 LIMITS: Final = (3250, 7200)
@@ -94,6 +105,43 @@ def _rounded(value: float, digits: int) -> float:
     return float(Decimal(value).quantize(Decimal(1).scaleb(-digits), ROUND_HALF_UP))
 
 
+@final
+class PublishedLongestPending(LongestPending):
+    """As the published simulator walks over its list."""
+
+    def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
+        """Without the job behind each one that starts."""
+        walk = iter(runs)
+        for run in walk:
+            yield run
+            if run.running:
+                next(walk, None)
+
+
+@final
+class _PublishedEvents(Events):
+    """Ends that fall on the next arrival, as the published simulator notes them."""
+
+    def __init__(self, arrivals: Iterable[int]) -> None:
+        super().__init__(arrivals)
+        self._noted: list[JobRun] = []
+
+    def next(self, running: int) -> int | None:
+        """As always; notes the jobs that are to end with the next arrival."""
+        end = self.first_end(running)
+        if end is not None and end == self.arrival:
+            self._noted = self.ending_at(end)
+        return super().next(running)
+
+    def take(self, now: int) -> list[JobRun]:
+        """Noted jobs end with the arrival, unless others end then."""
+        arrives = self.arrival is not None and self.arrival <= now
+        ended = super().take(now)
+        if arrives:
+            ended, self._noted = ended or self._noted, []
+        return ended
+
+
 class LeastAttained(Policy):
     """Discretized least attained service.
 
@@ -123,14 +171,24 @@ class LeastAttained(Policy):
             raise InputError(f"promote is {promote}; it must not be negative.")
         self._limits = tuple(limits)
         self._promote = promote
-        self._compat = self.only_counts = self.ends_with_arrivals = compat
+        self._compat = compat
         self._index = index
-        self._queues: list[list[Run]] = [[] for _ in range(len(self._limits) + 1)]
+        self._queues: list[list[JobRun]] = [[] for _ in range(len(self._limits) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
         self._waited_before: dict[int, int] = {}  # waited when it first ran after that
 
-    def order(self, runs: list[Run], now: int) -> list[Run]:
+    def scheme(self, given: Scheme | None) -> Scheme | None:
+        """The original only counts GPUs."""
+        return None if self._compat else given
+
+    def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
+        """In the original, jobs that are refused arrive as well."""
+        if not self._compat:
+            return super().events(admitted, refused)
+        return _PublishedEvents(job.submit_time for job in (*admitted, *refused))
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """Queue after queue."""
         for queue in self._queues:
             alive = [run for run in queue if not run.done]
@@ -152,8 +210,8 @@ class LeastAttained(Policy):
                 )
         return [run for queue in self._queues for run in queue]
 
-    def wake(self, runs: Sequence[Run], now: int) -> int | None:
-        """When the first job leaves its queue."""
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The time at which the first job leaves its queue."""
         times = []
         for run in runs:
             level = self._level[run.index]
@@ -166,14 +224,14 @@ class LeastAttained(Policy):
                     times.append(now + left)
         return min(times, default=None)
 
-    def _until_demotion(self, run: Run, ran: int, limit: int) -> int:
+    def _until_demotion(self, run: JobRun, ran: int, limit: int) -> int:
         if not self.by_gpus:
             return limit - ran
         if self._compat:
             return (limit - ran) // run.job.gpus
         return -(-limit // run.job.gpus) - ran
 
-    def _move(self, run: Run, now: int) -> None:
+    def _move(self, run: JobRun, now: int) -> None:
         """To the next queue, or back to the first."""
         level = self._level[run.index]
         ran = self._ran(run, now)
@@ -193,20 +251,20 @@ class LeastAttained(Policy):
             self._waited_before[run.index] = run.waited(now)
             run.promote += 1
 
-    def _change(self, run: Run, level: int) -> None:
+    def _change(self, run: JobRun, level: int) -> None:
         self._queues[self._level[run.index]].remove(run)
         self._queues[level].append(run)
         self._level[run.index] = level
 
-    def _ran(self, run: Run, now: int) -> int:
+    def _ran(self, run: JobRun, now: int) -> int:
         """Ticks on GPUs since it was last put into the first queue."""
         return run.attained(now) - self._ran_before[run.index]
 
-    def _pending(self, run: Run, now: int) -> int:
+    def _pending(self, run: JobRun, now: int) -> int:
         """Ticks waited since it first ran after that."""
         return run.waited(now) - self._waited_before[run.index]
 
-    def _service(self, run: Run, now: int) -> int:
+    def _service(self, run: JobRun, now: int) -> int:
         return self._ran(run, now) * (run.job.gpus if self.by_gpus else 1)
 
 

@@ -1,8 +1,9 @@
-"""Entries of trace files: the rows of a CSV file, and what is wrong with those that are no job."""
+"""Entries of trace files: rows of CSV files, read as jobs or as errors."""
 
 import csv
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from baechi.cluster_simulation.jobs import Job
 from baechi.errors import InputError
@@ -21,6 +22,8 @@ Entry = tuple[int, Job | BadEntryError | NoGpuError]
 
 # The fields of a row by column.
 Row = dict[str, str] | BadEntryError
+
+T = TypeVar("T")
 
 
 def rows_of(
@@ -62,25 +65,24 @@ def _fields(line: str) -> list[str] | None:
 
 
 def jobs_of(
-    rows: Iterator[tuple[int, Row]],
-    read: Callable[[dict[str, str]], Job],
+    rows: Iterator[tuple[int, Row]], read: Callable[[dict[str, str]], Job]
 ) -> Iterator[Entry]:
-    """Reads rows; what cannot be read goes on as what is wrong with it."""
+    """Reads rows as jobs, or as the error of those that cannot be read."""
     for line, row in rows:
-        if isinstance(row, BadEntryError):
-            yield line, row
-            continue
-        try:
-            yield line, read(row)
-        except (BadEntryError, NoGpuError) as error:
-            yield line, error
-        except InputError as error:
-            yield line, refused(error)
+        yield line, row if isinstance(row, BadEntryError) else job_or_error(read, row)
 
 
-def refused(error: InputError) -> BadEntryError:
-    """What is wrong with an entry whose fields are right one by one, but make no job."""
-    return BadEntryError(str(error).rstrip("."))
+def job_or_error(read: Callable[[T], Job], source: T) -> Job | BadEntryError | NoGpuError:
+    """The job that is read from a row or an object, or its error.
+
+    Fields that are right one by one, but make no job, are an error of the entry, too.
+    """
+    try:
+        return read(source)
+    except (BadEntryError, NoGpuError) as error:
+        return error
+    except InputError as error:
+        return BadEntryError(str(error).rstrip("."))
 
 
 def number_in(row: dict[str, str], column: str) -> float:

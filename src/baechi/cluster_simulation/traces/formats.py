@@ -1,9 +1,10 @@
-"""One function per published format of traces, from a file's text to its entries (`traces.py`)."""
+"""Published formats of traces: for each a function from a file's text to its entries."""
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,10 +15,10 @@ from baechi.cluster_simulation.traces.entries import (
     NoGpuError,
     Row,
     gpus_in,
+    job_or_error,
     jobs_of,
     name_in,
     number_in,
-    refused,
     rows_of,
 )
 from baechi.errors import InputError
@@ -74,16 +75,8 @@ def _philly(text: str, path: Path) -> Iterator[Entry]:
     if not isinstance(entries, list):
         raise InputError(f"{path} holds a {type(entries).__name__}; a Philly log is a list.")
 
-    def read() -> Iterator[Entry]:
-        for number, entry in enumerate(entries, start=1):
-            try:
-                yield number, _of_philly(entry)
-            except (BadEntryError, NoGpuError) as error:
-                yield number, error
-            except InputError as error:
-                yield number, refused(error)
-
-    return _from_zero(read())
+    numbered = enumerate(entries, start=1)
+    return _from_zero((number, job_or_error(_of_philly, entry)) for number, entry in numbered)
 
 
 def _of_philly(entry: Any) -> Job:
@@ -152,17 +145,14 @@ def _pai_jobs(rows: Iterator[tuple[int, Row]]) -> Iterator[Entry]:
     found: dict[str, tuple[int, Job]] = {}
     unread: list[Entry] = []
     for line, row in rows:
-        if isinstance(row, BadEntryError):
-            unread.append((line, row))
-            continue
-        try:
-            task = _of_task(row)
+        task = row if isinstance(row, BadEntryError) else job_or_error(_of_task, row)
+        if isinstance(task, Job):
             first, other = found.get(task.name, (line, None))
-            found[task.name] = first, task if other is None else _added(other, task)
-        except (BadEntryError, NoGpuError) as error:
-            unread.append((line, error))
-        except InputError as error:
-            unread.append((line, refused(error)))
+            task = task if other is None else job_or_error(partial(_added, other), task)
+        if isinstance(task, Job):
+            found[task.name] = first, task
+        else:
+            unread.append((line, task))
     yield from sorted([*unread, *found.values()], key=lambda entry: entry[0])
 
 

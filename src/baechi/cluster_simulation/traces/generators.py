@@ -1,4 +1,4 @@
-"""Jobs that are drawn: Poisson arrivals, and durations from a distribution."""
+"""Random jobs: Poisson arrivals, and durations from a distribution."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,1 +1,1 @@
-"""Segments as code, and the way of every gradient."""
+"""Segments as code, and the path of every gradient."""

@@ -14,12 +14,12 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Free, Place, Program
-from baechi.runtime.autograd.gradient_ends import Entry, Output
+from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
-from baechi.runtime.autograd.recompute import Again
-from baechi.runtime.autograd.shared_outputs import Families
+from baechi.runtime.autograd.graph_edges import Entry, Output
+from baechi.runtime.autograd.recompute import Recomputation
+from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
 from baechi.runtime.autograd.step_state import Sizes
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
@@ -35,7 +35,7 @@ _LARGE_BYTES: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Moves:
-    """What a copy or a free does, for values and for gradients: (from, to), or slots to clear."""
+    """The effect of a copy or free on values and gradients: (from, to), or slots to clear."""
 
     slots: tuple[Any, ...]
     grads: tuple[Any, ...]
@@ -43,18 +43,22 @@ class Moves:
 
 @final
 @dataclass(frozen=True)
-class Result:
+class BoundResult:
     """A value that the caller gets.
 
     Attributes:
         value: Its number.
-        device: Who makes it.
+        device: The logical device that makes it.
         grads: For each of its tensors the slot of the caller's gradient.
+        sharing: For each of its tensors the memory that it shares.
+        read: Whether the model reads it, too.
     """
 
     value: int
     device: int
     grads: tuple[int, ...]
+    sharing: tuple[Sharing, ...]
+    read: bool
 
 
 @final
@@ -71,7 +75,6 @@ class Bound:
         input_grads: For each of them the gradients to add up, in order.
         parameters: For each its device and the gradients to add up, in order.
         results: By the node that yields it, in the order of a step's results.
-        families: Which results may share memory.
     """
 
     tapes: tuple[TapeCode, ...]
@@ -81,13 +84,12 @@ class Bound:
     input_values: tuple[int, ...]
     input_grads: tuple[tuple[int, ...], ...]
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
-    results: dict[fx.Node, Result]
-    families: Families
+    results: dict[fx.Node, BoundResult]
 
 
 def bind(
     module: TracedModule,
-    graph: OpGraph,
+    structure: StepStructure,
     program: Program,
     places: Sequence[torch.device],
     options: CompileOptions | None = None,
@@ -96,35 +98,35 @@ def bind(
 
     Args:
         module: The model.
-        graph: What was compiled.
-        program: The compiled placement of the graph.
+        structure: What was compiled.
+        program: The compiled placement of it.
         places: The torch device of every logical device.
         options: Of `torch.compile`, for every tape; None leaves them as generated.
 
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
     """
-    return _Binder(module, graph, program, places, options).bound()
+    return _Binder(module, structure, program, places, options).bound()
 
 
 @final
 class _Binder:
-    """What `bind` knows on its way."""
+    """The state of one `bind`."""
 
     def __init__(
         self,
         module: TracedModule,
-        graph: OpGraph,
+        structure: StepStructure,
         program: Program,
         places: Sequence[torch.device],
         options: CompileOptions | None,
     ) -> None:
         self._options = options
         self._module = module
-        self._graph = graph
+        self._structure = structure
         self._program = program
         self._places = places
-        self._layout = Layout(module, graph, program)
+        self._layout = Layout(module, structure, program)
         self._gradients = Gradients(self._layout)
         nodes = list(self._layout.position)
         self._inputs = {n: i for i, n in enumerate(m for m in nodes if m.op == "placeholder")}
@@ -139,11 +141,17 @@ class _Binder:
         """The bound program."""
         layout, gradients = self._layout, self._gradients
         parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
+        made = [node for node in self._returned if node.op not in ("placeholder", "get_attr")]
+        sharing = sharing_of(self._module, made)
         results = {
-            node: Result(self._value(node), layout.device(layout.tape(node)), slots)
-            for node in self._returned
-            if node.op not in ("placeholder", "get_attr")
-            for slots in (gradients.from_caller(node),)
+            node: BoundResult(
+                self._value(node),
+                layout.device(layout.tape(node)),
+                gradients.from_caller(node),
+                sharing[node],
+                bool(layout.users(node)),
+            )
+            for node in made
         }
         number = {node: index for index, node in enumerate(results)}
         for tape, part in enumerate(parts):
@@ -166,7 +174,6 @@ class _Binder:
             tuple(gradients.of_input(node) for node in self._inputs),
             gradients.of_parameters(),
             results,
-            Families.among(self._module, tuple(results)),
         )
 
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
@@ -183,7 +190,7 @@ class _Binder:
         )
 
     def _leaves(self, node: fx.Node, tape: int) -> bool:
-        """Whether another tape, or the caller, reads the node's value."""
+        """True if another tape, or the caller, reads the node's value."""
         users = self._layout.users(node)
         return node in self._returned or any(self._layout.tape(user) != tape for user in users)
 
@@ -259,7 +266,9 @@ class _Binder:
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             by_hand=any(map(_is_by_hand, nodes)),
             parameters=self._gradients.of_tape(tape),
-            again=self._again(tape, part) if self._program.tapes[tape].again >= 0 else None,
+            recomputation=self._recomputation(tape, part)
+            if self._program.tapes[tape].again >= 0
+            else None,
         )
 
     def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -271,8 +280,8 @@ class _Binder:
         plain = self._extract(tape, boxed=False).function
         return CompiledTape(part.function, plain, self._options, nodes, label)
 
-    def _again(self, tape: int, part: Extract) -> Again:
-        """How a checkpointed tape runs again."""
+    def _recomputation(self, tape: int, part: Extract) -> Recomputation:
+        """The recomputation of a checkpointed tape."""
         nodes = self._layout.nodes(tape)
         facts = self._module.facts.nodes
         leaves = tuple(opaque_leaves(self._module.graph_module, nodes).values())
@@ -284,7 +293,7 @@ class _Binder:
                 readers = (other for other, slot in slots.items() if slot == slots[user])
                 crossing.append((argument, slots[user], max(map(self._layout.tape, readers))))
         last = {slot: argument for argument, slot, _ in crossing}
-        return Again(
+        return Recomputation(
             copied=tuple(
                 argument
                 for argument, node in enumerate(part.inputs)
@@ -336,20 +345,19 @@ class _Binder:
             own = node.op == "placeholder"
             given = self._inputs[node] if own else self._layout.attribute(node)
         number = (results[node],) if node in results else ()
-        watched = bool(number and self._layout.users(node))
-        return Output(result, given, self._value(node), bare, tuple(slots), number, watched)
+        return Output(result, given, self._value(node), bare, tuple(slots), number)
 
     def _instructions(
         self,
     ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Moves], ...]]:
-        """What the program's copies and frees do, phase by phase."""
+        """The effects of the program's copies and frees, phase by phase."""
         held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
         for (node, tensor, device), slot in self._slots.items():
             held[Place(tensor, device)][node] = slot
         copies: list[dict[Place, Moves]] = []
         frees: list[dict[Place, Moves]] = []
         for number, phase in enumerate(self._program.phases):
-            # A tensor of the graph is a value or a gradient: that depends on who makes it.
+            # A tensor of the graph is a value or a gradient, depending on its producer.
             carried = self._gradients.carried if number else {}
             copies.append({})
             frees.append({})
@@ -368,8 +376,8 @@ class _Binder:
         return tuple(copies), tuple(frees)
 
     def _is_made(self, place: Place) -> bool:
-        """Whether a gradient is where its reader made it, and not where it is used."""
-        producer = self._graph.tensors[place.tensor].producer
+        """True if a gradient stays where its reader made it, not where it is used."""
+        producer = self._structure.tensors[place.tensor].producer
         if producer <= len(self._program.names):
             return True
         forward = self._program.twins.index(producer)
@@ -377,7 +385,7 @@ class _Binder:
 
 
 def _is_by_hand(node: fx.Node) -> bool:
-    """Whether its backward may be somebody's Python: what is neither torch's nor made of that."""
+    """True if its backward may be custom Python: neither torch's nor composed of torch's."""
     if node.op == "call_module":
         return True
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"

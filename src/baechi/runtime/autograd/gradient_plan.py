@@ -1,11 +1,11 @@
-"""Which way every gradient goes: from each reader of a value to who made it.
+"""The path of every gradient, from each reader of a value to its producer.
 
 Each (tape, what entered, leaf) has a slot for its gradient where the tape is, and one where the
 producer is if that is elsewhere; a tensor of the program carries it from one to the other.
 
-Gradients are added up from the last reader to the first, as autograd does, bit for bit: what is
-read with a gradient enters once per reader, and a value that is also read inside its tape leaves
-through an alias for each reader outside, made in the reader's turn (an *exit*).
+Gradients are added up from the last reader to the first, as autograd does, bit for bit. So a value
+with a gradient enters a tape once per reader, and a value that is also read inside its tape leaves
+it through one alias for each outside reader, made in that reader's turn (an *exit*).
 """
 
 import itertools
@@ -19,10 +19,10 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
-from baechi.runtime.autograd.gradient_ends import Entry
-from baechi.runtime.autograd.gradient_strides import as_they_lie
+from baechi.records.step_structure import StepStructure
+from baechi.runtime.autograd.gradient_strides import keeping_strides
+from baechi.runtime.autograd.graph_edges import Entry
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves
@@ -33,7 +33,7 @@ _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
 
 @final
 class Layout:
-    """Where everything is: nodes in the program, operators on tapes, tensors between operators.
+    """The positions of nodes in the program, operators on tapes, tensors between operators.
 
     Attributes:
         module: The traced model.
@@ -44,19 +44,19 @@ class Layout:
         between: (producer, consumer) -> the tensors of the graph between them, ascending.
     """
 
-    def __init__(self, module: TracedModule, graph: OpGraph, program: Program) -> None:
+    def __init__(self, module: TracedModule, structure: StepStructure, program: Program) -> None:
         self.module = module
         self.program = program
         self.position = {n: i for i, n in enumerate(module.graph_module.graph.nodes)}
         self.op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
         self.tape_of = {op: i for i, tape in enumerate(program.tapes) for op in tape.ops}
         self.between: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for index, tensor in enumerate(graph.tensors):
+        for index, tensor in enumerate(structure.tensors):
             for consumer in tensor.consumers:
                 self.between[tensor.producer, consumer].append(index)
 
     def nodes(self, tape: int) -> list[fx.Node]:
-        """What a tape runs, in program order; or in the tape's, where that is another."""
+        """The nodes of a tape in program order, or in the tape's own where that differs."""
         ops = self.program.tapes[tape].ops
         nodes = [node for op in ops for node in self.module.nodes[op]]
         ascends = all(one < two for one, two in itertools.pairwise(ops))
@@ -67,7 +67,7 @@ class Layout:
         return self.tape_of[self.op_of[node]]
 
     def device(self, tape: int) -> int:
-        """Where a tape is."""
+        """The device of a tape."""
         return self.program.tapes[tape].device
 
     def users(self, node: fx.Node) -> list[fx.Node]:
@@ -80,7 +80,7 @@ class Layout:
         return sorted(users, key=self.position.__getitem__)
 
     def is_state(self, node: fx.Node) -> bool:
-        """Whether it names state that is where its readers are."""
+        """True if it names state that lies where its readers are."""
         return node.op == "get_attr" and node not in self.module.travelling
 
     def attribute(self, node: fx.Node) -> Any:
@@ -101,7 +101,7 @@ class _Gradient:
 
 @final
 class Gradients:
-    """The ways of all gradients.
+    """The paths of all gradients.
 
     Attributes:
         n: How many slots there are.
@@ -120,7 +120,7 @@ class Gradients:
         # Storages that a gradient flows through at some time: a write may begin it.
         facts = self._facts.values()
         self._graded = {v.storage for fact in facts for v in fact.values if v.requires_grad}
-        self._as_they_lie = as_they_lie(layout.module.facts.nodes)
+        self._keeping_strides = keeping_strides(layout.module.facts.nodes)
         self._readers: dict[int, list[fx.Node]] = defaultdict(list)  # of state, by identity
         for node in layout.position:
             if node.op == "get_attr":
@@ -151,7 +151,7 @@ class Gradients:
         )
 
     def _is_spread(self, node: fx.Node) -> bool:
-        """Whether a parameter has three readers or more, in several tapes."""
+        """True if a parameter has three readers or more, in several tapes."""
         users = self._readers[id(self._layout.attribute(node))]
         return len(users) > 2 and len({self._layout.tape(user) for user in users}) > 1
 
@@ -205,7 +205,7 @@ class Gradients:
         return tuple(slots)
 
     def entries(self, tape: int, part: Extract) -> list[tuple[Entry, fx.Node]]:
-        """What may enter a tape with a gradient, with its node."""
+        """The values that may enter a tape with a gradient, each with its node."""
         rows = []
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
             position = _ALL if reader is None else self._layout.position[reader]
@@ -220,14 +220,16 @@ class Gradients:
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
                     slot = self._from_reader(node, leaf, position, tape, readers)
-                    entry = Entry(argument, leaf, 0, slot, as_it_lies=node in self._as_they_lie)
+                    entry = Entry(
+                        argument, leaf, 0, slot, keeps_strides=node in self._keeping_strides
+                    )
                     rows.append((entry, node))
         return rows
 
     def _from_reader(
         self, node: fx.Node, leaf: int, position: int, tape: int, readers: Sequence[fx.Node]
     ) -> int:
-        """A slot for the gradient of a tape's reader, and a way for it."""
+        """A slot for the gradient of a tape's reader, and its path."""
         slot = self._new()
         gradient = _Gradient(slot, position, tape, slot)
         layout, twins = self._layout, self._layout.program.twins
@@ -239,11 +241,11 @@ class Gradients:
         if not theirs:
             return slot  # none of them has a backward, so nothing comes
         self._of[node, leaf].append(gradient)
-        ways = [way for twin in theirs for way in layout.between.get((twin, mine), [])]
-        if ways and mine >= 0:
+        carriers = [t for twin in theirs for t in layout.between.get((twin, mine), [])]
+        if carriers and mine >= 0:
             if layout.device(layout.tape(node)) != layout.device(tape):
                 gradient.home = self._new()
-            self.carried[ways[0]].append((slot, gradient.home))
+            self.carried[carriers[0]].append((slot, gradient.home))
         elif theirs and self._facts[node].values[leaf].requires_grad:
             raise ExecutionError(
                 f"the graph has no gradient for {node.name} from {readers[0].name}; it is not the "
@@ -278,7 +280,7 @@ class Gradients:
         return tuple(self._whole[tape])
 
     def of_parameters(self) -> dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]:
-        """For every parameter its device and its gradients, in the order of adding up."""
+        """The device and the gradients of every parameter, in the order of summation."""
         return {
             parameter: (
                 self._layout.device(rows[0][1]),
@@ -288,7 +290,7 @@ class Gradients:
         }
 
     def sums(self) -> dict[int, list[tuple[int, int]]]:
-        """For every tape what its backward adds to a parameter's gradient: (slot of the sum, slot).
+        """The terms that each tape's backward adds to gradients of parameters: (slot of sum, slot).
 
         The order of adding up is that of `of_parameters`; each is added as soon as those before it
         have come, so that no more of them wait than must.
@@ -297,7 +299,7 @@ class Gradients:
         rank = {tape: i for i, tape in enumerate(order)}
         sums: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for shares in self._shares.values():
-            # Who only reads it for a mask, or writes it without gradients, has no backward.
+            # A tape that only reads it for a mask, or writes it without gradients, has no backward.
             rows = sorted((row for row in shares if row[1] in rank), reverse=True)
             if len({self._layout.device(tape) for _, tape, _ in rows}) == 1:
                 (_, latest, total), *others = rows
@@ -325,7 +327,7 @@ class Gradients:
 
 
 def _is_trained(value: Any) -> TypeGuard[torch.nn.Parameter]:
-    """Whether it is a parameter, or is trained as one: a buffer that needs a gradient."""
+    """True if it is a parameter, or is trained as one: a buffer that needs a gradient."""
     parameter = isinstance(value, torch.nn.Parameter)
     return parameter or (isinstance(value, torch.Tensor) and value.requires_grad)
 

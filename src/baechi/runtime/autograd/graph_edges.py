@@ -1,4 +1,4 @@
-"""Where the graph of a tape begins and ends: what enters and leaves is cut off there."""
+"""Entry and exit points of a tape's graph: what enters or leaves is cut off there."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,24 +8,22 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
+from baechi.torch_support.autograd_internals import delayed_error, set_version, version_of
+
 
 def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The same tensors as the beginning of a graph of their own.
 
     Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
-    The node is the one that torch puts behind a `once_differentiable` backward: it shares storage
-    and keeps nothing. Backward stops at its edges and never runs it.
+    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
     """
-    node = torch._C._functions.DelayedError("a tape's backward stops here", len(tensors) + 1)
-    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
-    found: Sequence[torch.Tensor] = node(seed, *tensors)
-    return found[1:]
+    return delayed_error("a tape's backward stops here", tensors)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Origin:
-    """Where a cut-off tensor came from: memory that the caller may write before the backward.
+class CutTensor:
+    """A cut-off tensor and its source: memory that the caller may write before the backward.
 
     A cut-off tensor counts writes for itself, so autograd would not see that what it has saved was
     written since, and gradients would be silently wrong.
@@ -41,21 +39,20 @@ class Origin:
     version: int
 
     @classmethod
-    def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "Origin":
+    def of(cls, source: torch.Tensor, cut: torch.Tensor) -> "CutTensor":
         """Of a tensor that is cut off now."""
-        return cls(source, cut.detach(), source._version)
+        return cls(source, cut.detach(), version_of(source))
 
-    def tell(self) -> None:
-        """Count writes to the source as writes to the cut-off tensor: autograd objects, or not."""
-        written = self.source._version - self.version
+    def sync_version(self) -> None:
+        """Count writes to the source for the cut-off tensor, too, where autograd looks."""
+        written = version_of(self.source) - self.version
         if written:
-            now = self.cut._version + written
-            torch._C._autograd._unsafe_set_version_counter((self.cut,), (now,))
+            set_version(self.cut, version_of(self.cut) + written)
 
 
 def part(
     wanted: Sequence[torch.nn.Parameter], arguments: list[Any]
-) -> tuple[dict[torch.nn.Parameter, GradientEdge], list[Origin]]:
+) -> tuple[dict[torch.nn.Parameter, GradientEdge], list[CutTensor]]:
     """Cut parameters off from the caller's graph; the edges of their gradients.
 
     A parameter's own node belongs to the stream on which it was first used, and a gradient that
@@ -73,18 +70,18 @@ def part(
     found = [parameter for parameter in wanted if places[id(parameter)]]
     bare = cut_off([parameter.detach() for parameter in found]) if found else ()
     edges: dict[torch.nn.Parameter, GradientEdge] = {}
-    origins: list[Origin] = []
+    cut_tensors: list[CutTensor] = []
     for parameter, tensor in zip(found, bare, strict=True):
         assert tensor.grad_fn is not None  # the node that cuts off
         edges[parameter] = GradientEdge(tensor.grad_fn, tensor.output_nr)
-        origins.append(Origin.of(parameter, tensor))
+        cut_tensors.append(CutTensor.of(parameter, tensor))
         for place in places[id(parameter)]:
             arguments[place] = tensor
-    return edges, origins
+    return edges, cut_tensors
 
 
 def tensor_slots(leaves: Sequence[Any]) -> list[int]:
-    """Where the tensors are."""
+    """The indices of the tensors."""
     return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
 
@@ -111,3 +108,47 @@ def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
     ):
         return gradient
     return gradient.clone()
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that may enter with a gradient.
+
+    Attributes:
+        argument: Which argument of the function holds it.
+        leaf: Which of the argument's tensors it is.
+        value: The value whose flag says whether it needs a gradient; -1 for a parameter.
+        grad: The slot that gets its gradient.
+        given: Whether it is the caller's tensor.
+        keeps_strides: Whether its gradient is handed on without a dense copy (`gradient_strides`).
+    """
+
+    argument: int
+    leaf: int
+    value: int
+    grad: int
+    given: bool = False
+    keeps_strides: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Output:
+    """A value that leaves the tape.
+
+    Attributes:
+        result: Which result of the function it is; -1 if it is given by the caller or by the model.
+        given: That value: the index of the caller's tensor, or the model's own tensor.
+        value: Its number.
+        bare: Whether it is a tensor and not a structure of several.
+        slots: Where it goes.
+        results: Where else, for the caller.
+    """
+
+    result: int
+    given: Any
+    value: int
+    bare: bool
+    slots: tuple[int, ...]
+    results: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a checkpointed tape keeps to run forward again, bit for bit, and nothing else.
+"""Recomputation of a checkpointed tape, bit for bit, from the inputs that it keeps.
 
     forward     arguments ──► generated code, whose graph keeps nothing ──► slots
                     └── kept, with the state of the world then ──┐
@@ -19,12 +19,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
+from baechi.torch_support.autograd_internals import version_of
+from baechi.torch_support.module_internals import buffers_of
 
 
 @final
 @dataclass(frozen=True)
-class Again:
-    """How a tape runs again.
+class Recomputation:
+    """The recomputation of a tape.
 
     Attributes:
         copied: Arguments that are buffers which the model writes.
@@ -44,8 +46,8 @@ class Again:
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]
 
-    def keep(self, arguments: Sequence[Any], place: torch.device) -> "Kept":
-        """What the tape needs to run again with these arguments, before it runs."""
+    def keep(self, arguments: Sequence[Any], place: torch.device) -> "RecomputeInputs":
+        """The inputs that the tape keeps to run again, before it runs."""
         rows = list(arguments)
         for argument in self.copied:
             rows[argument] = rows[argument].detach().clone()
@@ -56,17 +58,17 @@ class Again:
             (owner, name, buffer.detach().clone())
             for leaf in self.leaves
             for owner in leaf.modules()
-            for name, buffer in owner._buffers.items()
+            for name, buffer in buffers_of(owner).items()
             if buffer is not None
         ]
         random = _random_state(place) if self.random else None
-        return Kept(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
+        return RecomputeInputs(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
 
 
 def _version(value: Any) -> int:
-    """How often a tensor was written; -1 for what cannot tell."""
+    """The count of writes to a tensor; -1 where it is not counted."""
     known = isinstance(value, torch.Tensor) and not value.is_inference()
-    return value._version if known else -1
+    return version_of(value) if known else -1
 
 
 _Autocast = tuple[str, bool, torch.dtype]
@@ -74,12 +76,12 @@ _Autocast = tuple[str, bool, torch.dtype]
 
 @final
 @dataclass
-class Kept:
-    """What a tape needs to run again.
+class RecomputeInputs:
+    """The inputs with which a tape runs again.
 
     Attributes:
         arguments: Of its function.
-        versions: How often each had been written; -1 for what cannot tell.
+        versions: The version counter of each; -1 where there is none.
         buffers: (module, name, value) of the buffers of opaque submodules.
         random: The generator's state before it ran, if it draws from it.
         autocast: (type of device, whether it was on, its type of element).
@@ -91,7 +93,7 @@ class Kept:
     random: torch.Tensor | None
     autocast: tuple[_Autocast, ...]
 
-    def taken(self, again: Again, crossing: dict[int, Any]) -> list[Any]:
+    def taken(self, again: Recomputation, crossing: dict[int, Any]) -> list[Any]:
         """The arguments, for the function to empty; what it may write is copied once more.
 
         Raises:
@@ -123,18 +125,19 @@ class Kept:
                 stack.callback(_set_random_state, place, _random_state(place))
                 _set_random_state(place, self.random)
             for owner, name, value in self.buffers:
-                stack.callback(owner._buffers.__setitem__, name, owner._buffers[name])
-                owner._buffers[name] = value.clone()
+                buffers = buffers_of(owner)
+                stack.callback(buffers.__setitem__, name, buffers[name])
+                buffers[name] = value.clone()
             yield
 
 
 def dropped() -> saved_tensors_hooks:
-    """The block runs as with a graph, since kernels ask for that; but the graph keeps no tensor."""
+    """Build a graph in the block, since kernels depend on it; but the graph keeps no tensor."""
     return saved_tensors_hooks(_forget, _never)
 
 
 def _forget(_: torch.Tensor) -> None:
-    """What runs again needs nothing of the first time."""
+    """Drop a saved tensor: the tape runs again."""
 
 
 def _never(_: None) -> torch.Tensor:

@@ -1,10 +1,16 @@
-"""What a step gives its caller: each output behind a token, with a place for its gradient."""
+"""The outputs of a step: each behind a token, with a slot for its gradient."""
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
+from torch import fx
 
+from baechi.torch_support.autograd_internals import backward_id
 from baechi.torch_support.memory_meter import Meter
+from baechi.tracing.lowering import TracedModule
 
 
 @final
@@ -12,8 +18,8 @@ class Seeds:
     """The caller's gradients of a step's outputs, until its backward takes them.
 
     Args:
-        n: How many slots of gradients a step has.
-        meter: Counts memory, if asked to.
+        n: The number of slots of gradients of a step.
+        meter: Counts memory, where there is one.
     """
 
     def __init__(self, n: int, meter: Meter | None) -> None:
@@ -23,7 +29,7 @@ class Seeds:
 
     def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
         """Take the caller's gradient of an output."""
-        current = torch._C._current_graph_task_id()
+        current = backward_id()
         if current != self._pass:  # one that failed may have left gradients
             self._pass = current
             self._rows = [None] * len(self._rows)
@@ -37,7 +43,76 @@ class Seeds:
         return rows
 
 
-class Result(torch.autograd.Function):
+@final
+@dataclass(frozen=True)
+class Sharing:
+    """The memory that an output shares, as its trace has it.
+
+    Autograd sees no relation between the outputs of a step. So it refuses a write into one that
+    shares memory, and advises to clone it; an output that is a view of an argument, which has a
+    history outside of the step, may be written.
+
+    Attributes:
+        argument: The caller's tensor that it is a view of, by index; -1 for none.
+        others: Whether it shares memory with another output, or with a parameter or buffer.
+    """
+
+    argument: int
+    others: bool
+
+    def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The base of the output's view: an argument, itself if writes are refused, or None.
+
+        Args:
+            value: The output.
+            tensors: The caller's.
+        """
+        if self.argument >= 0 and _is_view(value, tensors[self.argument]):
+            return tensors[self.argument]
+        return value if self.others else None
+
+
+def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """True if autograd can take a value for a view of a base that has a gradient."""
+    if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
+        return False
+    same = value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    return same and _reading(value) == _reading(base)
+
+
+def _reading(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
+    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def sharing_of(
+    module: TracedModule, results: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[Sharing, ...]]:
+    """The memory that each tensor of each result of a traced model shares."""
+    facts, graph = module.facts.nodes, module.graph_module.graph
+    count = Counter(value.storage for node in results for value in facts[node].values)
+    # What forward writes has another history since: a result is no view of what it was.
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    arguments = {
+        value.storage: index
+        for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        for value in facts[node].values
+        if value.storage not in written
+    }
+    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values} - written
+    return {
+        node: tuple(
+            Sharing(
+                arguments.get(value.storage, -1),
+                count[value.storage] > 1
+                or (value.storage in state and value.storage not in written),
+            )
+            for value in facts[node].values
+        )
+        for node in results
+    }
+
+
+class OutputFunction(torch.autograd.Function):
     """One output of a step.
 
     Autograd holds what a node's backward is given until it ends. So the step's node is given
@@ -53,14 +128,14 @@ class Result(torch.autograd.Function):
         value: torch.Tensor,
         bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
     ) -> torch.Tensor:
-        """The value itself; as a view of its base, if it has one."""
+        """The value itself; as a view of its base, if it has one (`Sharing.base`)."""
         ctx.seeds, ctx.slot = seeds, slot
         ctx.set_materialize_grads(False)
         (base,) = bases
         if base is None:
             return value.detach()
         if base is value:
-            return value.view_as(value)  # a view of what no one has: autograd refuses writes
+            return value.view_as(value)  # a view made in a function: autograd refuses writes
         return base.as_strided(value.shape, value.stride(), value.storage_offset())
 
     @staticmethod
@@ -68,19 +143,7 @@ class Result(torch.autograd.Function):
         """Put the gradient where the step takes it."""
         if gradient is None:
             return (None, None, None, None, None)
-        if gradient.requires_grad:  # a second derivative, which the step refuses by this token
-            ctx.seeds.put(*ctx.slot, gradient.detach())
-            return (None, None, gradient.reshape(-1)[:0], None, None)
-        # The very tensor: who holds it too must not find it in a parameter's `.grad`, and an alias
-        # of it would look like nobody else's.
-        ctx.seeds.put(*ctx.slot, gradient)
+        # The tensor itself: if others hold it, it must not become a parameter's `.grad`, and an
+        # alias of it would look unshared.
+        ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
         return (None, None, gradient.new_empty(0), None, None)
-
-
-def may_be_written(view: torch.Tensor) -> None:
-    """Let autograd take a view that a function has made for one that the caller has made.
-
-    It refuses to write into the former, as the function's backward would go unused. Here it is
-    that of the view's values alone: of what is written, it is the base's that counts.
-    """
-    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)

@@ -1,4 +1,4 @@
-"""One call of a placed model: the lists that its values, gradients and graphs are in.
+"""The state of one call of a placed model: lists of its values, gradients and graphs.
 
 A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
 of its lists, in the order that the program gives them.
@@ -11,9 +11,8 @@ from typing import Any, final
 import torch
 from torch.autograd.graph import GradientEdge
 
-from baechi.runtime.autograd.graph_edges import Origin
-from baechi.runtime.autograd.output_hooks import Hooks
-from baechi.runtime.autograd.recompute import Kept
+from baechi.runtime.autograd.graph_edges import CutTensor
+from baechi.runtime.autograd.recompute import RecomputeInputs
 from baechi.torch_support.memory_meter import Meter
 
 Edges = list[GradientEdge | None]
@@ -25,29 +24,27 @@ class Step:
 
     Attributes:
         differentiate: Whether to record what backward needs.
-        meter: Counts memory, if asked to.
+        meter: Counts memory, where there is one.
         inputs: The caller's tensors.
         slots: Values between tapes, by slot; each place of the program has its own.
         flags: For every value whether it needs a gradient; a tuple if it has several tensors.
         results: What the caller gets, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
-        origins: For every tape where what entered it came from, if the caller may write there.
-        kept: For every checkpointed tape what it needs to run again; None if it need not.
+        cut_tensors: For every tape where what entered it came from, if the caller may write there.
+        kept: For every checkpointed tape its inputs to run again; None if it need not.
         crossing: Values between tapes that run again, by slot.
         keep: Whether the running backward leaves the graph for another.
         apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         moved: What is written of the caller's tensors on another device than theirs, by input.
-        hooks: Of outputs that the model reads, too, by result and tensor; and the tape of each.
         own: What an executor remembers of the step between its phases.
     """
 
     __slots__ = (
         *("differentiate", "meter", "inputs", "slots", "flags", "results", "grads"),
-        *("records", "origins", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
-        "hooks",
+        *("records", "cut_tensors", "kept", "crossing", "keep", "apart", "graphed", "moved", "own"),
         *("__weakref__",),
     )
 
@@ -66,14 +63,13 @@ class Step:
         self.results: list[Any] = [None] * sizes.results
         self.grads: list[torch.Tensor | None] = [None] * sizes.grads
         self.records: list[Record | None] = [None] * sizes.tapes
-        self.origins: list[list[Origin]] = [[] for _ in range(sizes.tapes)]
-        self.kept: list[Kept | None] = [None] * sizes.tapes
+        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
+        self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
         self.crossing: dict[int, Any] = {}
         self.keep = False
         self.apart = False
         self.graphed: set[int] = set()
         self.moved: dict[int, torch.Tensor] = {}
-        self.hooks: dict[tuple[int, int], tuple[Hooks, int]] = {}
         self.own: Any = None
 
     def write_back(self) -> None:
@@ -87,7 +83,7 @@ class Step:
 @final
 @dataclass(slots=True)
 class Record:
-    """What a tape's backward needs.
+    """The state that a tape's backward needs.
 
     Attributes:
         entered: The edge of every entry that has a gradient, or None.
@@ -107,7 +103,7 @@ class Record:
 @final
 @dataclass(frozen=True)
 class Sizes:
-    """How long the lists of a step are."""
+    """The lengths of a step's lists."""
 
     slots: int
     values: int

@@ -2,14 +2,13 @@
 
     forward     slots -> cut off -> generated code -> publish -> slots
     backward    gradients of what it published -> autograd -> gradients of what entered
-    again       what a checkpointed one kept -> cut off -> generated code -> its graph
+    recompute   what a checkpointed one kept -> cut off -> generated code -> its graph
 
 Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
 only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
 Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,24 +16,26 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.gradient_ends import Entry, Output
 from baechi.runtime.autograd.graph_edges import (
-    Origin,
+    CutTensor,
+    Entry,
+    Output,
     compact,
     cut_off,
     detached,
     part,
     tensor_slots,
 )
-from baechi.runtime.autograd.output_hooks import share_hooks
-from baechi.runtime.autograd.recompute import Again, dropped
+from baechi.runtime.autograd.recompute import Recomputation, dropped
 from baechi.runtime.autograd.step_state import Edges, Record, Step
-from baechi.runtime.failures import located, watched
-from baechi.runtime.torch_compile import CompiledTape, keeping
-from baechi.torch_support.saved_tensors import Leave
+from baechi.runtime.failures import located, running_node
+from baechi.runtime.torch_compile import CompiledTape
+from baechi.torch_support.autograd_internals import gradients
+from baechi.torch_support.compiler_internals import keeping_graphs
+from baechi.torch_support.saved_tensors import TapeEnd
 
 
 @final
@@ -61,10 +62,10 @@ class TapeCode:
         seeds: For each exit, and then for each tensor of each output that the function makes, the
             slots of the gradients that come back, in the order in which they are added up.
         large: Whether these are many bytes, so that each should go as soon as it is used.
-        by_hand: Whether an operator's backward is somebody's Python.
+        by_hand: Whether an operator's backward is custom Python.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
-        again: How it runs again, if it is checkpointed.
+        recomputation: How it runs again, if it is checkpointed.
     """
 
     index: int
@@ -86,7 +87,7 @@ class TapeCode:
     by_hand: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     sums: tuple[tuple[int, int], ...] = ()
-    again: Again | None = None
+    recomputation: Recomputation | None = None
 
     def forward(self, step: Step, last: Sequence[int] = ()) -> None:
         """Run the operators.
@@ -109,7 +110,7 @@ class TapeCode:
         for argument, index in self.given:
             arguments[argument] = mine[index]
         mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
-        again = self.again if step.differentiate else None
+        again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
         entered = self._enter(step, arguments) if step.differentiate and self.entries else []
         apart = self._part(step, arguments) if step.differentiate and step.apart else {}
@@ -138,13 +139,13 @@ class TapeCode:
         Raises:
             ExecutionError: An operator failed, or what it read was written since.
         """
-        kept, again = step.kept[self.index], self.again
+        kept, again = step.kept[self.index], self.recomputation
         if kept is None or again is None:
             return
         if not step.keep:
             step.kept[self.index] = None
         arguments = kept.taken(again, step.crossing)
-        step.origins[self.index] = []
+        step.cut_tensors[self.index] = []
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
@@ -158,7 +159,6 @@ class TapeCode:
             for output in (output for output in self.outputs if output.result >= 0):
                 value, tensors = detached(results[output.result])
                 leaving += tensors
-                self._watch(step, output, tensors)
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
             self._remember(step, leaving, entered, apart)
@@ -211,7 +211,7 @@ class TapeCode:
         if not tensors:
             return edges
         found = cut_off(tensors)
-        step.origins[self.index] += [Origin.of(tensors[i], found[i]) for i in outer]
+        step.cut_tensors[self.index] += [CutTensor.of(tensors[i], found[i]) for i in outer]
         for number, tensor in zip(taken, found, strict=True):
             entry = self.entries[number]
             assert tensor.grad_fn is not None  # the node that cuts off
@@ -228,8 +228,8 @@ class TapeCode:
     def _part(self, step: Step, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
         """Cut parameters off from the caller's graph; the edges of their gradients."""
         wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
-        edges, origins = part(wanted, arguments)
-        step.origins[self.index] += origins
+        edges, cut_tensors = part(wanted, arguments)
+        step.cut_tensors[self.index] += cut_tensors
         return edges
 
     def _publish(
@@ -247,26 +247,16 @@ class TapeCode:
                 leaving.append(value)
                 flags[output.value] = value.requires_grad
                 if value.requires_grad:
-                    self._watch(step, output, [value])
                     value = value.detach()
             else:
                 value, tensors = detached(value)
                 leaving += tensors
-                self._watch(step, output, tensors)
                 flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
                 slots[slot] = value
             for result in output.results:
                 step.results[result] = value
         return leaving
-
-    def _watch(self, step: Step, output: Output, tensors: Sequence[torch.Tensor]) -> None:
-        """Let the caller's hooks on an output run on its gradient here, where that is whole."""
-        for leaf, tensor in enumerate(tensors if output.watched else ()):
-            if tensor.requires_grad:
-                place = output.results[0], leaf
-                hooks, _ = step.hooks.setdefault(place, (OrderedDict(), self.index))
-                share_hooks(tensor, hooks)
 
     def _remember(
         self,
@@ -287,7 +277,7 @@ class TapeCode:
         published = [None if tensor is None else get_gradient_edge(tensor) for tensor in ends]
         record = step.records[self.index] = Record(entered, published, apart)
         if self.large or step.meter is not None:  # small models are metered as large ones run
-            end = Leave.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
+            end = TapeEnd.apply(record.seeds, *graded)  # type: ignore[no-untyped-call]
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
@@ -319,17 +309,17 @@ class TapeCode:
             return
         if not step.keep:
             step.records[self.index] = None
-        for origin in step.origins[self.index]:
-            origin.tell()
+        for cut in step.cut_tensors[self.index]:
+            cut.sync_version()
         if not step.keep:
-            step.origins[self.index] = []
+            step.cut_tensors[self.index] = []
         outputs, seeds = self._collect(step, record)
         inputs: list[Any] = []
         targets: list[tuple[int, bool]] = []  # a slot, and whether its gradient gets its own room
         for edge, entry in zip(record.entered, self.entries, strict=False):
             if edge is not None:
                 inputs.append(edge)
-                targets.append((entry.grad, not entry.as_it_lies))
+                targets.append((entry.grad, not entry.keeps_strides))
         for parameter, slot in self.parameters:
             if parameter.requires_grad:
                 inputs.append(record.parameters.get(parameter, parameter))
@@ -340,20 +330,10 @@ class TapeCode:
         kept = step.keep and isinstance(self.function, CompiledTape)
         watch: AbstractContextManager[Any] = nullcontext(())
         if torch.is_anomaly_enabled():
-            watch = watched(outputs)
+            watch = running_node(outputs)
         try:
-            # torch.autograd.grad, without its checks of what is right by construction: they take
-            # as long as the engine itself.
-            with keeping() if kept else nullcontext(), watch as running:
-                found = _engine_run_backward(
-                    outputs,
-                    seeds,
-                    step.keep,
-                    False,
-                    tuple(inputs),
-                    allow_unreachable=True,
-                    accumulate_grad=False,
-                )
+            with keeping_graphs() if kept else nullcontext(), watch as running:
+                found = gradients(outputs, seeds, inputs, keep=step.keep)
         except Exception as error:
             raise located(error, self.nodes, self.function, self.device, running) from error
         for (slot, alone), gradient in zip(targets, found, strict=True):
@@ -362,7 +342,7 @@ class TapeCode:
     def _collect(
         self, step: Step, record: Record
     ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
-        """Where backward begins, and with which gradients; nobody else holds these any more."""
+        """The edges at which backward begins, and their gradients, which nothing else holds."""
         outputs: list[Any] = []
         seeds: list[torch.Tensor] = []
         grads = step.grads

@@ -1,9 +1,9 @@
-"""What may become a CUDA graph, and why the rest may not: rules, decided before anything runs.
+"""Rules for what may be captured as a CUDA graph, decided before anything runs.
 
-A CUDA graph is a list of kernels with their addresses and numbers in it. So nothing in it may ask
-the host, take its size from values, or write what is not the graph's own. Most of PyTorch's own
-operators are fine; of others nobody knows. What the rules miss fails when it is captured, and then
-runs eagerly, too.
+A CUDA graph is a list of kernels with fixed addresses and arguments. So nothing in it may wait for
+the host, take its size from values, or write outside of the graph's own memory. Most of PyTorch's
+own operators qualify; others are not captured. A tape that the rules miss fails at its capture, and
+then runs eagerly, too.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (constraints), and
 `aten/src/ATen/cuda/CUDAGeneratorImpl.cpp` for what a replay does to the random state.
@@ -47,7 +47,7 @@ _MASKS: Final = (torch.bool, torch.uint8)
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
-    """Refuse a `cuda_graphs` that means nothing, or that no device can fulfil.
+    """Refuse a `graph_capture` that means nothing, or that no device can fulfil.
 
     Raises:
         InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device.
@@ -70,7 +70,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
     on_cuda: bool = True,
     several: bool = False,
 ) -> str:
-    """Why a tape cannot be a CUDA graph; empty if nothing speaks against it.
+    """The reason why a tape cannot be a CUDA graph; empty if it can.
 
     Args:
         module: The traced model.
@@ -87,7 +87,7 @@ def obstacle(  # noqa: PLR0911 (a rule each)
         # torch's setting that allows it is the thread's (`compiled.keeping`), and autograd has a
         # thread for each GPU.
         return "torch.compile keeps no graph for the threads of several devices"
-    if code.again is not None:
+    if code.recomputation is not None:
         return "it runs forward again in the backward"
     runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
     if not runs:
@@ -154,7 +154,7 @@ def _indices(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_mask(module: TracedModule, node: fx.Node) -> bool:
-    """Whether a node's value is boolean, or may be."""
+    """True if a node's value is boolean, or may be."""
     facts = module.facts.nodes.get(node)
     if facts is not None and facts.values:
         return facts.values[0].dtype in _MASKS
@@ -163,7 +163,7 @@ def _is_mask(module: TracedModule, node: fx.Node) -> bool:
 
 
 def _writes_others(module: TracedModule, code: TapeCode) -> bool:
-    """Whether an operator writes into a storage that the tape gets from another one."""
+    """True if an operator writes into a storage that the tape gets from another tape."""
     facts = module.facts.nodes
     inside = set(code.nodes)
     given = {argument for node in code.nodes for argument in node.all_input_nodes} - inside

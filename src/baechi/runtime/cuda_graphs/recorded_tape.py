@@ -1,4 +1,4 @@
-"""Tapes that are recorded once and then replayed: static places, what goes in, what comes out.
+"""Tapes that are recorded once and then replayed, with static inputs and outputs.
 
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
@@ -9,7 +9,7 @@ tape stays where it is from step to step. The autograd graph of a recorded forwa
 saved tensors are static too, and any backward over it may be recorded later, for other outputs that
 get a gradient, or be replayed twice.
 
-Nothing here is CUDA's own: `cuda_graphs` records on a GPU, and the tests record on a CPU.
+Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
 
 Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd graph after the other.
 """
@@ -66,7 +66,7 @@ class Statics:
         return tensor if id(tensor) in self._known else self.add(tensor.detach().clone())
 
     def key(self, tensor: torch.Tensor | None) -> int | None:
-        """None of none, 0 of one that is not static, else what tells a static one from others.
+        """A key of static tensors, to tell them apart: None for None, 0 if it is not static.
 
         What was recorded with static gradients must get these: two may share memory, as those of
         both terms of a sum, or be memory that yet others read, and a copy would spoil that.

@@ -1,4 +1,4 @@
-"""Which steps of an executable are replayed, and which run eagerly.
+"""Replay of an executable's steps: warm-up, recording, replay.
 
 call 1..3   eager: libraries choose their kernels
 call 4      recorded, tape by tape, and replayed
@@ -44,7 +44,7 @@ class _Mode:
 
 @final
 class Graphs:
-    """Which steps of an executable are replayed, and what they replay.
+    """The recordings of an executable, and the choice of the steps that replay them.
 
     A step runs eagerly while it warms up, while it is metered, and while another step, whose
     forward was a replay, has still to go backward: its activations are where this one's would go.
@@ -86,7 +86,7 @@ class Graphs:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """For each tape why it runs eagerly; empty if it is replayed, or will be."""
+        """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
         found = list(self._obstacles)
         for mode in self._modes.values():
             for index, tape in mode.tapes.items():
@@ -95,7 +95,7 @@ class Graphs:
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """How many tapes are no CUDA graphs, for each reason; none if all are, or will be."""
+        """The number of tapes without CUDA graphs, for each reason; none if all have one."""
         counts = Counter(reason for reason in self.reasons if reason)
         n = len(self._codes)
         return tuple(
@@ -119,7 +119,7 @@ class Graphs:
             )
 
     def begin(self, step: Step) -> bool:
-        """Whether a step that begins is replayed."""
+        """True if the step that begins is replayed."""
         if step.meter is not None or all(self._obstacles):
             return False
         mode = self._modes[step.differentiate]
@@ -150,11 +150,11 @@ class Graphs:
             self._open = None
 
     def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
-        """Who runs a tape of a step that is replayed."""
+        """The runner of a tape in a step that is replayed."""
         return self._modes[step.differentiate].tapes.get(index) or self._codes[index]
 
     def statics(self, step: Step) -> Statics:
-        """What stays where it is from step to step."""
+        """The tensors that stay where they are from step to step."""
         return self._modes[step.differentiate].statics
 
     def _key(self, step: Step) -> tuple[Any, ...]:
@@ -165,7 +165,7 @@ class Graphs:
 
 
 def _ranks(program: Program) -> list[tuple[int, int]]:
-    """For every tape the places of its forward and of its backward in the order of a step."""
+    """The positions of every tape's forward and backward in the order of a step."""
     ranks = [[0, 0] for _ in program.tapes]
     count = 0
     for number, phase in enumerate(program.phases):

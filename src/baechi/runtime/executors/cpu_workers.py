@@ -4,9 +4,9 @@
     worker 0     run[a b c]─(1)─┐            run[f g]
     worker 1                    └─(2)─►copy, run[d e]
 
-A lane is a list of functions, made once. What somebody waits for (1) opens a gate, a lock with one
-opener and one waiter, and (2) who waits closes it again behind himself; so gates need no care
-between calls. An error opens every gate: everybody goes on, sees it, and stops.
+A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, a
+lock with one opener and one waiter, and (2) the waiter closes it again as it passes; so gates need
+no reset between calls. An error opens every gate: every lane goes on, finds it, and stops.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ class _Stopped(Exception):  # noqa: N818 (no error of its own: another lane has 
 
 @final
 class _Worker:
-    """A thread that does one task after the other; the last one's end is awaited before the next.
+    """A thread that runs one task at a time; a task is awaited before the next is submitted.
 
-    A lock is the fastest hand-over there is in Python: no queue, no condition, no polling. Each is
-    only a bell; what is to be done, and so what is not done yet, is told beside it. So a bell that
-    nobody heard or nobody rang, because a Ctrl-C came first, does no harm.
+    A lock is the fastest hand-over in Python: no queue, no condition, no polling. It is only a
+    signal; the tasks that are not done yet are in a queue beside it. So a signal that is lost, or
+    never given because of a Ctrl-C, does no harm.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -83,7 +83,7 @@ class _Worker:
 
 @final
 class _Shared:
-    """What a worker's thread and its owner both see; the thread does not keep the owner alive."""
+    """State that a worker's thread and its owner share; the thread keeps no owner alive."""
 
     def __init__(self) -> None:
         self.start, self.done = threading.Lock(), threading.Lock()
@@ -93,8 +93,8 @@ class _Shared:
 
 
 def _ring(bell: threading.Lock) -> None:
-    """Let one who waits at the lock go on, now or when he comes."""
-    with contextlib.suppress(RuntimeError):  # it was rung, and nobody has come yet
+    """Let the waiter at the lock go on, now or when it comes."""
+    with contextlib.suppress(RuntimeError):  # it is open already
         bell.release()
 
 
@@ -115,7 +115,7 @@ def _serve(shared: _Shared, threads: int) -> None:
 
 
 def _nothing() -> None:
-    """What a worker does first."""
+    """The first task of a worker."""
 
 
 def _unplaced() -> ExecutionError:
@@ -160,7 +160,7 @@ class CpuExecutor:
         self._process = os.getpid()
 
     def _actions(self, program: Program, bound: Bound, number: int) -> list[list[Action]]:
-        """What each lane does in a phase."""
+        """The actions of each lane in a phase."""
         if number >= len(program.phases):
             return []
         phase = program.phases[number]
@@ -280,7 +280,7 @@ class CpuExecutor:
         return task
 
     def _fail(self, error: BaseException) -> None:
-        """Keep the first error, and let everybody who waits go on to see it."""
+        """Keep the first error, and open every gate, so that all waiters see it."""
         if self._failure is None:
             self._failure = error
         for gate in self._gates:
@@ -290,7 +290,7 @@ class CpuExecutor:
 def _actions_of(
     program: Program, bound: Bound, number: int, rows: Sequence[Instruction], position: int
 ) -> list[Action]:
-    """What one instruction does that is no wait."""
+    """The actions of an instruction that is no wait."""
     row = rows[position]
     if isinstance(row, Copy):
         return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
@@ -306,7 +306,7 @@ def _actions_of(
 
 
 def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
-    """The slots that the lane frees right after a segment: nobody reads them meanwhile."""
+    """The slots that the lane frees right after a segment, with no reads in between."""
     slots: set[int] = set()
     for row in rows[position + 1 :]:
         if not isinstance(row, Free):
@@ -331,7 +331,7 @@ def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tup
 
 
 def last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
-    """For every segment of the forward the slots that nothing reads after it, in launch order."""
+    """The slots that nothing reads after each segment of the forward, in launch order."""
     phase = program.phases[0]
     left = [len(rows) for rows in phase.lanes]
     later: set[int] = set()

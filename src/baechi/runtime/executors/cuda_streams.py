@@ -8,16 +8,17 @@
 the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
 lane is a stream, and every wait an event, made once.
 
-Whose memory a tensor is, and when it goes back, without `record_stream`:
+The stream that owns a tensor's memory, and when it is freed, without `record_stream`:
 
-- What a lane makes is memory of its stream. The program frees it on that lane, after waits for all
-  that read it; so do replays of CUDA graphs, whose memory nobody else takes.
+- A tensor that a lane makes is memory of its stream. The program frees it on that lane, after waits
+  for all its readers; so do replays of CUDA graphs, whose memory is reserved.
 - What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
-  read by another. It is held to the end of the phase, where all streams wait for all (`holding`).
-  So are the gradients that the caller gives. Backward holds again what autograd has saved of it.
-- What the caller gets is copied to memory of his stream if it may be another's; but not the
-  gradients of parameters: whoever uses these writes the parameters next, after all of this step.
-- A phase begins after the caller's streams. So what he lets go of between two calls is done. Where
+  read by another. It is held to the end of the phase, where all streams wait for all
+  (`stream_sync`). So are the gradients that the caller gives. Backward holds again what autograd
+  has saved of it.
+- Results are copied to memory of the caller's stream if they may be another's; but not gradients of
+  parameters: the next use of these writes the parameters, after all of this step.
+- A phase begins after the caller's streams. So what the caller drops between calls is done. Where
   calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
   caller may have called that one on other streams.
 """
@@ -37,10 +38,10 @@ from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step_state import Step
 from baechi.runtime.cuda_graphs.recorded_tape import Statics
 from baechi.runtime.cuda_graphs.replay import Graphs
+from baechi.runtime.executors.copy_buffers import CopyBuffers, move
 from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
-from baechi.runtime.executors.landing_buffers import Landings, move
-from baechi.runtime.executors.stream_barriers import Fence
-from baechi.runtime.executors.stream_holding import Held
+from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
 
@@ -50,8 +51,8 @@ Streams = Sequence[torch.cuda.Stream | None]
 
 @final
 @dataclass
-class _Way:
-    """How one step runs.
+class _StepRun:
+    """The state of one step that runs.
 
     Attributes:
         callers: The caller's stream of every GPU when the forward began.
@@ -61,7 +62,7 @@ class _Way:
 
     callers: dict[torch.device, torch.cuda.Stream]
     replayed: bool
-    held: Held = field(default_factory=Held)
+    held: HeldStorages = field(default_factory=HeldStorages)
 
 
 @final
@@ -94,7 +95,7 @@ class CudaExecutor:
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
         # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
         self._busy = threading.RLock()
-        self._fence = Fence()
+        self._barriers = StreamBarriers()
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
@@ -120,7 +121,7 @@ class CudaExecutor:
             # their streams differ is no mistake, and the end of a phase has ordered them.
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
-        self._landings = Landings()
+        self._copy_buffers = CopyBuffers()
         # Of every segment its tapes, with the slots that each is the last to read.
         self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
         # What a launch has read is read on CPUs; a stream may still have to.
@@ -145,25 +146,25 @@ class CudaExecutor:
 
     @property
     def graphs(self) -> Graphs | None:
-        """What runs as CUDA graphs."""
+        """The tapes that run as CUDA graphs."""
         return self._graphs
 
     def close(self) -> None:
         """Nothing runs between calls."""
 
     def meet(self, step: Step) -> None:
-        """Let the streams of who calls, and of who called the forward, wait for each other."""
+        """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
             with self._busy:
-                self._fence.join(streams := self._callers(step.own), streams)
+                self._barriers.join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
 
-    def _streams(self, way: _Way) -> Streams:
+    def _streams(self, run: _StepRun) -> Streams:
         """The stream of every lane; None on a CPU."""
         return [
-            own if own is not None else way.callers.get(self._place(lane))
+            own if own is not None else run.callers.get(self._place(lane))
             for lane, own in enumerate(self._own)
         ]
 
@@ -174,14 +175,14 @@ class CudaExecutor:
             ExecutionError: An operator failed.
         """
         with self._busy:
-            way: _Way = self._begun(step) if phase == 0 else step.own
+            run: _StepRun = self._begun(step) if phase == 0 else step.own
             if phase:
-                way.held.wake()
-                self._hold_seeds(step, way)
+                run.held.wake()
+                self._hold_seeds(step, run)
             rows = self._program.phases[phase]
             position = [0] * len(rows.lanes)
-            streams = self._streams(way)
-            with self._fenced(way):
+            streams = self._streams(run)
+            with self._fenced(run):
                 for lane in rows.launch:
                     self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
                     event = self._events.get((phase, lane, position[lane]))
@@ -189,30 +190,30 @@ class CudaExecutor:
                         event.record(streams[lane])
                     position[lane] += 1
             if phase == 0:
-                self._give_results(step, way)
+                self._give_results(step, run)
             else:
-                self._give_gradients(step, way)
+                self._give_gradients(step, run)
                 if self._graphs is not None and not step.keep:
                     self._graphs.end(step)
-            self._ended(way)
-            way.held.rest()
+            self._ended(run)
+            run.held.rest()
 
-    def _begun(self, step: Step) -> _Way:
+    def _begun(self, step: Step) -> _StepRun:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         captured = self._is_captured()
         replayed = self._graphs is not None and not captured and self._graphs.begin(step)
-        step.own = _Way({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
+        step.own = _StepRun({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
         step.apart = step.apart or bool(self._gpus)
-        way: _Way = step.own
-        return way
+        run: _StepRun = step.own
+        return run
 
     def _is_captured(self) -> bool:
-        """Whether the caller captures a graph, which knows no event from outside."""
+        """True if the caller captures a graph, which cannot wait for outside events."""
         return bool(self._gpus) and torch.cuda.is_current_stream_capturing()
 
-    def _ended(self, way: _Way) -> None:
+    def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next."""
-        shares = way.replayed or self._out or any(own is not None for own in self._own)
+        shares = run.replayed or self._out or any(own is not None for own in self._own)
         if shares and not self._is_captured():
             for gpu in self._gpus:
                 if gpu not in self._ends:
@@ -270,7 +271,7 @@ class CudaExecutor:
         replayed = self._graphs is not None and step.own.replayed
         statics = self._graphs.statics(step) if replayed and self._graphs is not None else None
         moved = self._bring(step, spanned(tensors), row, streams, key, statics)
-        return self._landings.views(moved, tensors, key, statics)
+        return self._copy_buffers.views(moved, tensors, key, statics)
 
     def _bring(
         self,
@@ -282,7 +283,7 @@ class CudaExecutor:
         statics: Statics | None,
     ) -> torch.Tensor:
         """The tensor on the device that reads it; the current stream is the lane that copies."""
-        way: _Way = step.own
+        run: _StepRun = step.own
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
         if step.meter is not None and tensor.device != place:
             step.meter.sent(tensor)
@@ -299,69 +300,69 @@ class CudaExecutor:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
             # aten/src/ATen/native/cuda/Copy.cu): so this stream's waits hold for it, and it blocks
-            # nobody who computes.
+            # no stream that computes.
             out = self._out[tensor.device]
             with torch.cuda.stream(out):
                 out.wait_stream(torch.cuda.current_stream(place))
                 if tensor.layout is torch.strided:
                     part = once(tensor)
-                    room, moved = self._landings.room(part, tensor, place, key, statics)
+                    room, moved = self._copy_buffers.room(part, tensor, place, key, statics)
                     # Dense first: a strided copy across devices is a slow kernel.
                     dense = part if part.stride() == room.stride() else part.clone()
                     room.data.copy_(dense, non_blocking=True)
                 else:
                     moved = tensor.to(place)
         if reader is not None:
-            way.held.add(moved)
+            run.held.add(moved)
         return moved
 
-    def _hold_seeds(self, step: Step, way: _Way) -> None:
+    def _hold_seeds(self, step: Step, run: _StepRun) -> None:
         """Hold the caller's gradients: his memory, which lanes read that are not his."""
         if self._shared:
             for gradient in step.grads:
                 if gradient is not None and gradient.device in self._shared:
-                    way.held.add(gradient)
+                    run.held.add(gradient)
 
-    def _give_results(self, step: Step, way: _Way) -> None:
+    def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
-        if way.replayed or self._gpus:
+        if run.replayed or self._gpus:
             with torch.no_grad():
                 step.results = pytree.tree_map_only(
-                    torch.Tensor, lambda t: t.clone() if self._is_ours(t, way) else t, step.results
+                    torch.Tensor, lambda t: t.clone() if self._is_ours(t, run) else t, step.results
                 )
 
-    def _give_gradients(self, step: Step, way: _Way) -> None:
+    def _give_gradients(self, step: Step, run: _StepRun) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
-        if way.replayed:
+        if run.replayed:
             slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
         else:
             rows = (slot for slots in self._bound.input_grads for slot in slots)
-            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, way)]
+            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, run)]
         by_place: dict[torch.device, dict[int, torch.Tensor]] = {}
         for slot in slots:
             gradient = step.grads[slot]
             assert gradient is not None  # as chosen above
             by_place.setdefault(gradient.device, {})[slot] = gradient
         for place, gradients in by_place.items():
-            with _on(way.callers.get(place)):
+            with _on(run.callers.get(place)):
                 fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
-                torch._foreach_copy_(fresh, list(gradients.values()))
+                copy_each(fresh, list(gradients.values()))
             for slot, copied in zip(gradients, fresh, strict=True):
                 step.grads[slot] = copied
         if by_place:
             self.meet(step)
 
-    def _is_ours(self, tensor: torch.Tensor, way: _Way) -> bool:
-        """Whether its memory may be another stream's than the caller's, or a graph's."""
-        return way.replayed or tensor.device in self._shared or tensor in way.held
+    def _is_ours(self, tensor: torch.Tensor, run: _StepRun) -> bool:
+        """True if its memory may belong to a stream other than the caller's, or to a graph."""
+        return run.replayed or tensor.device in self._shared or tensor in run.held
 
-    def _callers(self, way: _Way) -> list[torch.cuda.Stream]:
-        """The streams of whoever calls now, and of whoever called the forward."""
+    def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
+        """The streams of this call's caller and of the forward's."""
         now = (torch.cuda.current_stream(gpu) for gpu in self._gpus)
-        return list(dict.fromkeys((*now, *way.callers.values())))
+        return list(dict.fromkeys((*now, *run.callers.values())))
 
     @contextlib.contextmanager
-    def _fenced(self, way: _Way) -> Iterator[None]:
+    def _fenced(self, run: _StepRun) -> Iterator[None]:
         """Every lane begins after the caller's streams, and at the end all wait for all.
 
         Autograd calls from a thread of its own, with current streams of its own; and it waits for
@@ -372,13 +373,13 @@ class CudaExecutor:
             return
         for gpu, event in () if self._is_captured() else self._ends.items():
             torch.cuda.current_stream(gpu).wait_event(event)
-        callers = self._callers(way)
+        callers = self._callers(run)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._fence.join(callers, [*callers, *lanes])
+        self._barriers.join(callers, [*callers, *lanes])
         try:
             yield
         finally:
-            self._fence.join([*callers, *lanes], [*callers, *lanes])
+            self._barriers.join([*callers, *lanes], [*callers, *lanes])
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Who runs a program: workers on CPUs (`workers`), streams on CUDA (`streams`).
+"""The interface of executors, and the choice of one: workers on CPUs, streams on CUDA.
 
 An executor decides nothing: it does each lane's instructions in their order.
 """

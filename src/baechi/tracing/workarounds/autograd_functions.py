@@ -32,7 +32,7 @@ class CustomFunctions:
         self._targets: dict[type, Callable[..., Any]] = {}
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """What `Function.apply` does while a tracer runs.
+        """`Function.apply` while a tracer runs.
 
         Raises:
             RuntimeError: The function cannot be kept.

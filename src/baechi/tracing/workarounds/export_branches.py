@@ -1,35 +1,44 @@
-"""The branches that a model takes while `torch.export` runs it: those of an eager run.
+"""Eager branches of a model while `torch.export` runs it.
 
-Models ask `torch.compiler.is_exporting()` and `is_compiling()`, or whether a tensor is a fake one,
-and then prepare for other inputs than the example: they make masks that an eager run leaves out. A
-trace is of one call, so to the model's code the answer is no; and to other threads. torch's own
-code hears what is so: it leaves out what a tracer cannot take, such as a nested `torch.compile`.
+Models call `torch.compiler.is_exporting()` and `is_compiling()`, or test for fake tensors, and then
+prepare for inputs other than the example: they make masks that an eager run leaves out. A trace is
+of one call, so these return False to the model's code, and in other threads. torch's own code gets
+the true value: it skips what a tracer cannot take, such as a nested `torch.compile`.
 
 Both functions return a flag of `torch.compiler` (2.11 to 2.13), which `torch.export` sets. Here it
-is a number that looks who asks for its truth: to replace the functions would be too late for those
-who imported them by name, and for `torch._dynamo.is_compiling` and the like, which pass it on.
+is a number whose truth value depends on the calling code: replacing the functions would miss code
+that imported them by name, and `torch._dynamo.is_compiling` and the like, which return the flag.
 
-Where the eager branch cannot be traced, who asked last before the error is told yes (`concede`).
+Where the eager branch cannot be traced, the last caller before the error gets True (`concede`).
+
+A tracer runs a model on fake tensors, where reading a value is an error. A model that checks
+whether positions that it just made are in order gets the value of a real run: integers and booleans
+made of shapes and constants alone depend on no input, so they are the same in every call of these
+shapes (`KnownValues`). Nothing that depends on inputs, weights or random numbers is known. Known
+values are computed on the CPU: they are the same on every device.
 """
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType
-from typing import Any, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
+from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensor
-
-from baechi.tracing.workarounds.known_values import KnownValues
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 
 @final
 class EagerBranches:
-    """What a model's code hears in one trace, whatever the number of tries."""
+    """The answers given to a model's code in one trace, over all its attempts."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[CodeType, int], str] = {}
@@ -39,12 +48,12 @@ class EagerBranches:
         self._all = False
 
     def __str__(self) -> str:
-        """Who is told that there is an export, for the list of attempts."""
+        """The functions that see an export, for the list of attempts."""
         told = "the model" if self._all else ", ".join(dict.fromkeys(self._told.values()))
         return f", exporting said to {told}" if told else ""
 
     def concede(self) -> bool:
-        """After an error: tell one asker more the truth, and then all; whether there was one."""
+        """After an error, let one more caller see the export, then all; False if all do already."""
         if self._all or not (self._last or self._known.answered or self.nested):
             return False
         if self.nested or self._last is None or self._last in self._told:
@@ -69,7 +78,7 @@ class EagerBranches:
                 return isinstance(value, FakeTensor) and not known.answers(value)
 
         class Shown(FakeTensor, metaclass=Meta):
-            """What the model's code sees: fake tensors but those whose value is known."""
+            """Tensors as the model's code sees them: fake, except where their value is known."""
 
         def seen(name: str) -> Any:
             if name != "FakeTensor":
@@ -82,8 +91,8 @@ class EagerBranches:
         call = script.__call__
 
         def scripted(function: Any, *args: Any, **kwargs: Any) -> Any:
-            # It asks in C++, as its caller. Told the truth, it runs the Python that was scripted;
-            # else what was made of that, a part of which nobody could differentiate any more.
+            # The check is in C++, on behalf of the caller. While exporting, the Python that was
+            # scripted runs; otherwise the compiled code, parts of which autograd cannot see.
             if threading.get_ident() != flag.thread:
                 return call(function, *args, **kwargs)
             with patch.object(torch.compiler, "_is_exporting_flag", True):
@@ -103,7 +112,7 @@ class EagerBranches:
                 raise
 
     def answer(self, code: CodeType, instruction: int) -> bool:
-        """What the code hears that asks at one of its instructions."""
+        """The answer for one instruction of the code that checks for an export."""
         self._last = code, instruction
         return self._last in self._told
 
@@ -130,7 +139,7 @@ def _is_torch(scope: dict[str, Any]) -> bool:
 
 @contextmanager
 def _seen_through(module: Any, name: str, seen: Callable[[str], Any]) -> Iterator[None]:
-    """Let a function say what a name of a module is, which may be something else to each."""
+    """Let a function resolve a name of a module, possibly differently for each caller."""
     own = getattr(module, name)
     module.__getattr__ = seen
     delattr(module, name)
@@ -139,3 +148,121 @@ def _seen_through(module: Any, name: str, seen: Callable[[str], Any]) -> Iterato
     finally:
         setattr(module, name, own)
         del module.__getattr__
+
+
+_FACTORIES: Final = frozenset(
+    (torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor)
+)
+_QUESTIONS: Final = frozenset(
+    (
+        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__index__),
+        *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.equal, torch.equal),
+    )
+)
+_DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
+# Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
+_UNKNOWN: Final = ("rand", "bernoulli", "geometric", "multinomial", "empty", "new_empty", "resize")
+_UNKNOWN_TOO: Final = ("as_strided", "set_", "__get__", "__set__")
+_MOST: Final = 1 << 20  # elements: positions of long batches, but no masks of long sequences
+
+
+@final
+class KnownValues(TorchFunctionMode):
+    """Keeps the values that are known while a tracer runs a model, and answers with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # A value holds for as long as nothing writes into the tensor or a view of it.
+        self._known: Any = WeakTensorKeyDictionary()  # tensor -> (version, value)
+        self.answered = False
+
+    def answers(self, tensor: torch.Tensor) -> bool:
+        """True if the tensor's value is known; records that the caller relies on it."""
+        known = self.value(tensor) is not None
+        self.answered |= known
+        return known
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor's value, if it is known."""
+        version, value = self._known.get(tensor, (None, None))
+        return value if version is not None and version == tensor._version else None
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _DATA:
+            self._known.pop(args[0], None)  # what is written there changes no version
+        given = self._given(func, args, kwargs)
+        if given is not None and func in _QUESTIONS:
+            self.answered = True
+            return _computed(func, *given)
+        result = func(*args, **kwargs)
+        if given is not None and any(map(_is_knowable, _rows(result))):
+            with suppress(RuntimeError):  # of a copy, which may have other strides
+                values = _rows(_computed(func, *given))
+                for row, value in zip(_rows(result), values, strict=True):
+                    if _is_knowable(row) and _form(value) == _form(row):
+                        self._known[row] = (row._version, value)
+        return result
+
+    def _given(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """The arguments with values for tensors, on the CPU; None if one is not known."""
+        if isinstance(func, OpOverload | OpOverloadPacket):  # it may be anyone's, and do anything
+            return None
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        known: list[Any] = []
+        some = func in _FACTORIES
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                value = self.value(leaf)
+                if value is None:
+                    return None
+                known.append(value)
+                some = True
+            elif isinstance(leaf, torch.device):
+                known.append(torch.device("cpu"))
+            elif _is_number(leaf):
+                known.append(leaf)
+            else:
+                return None
+        name = getattr(func, "__name__", "")
+        if not some or name.startswith((*_UNKNOWN, *_UNKNOWN_TOO)):
+            return None
+        given, named = pytree.tree_unflatten(known, spec)
+        return given, named
+
+
+def _is_number(leaf: Any) -> bool:
+    if isinstance(leaf, slice):
+        return all(type(part) in (int, type(None)) for part in (leaf.start, leaf.stop, leaf.step))
+    plain = (int, float, bool, type(None), type(...), torch.dtype, torch.layout)
+    return type(leaf) in plain or isinstance(leaf, torch.memory_format)
+
+
+def _rows(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def _is_knowable(result: Any) -> bool:
+    if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
+        return False
+    sizes = list(result.shape)  # of what depends on values they are symbols
+    return all(type(size) is int for size in sizes) and result.numel() <= _MOST
+
+
+def _form(value: Any) -> tuple[Any, ...]:
+    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
+
+
+def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of the function outside the tracer, on copies, since it may write into them."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+        return func(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Recurrent layers on a GPU keep their weights in one piece, or cuDNN copies them at every call.
+"""Weights of recurrent layers on a GPU, in one piece: else cuDNN copies them at every call.
 
 `nn.Module.to` sees to that. A parameter that is moved by itself, or copied, leaves its piece: torch
 then warns at each call, and each takes the weights' bytes once more.

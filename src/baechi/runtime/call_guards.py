@@ -1,23 +1,26 @@
-"""Whether a model still holds the submodules, parameters and buffers that it was placed with.
+"""Guards of a call: the model still holds what was placed, and arguments share what they shared.
 
-A placed model runs the tensors that it was traced with. Who replaces one in the model, instead of
-writing into it, would train or load what no longer runs. So would who unties a weight that has
-several names, of which the graph reads one, and who gives a layer the bias that it did without. And
-who casts one: `model.half()` leaves it the same object, and the plan is for the type that it had.
+A placed model runs the tensors that it was traced with. If the caller replaces one instead of
+writing into it, unties a weight that has several names, or gives a layer the bias that it lacked,
+the caller trains or loads another model than the placed one. `model.half()` keeps the object, but
+the plan is for its former type.
 """
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 from torch import fx, nn
 
 from baechi.errors import ExecutionError
+from baechi.torch_support.module_internals import buffers_of, parameters_of, submodules_of
+from baechi.tracing.lowering import TracedModule
 from baechi.tracing.subgraph import opaque_leaves
 
 
 @final
-class Identity:
-    """What the model holds under the names that its graph reads, and on the way there.
+class StateGuard:
+    """The objects that the model held under the names that its graph reads, and on the way there.
 
     Of submodules that stay whole these are the parameters; they replace buffers as they like.
 
@@ -40,17 +43,17 @@ class Identity:
         whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
         read = {id(value) for _, _, value, _ in self._rows}
         for path, module in model.named_modules():
-            own = {} if id(module) in whole else module._buffers
-            for holder in (module._parameters, own):
+            own = {} if id(module) in whole else buffers_of(module)
+            for holder in (parameters_of(module), own):
                 for key, value in holder.items():
                     if value is None or id(value) in read:
                         self._add(holder, key, f"{path}.{key}".lstrip("."))
 
     def _add_path(self, model: nn.Module, name: str) -> None:
-        """What the model holds on the way to what is read under a name, and that itself."""
+        """Add the objects on the path to a name that the graph reads, and the value itself."""
         owner: Any = model
         for part in name.split("."):
-            holders = (owner._modules, owner._parameters, owner._buffers)
+            holders = (submodules_of(owner), parameters_of(owner), buffers_of(owner))
             holder = next((h for h in holders if h.get(part) is not None), None)
             if holder is None:
                 break  # a constant of the graph, or in a plain attribute (`attributes`)
@@ -86,3 +89,47 @@ class Identity:
                     f"{tensor.dtype}: .half(), .double() or .to() cast it. Call model = "
                     "placed.unplace(), cast the model, and place it again."
                 )
+
+
+@final
+class SharingGuard:
+    """The arguments of the example that share memory; allows calls that share alike.
+
+    A trace with one tensor for two arguments does not distinguish them, and one that writes into an
+    argument covers only the readers that shared its memory then.
+
+    Args:
+        module: The traced model.
+    """
+
+    def __init__(self, module: TracedModule) -> None:
+        tensors = module.call.tensors
+        first: dict[int, int] = {}
+        for i, tensor in enumerate(tensors):
+            first.setdefault(id(tensor), i)
+        # (i, j): the argument i is the very tensor that j is.
+        self._one = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+        facts = module.facts.nodes
+        given = [facts[n].values for n in module.graph_module.graph.find_nodes(op="placeholder")]
+        storages = [{value.storage for value in values} for values in given]
+        written = {storage for fact in facts.values() for storage in fact.writes}
+        # (i, j): i is written, and shares nothing with j.
+        self._apart = [
+            (i, j)
+            for i, mine in enumerate(storages)
+            for j, others in enumerate(storages)
+            if mine & written and not mine & others
+        ]
+
+    def allows(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if identical arguments still are, and written memory is not newly shared."""
+        if any(tensors[i] is not tensors[j] for i, j in self._one):
+            return False
+        return not any(_share(tensors[i], tensors[j]) for i, j in self._apart)
+
+
+def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
+    dense = one.layout is two.layout is torch.strided
+    if not (dense and one.numel() and two.numel()):
+        return False
+    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from baechi import Cluster, Device, Link, Op, OpGraph, Tensor
-from baechi.placers.granularity import rho
+from baechi.placers.sct import rho
 from baechi.problem.problem_arrays import Problem
 
 

@@ -1,7 +1,7 @@
-"""What crosses between devices, and where it is put there.
+"""Copies between devices, and the buffers that they arrive in.
 
-    move         slots -> crossings: a tensor each, or the memory under several views of one
-    Landings     rooms for what arrives, and the views that are cut out of them
+    move           slots -> crossings: a tensor each, or the memory under several views of one
+    CopyBuffers    buffers for what arrives, and the views that are cut out of them
 
 A step that is replayed finds both where they were in the last: its CUDA graphs have addresses in
 them, and know a static tensor by its identity.
@@ -24,8 +24,8 @@ Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
 @final
-class Landings:
-    """The rooms and views of every copy, by its key, where steps are replayed."""
+class CopyBuffers:
+    """The buffers and views of every copy, by its key, where steps are replayed."""
 
     def __init__(self) -> None:
         self._rooms: dict[Hashable, tuple[Any, torch.Tensor, torch.Tensor]] = {}
@@ -39,13 +39,13 @@ class Landings:
         key: Hashable,
         statics: Statics | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where `part`, which is `once(tensor)`, is copied; the tensor there.
+        """The buffer that `part`, which is `once(tensor)`, is copied to; the tensor in it.
 
         Args:
             part: What is copied.
             tensor: What is wanted.
             place: On which torch device.
-            key: Which copy of which kind of step.
+            key: The copy and the kind of step.
             statics: Of the step, if it is replayed.
         """
         layout = (tensor.shape, tensor.dtype, tensor.stride())
@@ -90,7 +90,7 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
     """Fill the slots on the other side; every crossing of a copy has a number.
 
     Args:
-        step: Whose slots.
+        step: The step with the slots.
         moves: Between which of them.
         send: Brings the tensors of a crossing, given its number, to the other side.
         together: Whether views of one tensor may be one crossing: not where nothing is copied.

@@ -1,6 +1,12 @@
-"""Values that one operator reads twice, as `x * x` and `stack([x, x])` do.
+"""Rewrites of a traced graph: no nodes without effect, and one read of a value per operator.
 
-Autograd adds each of the two gradients by itself to those of the value's other readers:
+Nodes without effect (`without_effectless`) are checks, and casts to the type that is there. The
+checks are of shapes and types, which a placed module compares at each call anyway. A cast that
+returns its input unchanged separates one reader of that tensor from the others: autograd would sum
+the gradients in another order than the model's, and so round differently.
+
+Values that one operator reads twice (`read_once`), as `x * x` and `stack([x, x])` do: autograd adds
+each of the two gradients by itself to those of the value's other readers:
 
     x * x, then x * s      (gradient of s's reader + one) + other
 
@@ -15,6 +21,44 @@ from typing import Any, Final
 
 import torch
 from torch import fx
+
+from baechi.tracing.fx_operators import node_arguments
+
+_CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
+_CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
+
+
+def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: the same values from fewer nodes."""
+    # Regions without gradients, or with autocast, are modules of their own.
+    for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        for node in list(part.graph.nodes):
+            if str(node.target) in _CHECKS:
+                part.graph.erase_node(node)
+            elif str(node.target) in _CASTS and _gives_what_it_gets(node):
+                (before,) = node.all_input_nodes
+                node.replace_all_uses_with(before)
+                part.graph.erase_node(node)
+        part.recompile()
+    return module
+
+
+def _gives_what_it_gets(cast: fx.Node) -> bool:
+    """True if type, device and layout stay, and neither a copy nor other strides are requested."""
+    given = node_arguments(cast)
+    asked = [given.get("copy"), given.get("memory_format")]
+    if any(value not in (None, False, torch.preserve_format) for value in asked):
+        return False
+    (before,) = cast.all_input_nodes
+    forms = [_form(node.meta.get("val")) for node in (before, cast)]
+    return forms[0] is not None and forms[0] == forms[1]
+
+
+def _form(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value.dtype, value.device, value.layout
+
 
 _PYTHONS: Final = frozenset({operator.add, operator.sub, operator.mul, operator.truediv})
 _TORCHS: Final = frozenset({torch.add, torch.sub, torch.mul, torch.div, torch.cat, torch.stack})
@@ -52,7 +96,7 @@ def _flat(args: Any) -> list[Any]:
 
 
 def _is_one_node(node: fx.Node) -> bool:
-    """Whether an operator is one node of autograd's graph, which gives gradients in order."""
+    """True if an operator is one node of autograd's graph, which returns gradients in order."""
     target = node.target
     if node.op != "call_function":
         return False

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import baechi
-from baechi.runtime.executors.stream_holding import Held
+from baechi.runtime.executors.stream_sync import HeldStorages
 
 
 def test_what_is_held_lives_and_then_rests_with_its_owner() -> None:
-    held = Held()
+    held = HeldStorages()
     kept, gone = torch.ones(3), torch.ones(4)
     held.add(kept[1:])  # a view holds what it is of
     held.add(gone)
@@ -36,7 +36,7 @@ def test_what_is_held_lives_and_then_rests_with_its_owner() -> None:
 @pytest.mark.filterwarnings("ignore:Sparse CS")
 @pytest.mark.parametrize("layout", ["to_sparse_coo", "to_sparse_csr", "to_sparse_csc"])
 def test_of_a_sparse_tensor_indices_and_values_are_held(layout: str) -> None:
-    held, sparse = Held(), getattr(torch.eye(3), layout)()
+    held, sparse = HeldStorages(), getattr(torch.eye(3), layout)()
     assert sparse not in held
     held.add(sparse)
     assert sparse in held
@@ -44,7 +44,7 @@ def test_of_a_sparse_tensor_indices_and_values_are_held(layout: str) -> None:
 
 
 def test_a_storage_that_autograd_saved_is_held_again() -> None:
-    held = Held()
+    held = HeldStorages()
     weight = torch.ones(3, requires_grad=True)
     crossed = torch.full((3,), 2.0)
     held.add(crossed)

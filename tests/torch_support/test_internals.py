@@ -1,0 +1,165 @@
+"""The private names of torch that Baechi uses: a test for each, which names the one that broke."""
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from baechi.torch_support import autograd_internals as autograd
+from baechi.torch_support import compiler_internals as compiler
+from baechi.torch_support import cuda_internals as cuda
+from baechi.torch_support import module_internals as modules
+from baechi.torch_support.storages import key_of
+
+
+def graded() -> torch.Tensor:
+    return torch.ones(3, requires_grad=True)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_engine_without_checks(keep: bool) -> None:
+    x, y = graded(), graded()
+    out = x.sin().exp()
+    found = autograd.gradients([get_gradient_edge(out)], [torch.ones(3)], [x, y], keep=keep)
+    assert torch.allclose(found[0], out.detach() * x.detach().cos())
+    assert found[1] is None
+    if keep:
+        out.sum().backward()
+    else:
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+
+
+def test_the_node_of_a_delayed_error() -> None:
+    given = torch.ones(2)
+    one, two = autograd.delayed_error("not this way", [given, torch.zeros(3)])
+    assert one.requires_grad
+    assert two.requires_grad
+    assert one.data_ptr() == given.data_ptr()
+    one.add_(1)  # no leaf
+    with pytest.raises(RuntimeError, match="not this way"):
+        one.sum().backward()
+
+
+def test_the_number_of_a_backward_and_whether_its_graph_is_kept() -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def note(gradient: torch.Tensor) -> None:
+        del gradient
+        seen.append((autograd.backward_id(), autograd.is_graph_kept()))
+
+    out = graded().exp()
+    out.register_hook(note)
+    out.sum().backward(retain_graph=True)
+    out.sum().backward()
+    assert autograd.backward_id() == -1
+    (first, kept), (second, freed) = seen
+    assert -1 not in (first, second)
+    assert first != second
+    assert kept
+    assert not freed
+
+
+def test_the_count_of_writes() -> None:
+    x = torch.zeros(2)
+    alias, before = x.detach(), autograd.version_of(x)
+    x.add_(1)
+    assert autograd.version_of(alias) == before + 1
+    autograd.set_version(x, before + 7)
+    assert autograd.version_of(alias) == before + 7
+
+
+def test_a_view_of_a_function_may_be_written() -> None:
+    class Row(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
+            del ctx
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+            del ctx
+            return gradient
+
+    with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
+        Row.apply(graded() * 1).add_(1)
+    view = Row.apply(graded() * 1)
+    autograd.allow_writes(view)
+    view.add_(1)
+
+
+def test_hooks_of_a_tensor() -> None:
+    x = graded()
+    assert not autograd.gradient_hooks(x)
+    handle = x.register_hook(lambda gradient: gradient)
+    assert len(autograd.gradient_hooks(x)) == 1
+    handle.remove()
+    assert not autograd.gradient_hooks(x)
+
+
+def test_hooks_that_a_tensor_is_given_later() -> None:
+    x, seen = graded(), []
+    y = x * 2
+    hooks = autograd.watch_hooks(y)
+    assert not hooks
+    y.register_hook(seen.append)
+    assert len(hooks) == 1
+    loss = y.sum()
+    del y
+    loss.backward()
+    assert len(seen) == 1
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_hooks_of_saved_tensors() -> None:
+    assert autograd.saved_tensor_hooks() is None
+    with saved_tensors_hooks(torch.clone, torch.sin):
+        hooks = autograd.saved_tensor_hooks()
+        assert hooks == (torch.clone, torch.sin)
+        autograd.pop_saved_tensor_hooks()
+        assert autograd.saved_tensor_hooks() is None
+        autograd.push_saved_tensor_hooks(hooks)
+    assert autograd.saved_tensor_hooks() is None
+
+
+def test_the_key_of_a_storage() -> None:
+    x = torch.ones(3)
+    assert key_of(x.untyped_storage()) == key_of(x[1:].untyped_storage())
+    assert key_of(x.untyped_storage()) != key_of(torch.ones(3).untyped_storage())
+
+
+def test_copies_in_few_launches() -> None:
+    targets = [torch.zeros(2), torch.zeros(3)]
+    cuda.copy_each(targets, [torch.ones(2), torch.ones(3)])
+    assert all(bool(target.all()) for target in targets)
+
+
+@pytest.mark.gpu
+def test_a_pool_without_a_capture() -> None:
+    with pytest.raises(RuntimeError):
+        cuda.abandon_pool(0, torch.cuda.graph_pool_handle())
+
+
+def test_names_of_the_compiler() -> None:
+    assert callable(compiler.backend_named("eager"))
+    assert compiler.backend_named(len) is len
+    assert all(issubclass(kind, Exception) for kind in compiler.refusals())
+    assert compiler.inductor_options("reduce-overhead")["triton.cudagraphs"]
+    assert not compiler.records_cuda_graphs()
+    with compiler.keeping_graphs(force_non_lazy_backward_lowering=True):
+        pass
+
+
+def test_names_of_modules() -> None:
+    own, other = nn.BatchNorm1d(2), nn.Module()
+    assert list(modules.buffers_of(own)) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(modules.parameters_of(own)) == ["weight", "bias"]
+    assert list(modules.submodules_of(nn.Sequential(own))) == ["0"]
+    modules.share_state(other, own)
+    assert other.state_dict().keys() == own.state_dict().keys()
+    own.register_forward_hook(lambda *_: None)
+    assert len(modules.hooks_of(own, "_forward_hooks")) == 1
+    assert not modules.global_hooks("_forward_hooks")
+    assert modules.plain_call(own)(torch.ones(2, 2)).shape == (2, 2)
+    vars(own)[modules.CALL] = lambda x: x * 2
+    assert own(torch.ones(1)).item() == 2
