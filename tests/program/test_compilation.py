@@ -332,6 +332,17 @@ def test_a_program_explains_itself() -> None:
     ]
 
 
+def test_operators_that_draw_random_numbers_run_one_after_another() -> None:
+    graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (), 8, True), Tensor(1, (), 8, True)))
+    placement = Placement(graph.digest, (0, 1), (0, 1))
+
+    def waits(program: Program) -> list[Wait]:
+        return [row for rows in program.phases[0].lanes for row in rows if isinstance(row, Wait)]
+
+    assert waits(compile_program(graph, placement)) == []
+    assert waits(compile_program(graph, placement, in_turn=(0, 1))) == [Wait(0, 0)]
+
+
 def test_a_placement_of_another_graph_is_refused() -> None:
     graph = OpGraph((Op("a", 5), Op("b", 5)), (Tensor(0, (1,), 8),))
     with pytest.raises(InputError, match="another graph"):
