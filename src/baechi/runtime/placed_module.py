@@ -291,7 +291,7 @@ class PlacedModule(nn.Module):
 
         Args:
             steps: The number of timed steps, after some to warm up; the peaks are of others.
-            optimizer: The optimizer whose state counts. Without one, or before its first step, there
+            optimizer: Its state counts as memory. Without one, or before its first step, there
                 is no state to be measured, and `absent_bytes` says what the plan keeps for it.
 
         Raises:

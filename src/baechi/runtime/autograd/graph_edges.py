@@ -138,7 +138,7 @@ class Output:
     """A value that leaves the tape.
 
     Attributes:
-        result: Its index among the results of the function; -1 if it is given by the caller or by the model.
+        result: Its index among the function's results; -1 if the caller or the model gives it.
         given: That value: the index of the caller's tensor, or the model's own tensor.
         value: Its number.
         bare: Whether it is a tensor and not a structure of several.
