@@ -63,7 +63,7 @@ test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	  --hypothesis-profile nightly -m "not gpu and not multigpu" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
 
-mutants: $(VENV)/.dev ## Break the code in forty places, one after another: the tests must notice each
+mutants: $(VENV)/.dev ## Break the code in sixty places, one after another: the tests must notice each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
 
 # Without the two tests whose matrices are too large for a CPU.

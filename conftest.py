@@ -26,12 +26,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if find_spec("hypothesis") is not None:
-    from hypothesis import HealthCheck, settings
+    from hypothesis import HealthCheck, Phase, settings
 
     # Nothing fails because the machine is busy, and every run of `make test` makes the same cases.
     patient = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
     settings.register_profile("default", max_examples=25, derandomize=True, **patient)
     settings.register_profile("nightly", max_examples=200, **patient)
+    # `make mutants` asks whether a test fails; the smallest example would take minutes to find.
+    alone = (Phase.explicit, Phase.generate)
+    settings.register_profile("mutants", settings.get_profile("default"), phases=alone)
     settings.load_profile("default")
 
 

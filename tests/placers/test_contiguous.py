@@ -104,6 +104,22 @@ def test_the_program_finds_the_best_of_all_splits(data, graph, cluster, bottlene
         assert tuple(split) in set(all_splits(blocks, devices))
 
 
+def test_the_slowest_device_is_that_with_what_it_receives():
+    graph = OpGraph(tuple(Op(name, 10) for name in "abc"), (Tensor(0, (1,), 1), Tensor(1, (2,), 1)))
+    found = _core.contiguous_splits(
+        Problem(graph, Cluster.uniform(2, 1000, LINK)).core,
+        blocks=3,
+        block=np.arange(3, dtype=np.int32),
+        loads=np.zeros(3, np.int64),
+        costs=np.array([0, 15], np.int64),
+        devices=np.arange(2, dtype=np.int32),
+        caps=np.ones(2, np.int64),
+        allowed=np.ones(6, np.uint8),
+        bottleneck=True,
+    )
+    assert [list(split) for split in found] == [[0, 0, 0], [0, 1, 1]]
+
+
 @given(graphs(), st.integers(0, 60))
 def test_loads_are_what_one_device_holds(graph, memory):
     problem = Problem(graph, Cluster.uniform(2, memory, LINK))

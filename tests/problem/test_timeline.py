@@ -87,6 +87,15 @@ def test_what_fits_at_every_commit_fits_in_the_end(data):
         assert peak <= device.memory_bytes
 
 
+def test_memory_that_is_freed_when_other_memory_is_taken_is_not_held_twice():
+    cluster = Cluster.connected([Device(name, 100, pool="p") for name in "ab"], LINK)
+    ops = (Op("makes", 10), Op("waits", 20), Op("reads", 10), Op("takes", 5))
+    timeline = Timeline(OpGraph(ops, (Tensor(0, (2,), 60), Tensor(3, (), 60))), cluster)
+    for op, device in ((0, 0), (1, 1), (3, 1)):
+        timeline.commit(op, device)
+    assert timeline.fits(2, 0)  # at 20 what it reads goes, and the other comes
+
+
 FORK = OpGraph((Op("a", 5), Op("b", 5), Op("c", 5)), (Tensor(0, (1,), 20), Tensor(0, (2,), 30)))
 JOIN = OpGraph((Op("a", 5), Op("b", 9), Op("c", 5)), (Tensor(1, (2,), 20), Tensor(0, (2,), 30)))
 SHARED = OpGraph((Op("a", 5), Op("b", 5), Op("c", 5)), (Tensor(0, (1, 2), 20),))
@@ -113,6 +122,16 @@ CROSS = OpGraph(
 def test_worked_examples(graph, ports, devices, spans, transfers):
     schedule = run(graph, two(ports), devices)
     assert [(span.start_ns, span.end_ns) for span in schedule.spans] == spans
+    assert [(sent.start_ns, sent.end_ns) for sent in schedule.transfers] == transfers
+
+
+@pytest.mark.parametrize(
+    ("ports", "transfers"),
+    [("duplex", [(5, 35), (35, 75)]), ("none", [(5, 35), (5, 45)])],
+)
+def test_a_device_sends_to_two_others_in_turn(ports, transfers):
+    cluster = Cluster.connected([Device(name, 1000) for name in "abc"], LINK, ports=ports)
+    schedule = run(FORK, cluster, (0, 1, 2))
     assert [(sent.start_ns, sent.end_ns) for sent in schedule.transfers] == transfers
 
 

@@ -92,7 +92,7 @@ class Converting(nn.Module):
 
 def test_a_module_that_converts_its_own_stays_whole_or_is_refused_with_its_line() -> None:
     args = (torch.randn(2, 4),)
-    with pytest.raises(baechi.TraceError, match=r"Couldn't swap.*test_tracing.py:.*self.router.to"):
+    with pytest.raises(baechi.TraceError, match=r"Couldn't swap.*test_ladder.py:.*self.router.to"):
         baechi.trace(Converting(), args)
     traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), Converting()), args)
     assert traced.rung == "module granularity, opaque leaves"
@@ -154,6 +154,22 @@ def test_a_value_read_between_two_writes_is_read_in_between() -> None:
     x = torch.randn(3)
     traced = baechi.trace(model, (x,))
     assert op_with(traced, "sum_1") == op_with(traced, "mul_")
+
+
+def test_who_reads_a_buffer_after_a_write_comes_after_the_writer() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            normal = nn.functional.batch_norm(x, self.mean, self.var, training=True)
+            return normal.sum(0) + self.mean.exp()
+
+    traced = baechi.trace(Model(), (torch.randn(2, 4),))
+    writer, reader = op_with(traced, "batch_norm"), op_with(traced, "exp")
+    assert any(t.producer == writer and reader in t.consumers for t in traced.tensors)
 
 
 def test_users_of_one_parameter_share_a_group_and_its_bytes_count_once() -> None:
