@@ -1,4 +1,4 @@
-// The core as a Python module. Arrays come in as NumPy, results leave as lists.
+// The core as a Python module. Arguments are NumPy arrays, results are lists.
 #include "bindings/bindings.h"
 
 #include <nanobind/nanobind.h>
@@ -95,8 +95,7 @@ int32_t fold(Timeline& timeline, Array<int32_t> devices, Array<int32_t> order) {
   return timeline.fold(devices.data(), order.data(), size_of(order.shape(0)));
 }
 
-// A tuple of integers that are not negative; what is larger than int32 can hold is as much as it
-// can hold.
+// A tuple of non-negative integers, clamped to int32.
 OutArray<int32_t> indices(nb::tuple values) {
   const size_t count = values.size();
   std::vector<int32_t> row(count);
@@ -114,7 +113,7 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
-// Devices and order, and what they take: makespan, overflow, evaluations.
+// Devices and order, with makespan, overflow and evaluations.
 std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> search(
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
     const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed,
@@ -177,7 +176,7 @@ std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> coarse_levels(const
 }
 
 // The workspace of every part; the tensors that leave their part; and the parts that consume them,
-// as rows behind each other.
+// as flat rows.
 std::tuple<OutArray<int64_t>, OutArray<int32_t>, OutArray<int64_t>, OutArray<int32_t>>
 coarse_arrays(const Problem& problem, Array<int32_t> part_of, int32_t parts) {
   std::vector<int64_t> workspace;
@@ -222,7 +221,7 @@ std::tuple<int64_t, int64_t, int64_t> bounds_of(const Problem& problem, Array<in
 }  // namespace
 
 NB_MODULE(_core, m) {
-  // A graph keeps its rows as long as it lives, be it to the end of the process: no leak to warn
+  // A graph keeps its rows as long as it lives, possibly to the end of the process: no leak to warn
   // of.
   nb::set_leak_warnings(false);
 

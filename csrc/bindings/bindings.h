@@ -1,4 +1,4 @@
-// What the files of bindings share: arrays in and out.
+// Conversions of arrays shared by the bindings.
 #pragma once
 
 #include <nanobind/nanobind.h>

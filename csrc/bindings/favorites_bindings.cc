@@ -1,5 +1,4 @@
-// m-SCT's linear program in Python: numbers of ops and edges come in as NumPy, results leave as
-// lists.
+// Bindings of m-SCT's linear program: arguments are NumPy arrays, results are lists.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>

@@ -12,10 +12,10 @@ namespace {
 
 __extension__ typedef __int128 int128_t;
 
-// A guess joins ops to large groups, whose ops would always gather as many ancestors as they may.
+// A guess joins ops into large groups, whose ops would always gather the maximum of ancestors.
 constexpr int32_t kGuessWindow = 24;
 
-// What is known of a schedule in which these groups each share a device.
+// Bounds on schedules in which each of these groups shares a device.
 class Relaxation {
  public:
   Relaxation(const Problem& problem, const Sites& sites, const Effort& effort,
@@ -28,8 +28,8 @@ class Relaxation {
 
   int64_t path() const { return path_; }
 
-  // The work of the whole step; on top of it, and of the path bound, the excess of what must be
-  // done between two times over what all devices can do then (Fernandez and Bussell 1973).
+  // The work of the whole step; added to the larger of it and the path bound, the excess of the
+  // work required between two times over the capacity of all devices (Fernandez and Bussell 1973).
   int64_t work() const {
     if (path_ == kForever) return kForever;
     const int64_t floor = std::max(path_, whole());
@@ -49,8 +49,8 @@ class Relaxation {
     return longest;
   }
 
-  // Joins what a schedule shorter than `guess` cannot part, and takes from each group the sites
-  // that would make it too long. Returns whether anything changed.
+  // Joins ops that a schedule shorter than `guess` cannot separate, and removes from each group the
+  // sites that would make it too long. Returns whether anything changed.
   bool assume(int64_t guess) {
     effort_.window = std::min(effort_.window, kGuessWindow);
     const size_t count = static_cast<size_t>(groups_.count());
@@ -174,10 +174,10 @@ class Relaxation {
     return chosen;
   }
 
-  // The largest of (work that must be done in [begin, end]) / speed - (end - begin), rounded up,
-  // over `ends`, where a step takes `floor`. An op at its latest start does from max(begin, that)
-  // on what it could not do before `begin`; of several sites the least of it counts, as if it was
-  // done at the end of the last of them.
+  // The largest of (work required in [begin, end]) / speed - (end - begin), rounded up, over
+  // `ends`, for a step of `floor`. From max(begin, its latest start) on, an op does the work that
+  // it could not do before `begin`; of several sites the least counts, as if done at the end of the
+  // last.
   int64_t excess(size_t row, int64_t begin, const std::vector<int64_t>& ends, int64_t floor) const {
     // Work done by `end` is constant + slope * end.
     std::vector<int128_t> constant(ends.size() + 1, 0), slope(ends.size() + 1, 0);
@@ -259,7 +259,7 @@ class Relaxation {
     weigh();
   }
 
-  // What every group holds; it is not where it has no room.
+  // Bytes that every group holds; sites without room for them are excluded.
   void weigh() {
     const int32_t count = static_cast<int32_t>(groups_.allowed.size() / sites_.count);
     groups_.held = moments_.held(groups_.of, count);
@@ -286,7 +286,7 @@ class Relaxation {
 // At most `guess`, and at most the makespan of every valid schedule.
 int64_t refute(const Relaxation& known, int64_t guess) {
   Relaxation relaxation(known);
-  // The second time with what the first found out; more rarely find anything.
+  // The second round uses the results of the first; more rounds rarely help.
   for (int i = 0; i < 2 && !relaxation.refuted(); ++i) {
     if (!relaxation.assume(guess)) break;
   }
@@ -301,7 +301,7 @@ Bounds lower_bounds(const Problem& problem, const Sites& sites, const Effort& ef
   Bounds bounds{relaxation.path(), 0, 0};
   if (relaxation.refuted()) return bounds;
   bounds.work = bounds.guess = relaxation.work();
-  // Ever larger steps up while makespans are refuted, then bisection below one that was not.
+  // Growing steps up while makespans are refuted, then bisection below one that was not.
   int64_t above = kForever, step = bounds.guess / 16;
   for (int32_t i = 0; i < effort.guesses && step > 0; ++i) {
     const int64_t guess = bounds.guess + std::min(step, kForever - bounds.guess);

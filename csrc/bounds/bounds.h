@@ -1,7 +1,7 @@
 // Lower bounds on the makespan of every valid schedule; `docs/bounds.md` has the proofs.
 //
-// A site is a set of devices that the bounds do not tell apart. An op runs at one site, and what it
-// costs there, or to get from one site to another, is at most what it costs on any of its devices.
+// A site is a set of devices that the bounds do not distinguish. An op runs at one site; its time
+// there, and the transfer time between sites, is at most that on any of the devices.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +24,14 @@ struct Sites {
   std::vector<int64_t> weights, weight_sums;
 };
 
-// How hard to look; time grows with each of them.
+// Effort; time grows with each of them.
 struct Effort {
-  int32_t window;      // ancestors that are looked at for one op's earliest start
+  int32_t window;      // ancestors considered for one op's earliest start
   int32_t thresholds;  // times between which work is added up
-  int32_t guesses;     // makespans that are tried to be refuted
+  int32_t guesses;     // makespans to try to refute
 };
 
-// Each is at most the makespan of every valid schedule. kForever: there is none.
+// Each is at most the makespan of every valid schedule. kForever: no schedule is valid.
 struct Bounds {
   int64_t path;   // an op's earliest start, its time and what must follow; or a whole group's time
   int64_t work;   // the work that must be done between two times, over all devices

@@ -8,7 +8,7 @@ namespace {
 
 __extension__ typedef __int128 int128_t;
 
-// Ancestors of an ancestor are only looked at where they are at most so many.
+// Ancestors of an ancestor are considered only if there are at most so many.
 constexpr int64_t kManyAncestors = 64;
 
 // Ops that one device must run before a time, each from its release on.
@@ -39,7 +39,7 @@ class Serial {
   std::vector<Item> items_;  // by release, the latest first
 };
 
-// Earliest starts in one direction. Backwards, consumers are what producers are forwards.
+// Earliest starts in one direction. Backward, producers and consumers swap roles.
 class Starts {
  public:
   Starts(const Problem& problem, const Sites& sites, const Groups& groups, int32_t window,
@@ -78,7 +78,7 @@ class Starts {
     return sites_.durations[static_cast<size_t>(site) * problem_.ops + op];
   }
   int64_t end(int32_t op, int32_t site) { return add(start(op, site), duration(op, site)); }
-  // When the data of a slot could be on another device than where it was made.
+  // Earliest time of a slot's data on a device other than the producer's.
   int64_t& remote(int64_t slot, int32_t site) { return remote_[slot * sites_.count + site]; }
 
   int64_t degree(int32_t op) const {
@@ -136,9 +136,9 @@ class Starts {
     return known ? ready : std::max(ready, gathered(op, site, ready));
   }
 
-  // Ancestors are taken one by one, the one first that would hold the op up longest from another
-  // device. Either some first one of them is on another device, and the op waits for what it sends
-  // and for those before it, which are here and run one at a time; or all are here.
+  // Ancestors are taken one by one, starting with the one that would delay the op longest from
+  // another device. Either there is a first one on another device, and the op waits for its
+  // transfer and for those before it, which are here and run one at a time; or all are here.
   int64_t gathered(int32_t op, int32_t site, int64_t known) {
     ++epoch_;
     serial_.clear();
@@ -163,7 +163,8 @@ class Starts {
       if (start(before, site) == kForever) return best;
       local_[before] = epoch_;
       serial_.add(start(before, site), duration(before, site));
-      // Any ancestors may be left out. Those of an op with very many would be met from many others.
+      // Any ancestors may be left out. Those of an op with very many are reached from many others
+      // too.
       if (degree(before) <= kManyAncestors) {
         reach(before, site, below_[before] + duration(before, site));
       }
@@ -171,7 +172,7 @@ class Starts {
     return best;
   }
 
-  // Adds a group to those that are here; the most bytes that they hold at once.
+  // Adds a group to those here; returns the most bytes that they hold at once.
   int64_t hold(int32_t group) {
     int64_t most = 0;
     for (int32_t i = 0; i < groups_.moments; ++i) {
@@ -207,7 +208,7 @@ class Starts {
   const bool reverse_;
   const size_t slots_;
   std::vector<int64_t> starts_, remote_;
-  // Scratch of `gathered`; what is not of this epoch is of an earlier call.
+  // Scratch of `gathered`; entries of another epoch are from an earlier call.
   int32_t epoch_ = 0;
   std::vector<int32_t> local_, seen_;
   std::vector<int64_t> below_;

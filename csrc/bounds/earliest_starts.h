@@ -1,4 +1,4 @@
-// Earliest starts: what an op must wait for, whatever is placed where.
+// Earliest starts of ops, valid for every placement.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ inline int64_t add(int64_t a, int64_t b) {
   return a == kForever || b == kForever ? kForever : a + b;
 }
 
-// The groups that ops are taken to share a device by, and where each could be.
+// Groups of ops assumed to share a device, and the sites where each could be.
 struct Groups {
   std::vector<int32_t> of;       // per op
-  std::vector<int64_t> held;     // held[group * moments + moment], bytes that are surely there then
+  std::vector<int64_t> held;     // held[group * moments + moment], bytes surely in memory then
   int32_t moments = 1;           // times that every schedule has
   std::vector<uint8_t> allowed;  // allowed[site * count() + group]
 

@@ -3,9 +3,9 @@
 // When an op of some time starts, it needs its outputs and workspace, its ancestors have ended, and
 // neither it nor its descendants have. A tensor of an ancestor that a group has made or read
 // before, and will read again, is then where that group is: it was there, and stays until its last
-// reader there has ended. Tensors that are never freed are where they were made. At the end of the
-// step all of these are there, less what the last ops still reuse. A tensor counts for one group,
-// since a pool has it once.
+// reader there has ended. Tensors that are never freed stay on their producer's device. At the end
+// of the step all of these are held, less what the last ops still reuse. A tensor counts for one
+// group, since a pool has it once.
 #include "bounds/surely_held.h"
 
 #include <algorithm>
@@ -15,7 +15,7 @@ namespace baechi {
 
 namespace {
 
-// Ops whose start is tried at once, and ops that may be walked over for all of them.
+// Number of op starts tried at once, and limit on ops visited for all of them.
 constexpr int32_t kTried = 16;
 constexpr int64_t kWalked = 1 << 20;
 // Moments of the ops that need the most; none where there are very many ops.
@@ -44,7 +44,7 @@ Moments::Moments(const Problem& problem) : problem_(problem), lasts_(problem.ops
   for (int32_t op : starts) chosen_.push_back(at(op));
 }
 
-// First all over the step, then between the neighbors of the best; -1 where none is tried.
+// First across the whole step, then between the neighbors of the best; -1 where none is tried.
 int32_t Moments::fullest() const {
   const std::vector<int32_t> of = problem_.group.copy();
   std::vector<int64_t> bytes(problem_.groups);

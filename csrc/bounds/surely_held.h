@@ -1,4 +1,4 @@
-// What groups hold besides their persistent bytes, whatever is placed where.
+// Bytes that groups hold besides their persistent bytes in every placement.
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ class Moments {
   explicit Moments(const Problem& problem);
 
   int32_t count() const { return static_cast<int32_t>(chosen_.size()); }
-  // Bytes per [group * count() + moment]: where those of some groups together pass a memory at one
-  // moment, they are not on one device. `of` per op, the groups of the problem together.
+  // Bytes per [group * count() + moment]: groups that together exceed a memory at one moment are
+  // not on one device. `of` per op, the groups of the problem together.
   std::vector<int64_t> held(const std::vector<int32_t>& of, int32_t groups) const;
 
  private:

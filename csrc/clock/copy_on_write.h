@@ -1,4 +1,4 @@
-// A row of values that nobody changes any more.
+// An immutable row of values.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace baechi {
 
-// Copies share the values, which live as long as one of them. Reads as a vector does.
+// Copies share the values, which live as long as any of them. Reads like a vector.
 template <typename T>
 class Shared {
  public:

@@ -2,9 +2,9 @@
 //
 // A Problem is an operator graph and a cluster as flat arrays: immutable, checked by its maker
 // (`baechi.problem.problem_arrays`), which also proves that no sum of times or bytes here reaches
-// 2^62. A Timeline is the one account of time and memory: `commit` places one op, everything else
-// only asks. Times are ns, sizes are bytes, both int64_t; ops, tensors, devices, pools and groups
-// are indices.
+// 2^62. A Timeline is the one account of time and memory: `commit` places one op, all other
+// functions only query. Times are ns, sizes are bytes, both int64_t; ops, tensors, devices, pools
+// and groups are indices.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ constexpr int64_t kForever = INT64_MAX;
 
 enum class Ports { kDuplex, kShared, kNone };
 
-// Rows of indices behind each other: row i is values[begin[i]] .. values[begin[i + 1] - 1].
+// Rows of indices in one vector: row i is values[begin[i]] .. values[begin[i + 1] - 1].
 struct Rows {
   std::vector<int64_t> begin;
   std::vector<int32_t> values;
@@ -32,7 +32,7 @@ struct Rows {
   int64_t size(int32_t row) const { return begin[row + 1] - begin[row]; }
 };
 
-// Rows that nobody changes any more; copies share them.
+// Immutable rows; copies share them.
 struct SharedRows {
   Shared<int64_t> begin;
   Shared<int32_t> values;
@@ -63,8 +63,8 @@ struct PairTable {
   }
 };
 
-// What a problem knows of the graph alone. Copies share its rows, so that all problems of one graph
-// have them once.
+// The part of a problem that depends on the graph alone. Copies share its rows, so that all
+// problems of one graph store them once.
 struct Graph {
   int32_t ops = 0, tensors = 0, groups = 0;
 
@@ -126,8 +126,8 @@ struct Problem : Graph {
 
 // The memory in use over time.
 //
-// Changes wait in a row until an exact question needs them in a treap, which then takes O(log
-// changes) to add and to ask. Where the cheap `bound` suffices, there never is a treap.
+// Changes are queued until an exact query needs them in a treap, which then takes O(log changes)
+// per insertion and query. If the cheap `bound` suffices, no treap is ever built.
 class Profile {
  public:
   void add(int64_t time, int64_t delta) {
@@ -136,9 +136,9 @@ class Profile {
     total_ += delta;
     if (delta > 0) bound_ += delta;
   }
-  // Has the processor fetch where changes will be added soon.
+  // Prefetches the place where changes will be added soon.
   void fetch_end() const { fetch_after(waiting_); }
-  // Makes room for so many changes more.
+  // Reserves room for more changes.
   void expect(size_t changes) { waiting_.reserve(waiting_.size() + changes); }
   // The level after the last change.
   int64_t total() const { return total_; }
@@ -166,7 +166,7 @@ class Profile {
   int64_t max_in(int32_t node, int64_t after, int64_t before, int64_t level) const;
 
   int64_t total_ = 0;
-  // To move changes into the treap changes no level.
+  // Mutable, since moving changes into the treap changes no level.
   mutable int64_t bound_ = 0;
   mutable LargeVector<Change> waiting_;
   mutable std::vector<Node> nodes_;
@@ -183,13 +183,13 @@ struct Transfer {
   int64_t start, end;
 };
 
-// Whether an op has room on a device, and if not, what could change that.
+// Whether an op has room on a device, and if not, the reason.
 enum class Fit {
   kFits,
   kNever,    // its group is on another device or not allowed here, an input has no path, or the
-             // device is unused and no more devices may be used; all of that is for ever
+             // device is unused and no more devices may be used; all of that is permanent
   kFull,     // even the tensors that stay leave no room; some must be freed first
-  kCrowded,  // there is room at some times but not at those that it would need
+  kCrowded,  // there is room at some times but not when it would run
 };
 
 class Timeline {
@@ -208,17 +208,17 @@ class Timeline {
   int64_t receive_free(int32_t device) const { return receive_free_[device]; }
   int32_t group_device(int32_t op) const { return group_device_[problem_.group[op]]; }
   int64_t remaining(int32_t tensor) const { return presences_[tensor].remaining; }
-  // Whether some group is placed or reserved there. Nothing ever was on a device that is not used.
+  // Whether some group is placed or reserved there. An unused device has always been empty.
   bool used(int32_t device) const { return used_[device]; }
   int64_t held_back(int32_t pool) const { return held_back_[pool]; }
 
-  // When all inputs of `op` can be on `device`, nothing when one has no path. All producers of
-  // `op` are committed; so for everything below.
+  // Arrival of all inputs of `op` on `device`, nothing if one has no path. All producers of `op`
+  // must be committed, here and below.
   std::optional<int64_t> arrival(int32_t op, int32_t device) const;
   std::optional<int64_t> earliest_start(int32_t op, int32_t device) const;
-  // When it would end then, with what it must receive.
+  // Its end then, overheads included.
   std::optional<int64_t> earliest_end(int32_t op, int32_t device) const;
-  // How long `device` receives if `op` goes there.
+  // Overheads of the transfers to `device` if `op` goes there.
   int64_t receiving_ns(int32_t op, int32_t device) const;
   Fit fit(int32_t op, int32_t device) const;
   // Whether the constraints allow `op` on `device`, now that some devices are in use.
@@ -226,32 +226,32 @@ class Timeline {
 
   // Reserves the persistent bytes of the op's group on `device`; its ops may go only there.
   void reserve(int32_t op, int32_t device);
-  // From now on `fit` keeps that much of the pool free of groups that are not there yet and have
-  // several ops: room for what the ops that must follow the first of a group will need.
+  // From now on `fit` keeps that much of the pool free of new groups with several ops: room for the
+  // later ops of groups.
   void hold_back(int32_t pool, int64_t nbytes) { held_back_[pool] = nbytes; }
-  // Places `op`, which is not committed and has a path; does not ask whether it fits.
+  // Places `op`, which is not committed and has a path, whether it fits or not.
   const Span& commit(int32_t op, int32_t device);
-  // Commits `order` as devices[op], one for every op of the problem, says. What cannot be committed
-  // ends it and is returned, else -1: an op that has no path or leaves its group, comes twice or
-  // before its producers, or an index that is too large. No index is negative.
+  // Commits `order`, each op to devices[op]. Stops at and returns the first that cannot be
+  // committed, else -1: an op that has no path or leaves its group, comes twice or before its
+  // producers, or an index that is too large. No index is negative.
   int32_t fold(const int32_t* devices, const int32_t* order, int32_t count);
 
   const LargeVector<Span>& spans() const { return *spans_; }
   const LargeVector<Transfer>& transfers() const { return *transfers_; }
-  // The same, for who wants to keep them longer than the timeline.
+  // The same, for callers that keep them longer than the timeline.
   const std::shared_ptr<LargeVector<Span>>& kept_spans() const { return spans_; }
   const std::shared_ptr<LargeVector<Transfer>>& kept_transfers() const { return transfers_; }
-  // The pools in which the last commit let a tensor go, with repetitions.
+  // The pools in which the last commit freed a tensor, with repetitions.
   const std::vector<int32_t>& released() const { return released_; }
   int64_t makespan() const { return makespan_; }
   // Per pool: the peak in [0, makespan), exact once every op is committed.
   std::vector<int64_t> peaks() const;
-  // Per pool: no lower peak can come of what is committed, wherever the other ops go. Ends the
-  // account: nothing may be committed afterwards.
+  // Per pool: a lower bound on the final peak, wherever the other ops go. Nothing may be committed
+  // afterwards.
   std::vector<int64_t> least_peaks();
-  // Per pool: what the tensors that stay and the persistent bytes leave, possibly negative.
+  // Per pool: memory less staying tensors and persistent bytes, possibly negative.
   std::vector<int64_t> left() const;
-  // What `op` adds to a device's memory while it runs there with none of its inputs present.
+  // Bytes that `op` adds to a device while it runs there with none of its inputs present.
   int64_t need(int32_t op) const;
 
  private:
@@ -271,18 +271,18 @@ class Timeline {
 
   std::optional<int64_t> plan(int32_t op, int32_t device) const;
   int32_t find(int32_t tensor, int32_t pool) const;
-  // Commits the op that was planned last, with what `plan` said.
+  // Commits the op that was planned last, with the results of `plan`.
   void place(int32_t op, int32_t device, int64_t ready);
-  // How long the op that was planned last keeps its device busy: also with what it receives.
+  // Time for which the op planned last keeps its device busy, overheads included.
   int64_t busy_ns(int32_t op, int32_t device) const {
     return problem_.duration(op, device) + overhead_ns_;
   }
   void release(int32_t tensor);
-  // Have the processor fetch what `fold` will read soon.
+  // Prefetch data that `fold` will read soon.
   void fetch_op(int32_t op, int32_t device) const;
   void fetch_tensors(int32_t op) const;
   void fetch_ends(int32_t device) const;
-  // Makes room for what `fold` adds. The first op that is none, or is on no device; or -1.
+  // Reserves room for `fold`. Returns the first invalid op, or op without a device; or -1.
   int32_t expect(const int32_t* devices, const int32_t* order, int32_t count);
 
   const Problem& problem_;
@@ -294,13 +294,13 @@ class Timeline {
   int32_t devices_used_ = 0;
   std::vector<int64_t> persistent_, held_back_;  // per pool
   std::vector<Profile> profiles_;                // per pool, all but persistent
-  // With room for all that a step can have, so that no row ever moves.
+  // With room for all entries of a step, so that no row ever moves.
   std::shared_ptr<LargeVector<Span>> spans_ = std::make_shared<LargeVector<Span>>();
   std::shared_ptr<LargeVector<Transfer>> transfers_ = std::make_shared<LargeVector<Transfer>>();
   std::vector<int32_t> released_;
   int64_t makespan_ = 0;
-  // The last answer of `arrival`, good until the next commit, the transfers that it needs, what
-  // they keep the device busy, and the tensors that are there already, with their presences.
+  // The last result of `arrival`, valid until the next commit, with its transfers, their overheads,
+  // and the tensors that are present already.
   mutable int32_t asked_op_ = -1, asked_device_ = -1;
   mutable std::optional<int64_t> answer_;
   mutable std::vector<Planned> planned_;
@@ -309,9 +309,9 @@ class Timeline {
   mutable std::vector<std::pair<int64_t, int64_t>> changes_;
 };
 
-// Per device the first of its twins: devices that only their indices tell apart. Twins have the
-// same class, memory, allowed groups and links to and from all others and each other, and share
-// their pool with nobody.
+// Per device the first of its twins: devices that differ only in their indices. Twins have the same
+// class, memory, allowed groups and links to and from all others and each other, and share their
+// pool with no other device.
 std::vector<int32_t> first_twins(const Problem& problem);
 
 // Commits ops to `timeline`, each time the pair with the smallest (earliest start, op, device)
@@ -324,25 +324,25 @@ bool list_schedule(Timeline& timeline, const std::vector<int32_t>& favorites);
 // down; 0 without any.
 std::vector<int64_t> mean_transfers(const Problem& problem);
 
-// Per op, HEFT's upward rank: its mean time, and the longest way from its end to the end of the
+// Per op, HEFT's upward rank: its mean time plus the longest path from its end to the end of the
 // step, where every tensor takes its mean transfer.
 std::vector<int64_t> upward_ranks(const Problem& problem);
 
-// PEFT's table[device_class * ops + op] of what must follow at best after the op ran there, and per
-// op its mean over the devices.
+// PEFT's table[device_class * ops + op] of the least time that must follow the op there, and per op
+// its mean over the devices.
 std::pair<std::vector<int64_t>, std::vector<int64_t>> optimistic_costs(const Problem& problem);
 
 // Both commit all ops to `timeline`, fresh but for reservations, ready ops of the highest rank
 // first, each to the device with the smallest (end + future[device_class * ops + op], device) of
-// those that allow it; an empty `future` counts for nothing. False, with the timeline half filled,
-// at a dead end.
+// those that allow it; an empty `future` is zero. False, with the timeline half filled, at a dead
+// end.
 //
-// With the end on the timeline, where the op fits. An op without room waits for memory.
+// Uses the end on the timeline, where the op fits. An op without room waits for memory.
 bool ranked_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
                      const std::vector<int64_t>& future);
-// With the end in the classical model, without ports and with idle gaps that are filled, where the
-// `loads` of the groups there stay below the memory; then committed in the order of those starts.
-// The timeline may need more memory than there is.
+// Uses the end in the classical model, without ports and with idle gaps filled, while the `loads`
+// of the groups there stay below the memory; then commits in the order of those starts. The
+// timeline may exceed the memory.
 bool insertion_schedule(Timeline& timeline, const std::vector<int64_t>& ranks,
                         const std::vector<int64_t>& future, const std::vector<int64_t>& loads);
 

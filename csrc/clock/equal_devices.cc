@@ -1,4 +1,4 @@
-// Devices that only their indices tell apart.
+// Devices that differ only in their indices.
 #include <algorithm>
 
 #include "clock/core.h"
@@ -7,7 +7,7 @@ namespace baechi {
 
 namespace {
 
-// A link as a number that another link shares by bad luck only.
+// A hash of a link.
 uint64_t mixed(const Problem& problem, int32_t src, int32_t dst, uint64_t salt) {
   uint64_t x = salt + 0x9e3779b97f4a7c15u;
   for (const int64_t part : {problem.latency_ns(src, dst), problem.bytes_per_s(src, dst),
@@ -61,7 +61,7 @@ class Twins {
   }
 
   bool equal_links(int32_t a, int32_t b) const {
-    // The sums, without what is between the two, say no at once.
+    // Different sums, less the links between the two, rule it out at once.
     if (sums_[a] - both_ways(a, b) != sums_[b] - both_ways(b, a) || !same(a, b, b, a)) return false;
     for (int32_t c = 0; c < problem_.devices; ++c) {
       if (c == a || c == b) continue;
@@ -81,7 +81,7 @@ std::vector<int32_t> first_twins(const Problem& problem) {
   const Twins twins(problem);
   std::vector<int32_t> first(problem.devices), firsts;
   for (int32_t device = 0; device < problem.devices; ++device) {
-    // To be twins is an equivalence, so that one of each class speaks for all.
+    // Twins form equivalence classes, so one of each represents all.
     const auto found = std::find_if(firsts.begin(), firsts.end(),
                                     [&](int32_t other) { return twins.equal(other, device); });
     first[device] = found == firsts.end() ? device : *found;

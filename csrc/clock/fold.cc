@@ -5,7 +5,7 @@ namespace baechi {
 
 namespace {
 
-// So many ops ahead `fold` fetches what it will read.
+// Number of ops by which `fold` prefetches.
 constexpr int32_t kAhead = 16;
 
 }  // namespace
@@ -37,7 +37,7 @@ void Timeline::fetch_ends(int32_t device) const {
   profiles_[problem_.pool[device]].fetch_end();
 }
 
-// A launch order jumps to and fro among the ops, which the processor cannot foresee, but we can.
+// A launch order jumps among the ops, which the processor cannot predict, but we can.
 void Timeline::fetch_op(int32_t op, int32_t device) const {
   __builtin_prefetch(&problem_.inputs.begin[op]);
   __builtin_prefetch(&problem_.outputs.begin[op]);

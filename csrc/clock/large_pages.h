@@ -1,4 +1,4 @@
-// Vectors for what grows with the graph: in pages of 2 MiB, where the system has them.
+// Vectors for data that grows with the graph: in pages of 2 MiB, if the system has them.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +19,7 @@ template <typename T>
 struct LargePages {
   using value_type = T;
   static constexpr std::size_t kPage = std::size_t{2} << 20;
-  // Below it a page of that size would hold too little.
+  // Smaller vectors would waste most of such a page.
   static constexpr std::size_t kLarge = kPage / 4;
 
   LargePages() = default;
@@ -33,7 +33,7 @@ struct LargePages {
     void* memory = std::aligned_alloc(kPage, whole);
     if (memory == nullptr) throw std::bad_alloc();
 #ifdef __linux__
-    madvise(memory, whole, MADV_HUGEPAGE);  // advice: a system without such pages says no
+    madvise(memory, whole, MADV_HUGEPAGE);  // only advice: systems without such pages refuse
 #endif
     return static_cast<T*>(memory);
   }
@@ -57,7 +57,7 @@ struct LargePages {
 template <typename T>
 using LargeVector = std::vector<T, LargePages<T>>;
 
-// Has the processor fetch what a row will soon grow into: fresh memory, which no cache holds.
+// Prefetches the memory that a row will soon grow into: it is fresh, so not in any cache.
 template <typename T>
 void fetch_after(const LargeVector<T>& row) {
   constexpr std::uintptr_t kBytesAhead = 1024;

@@ -7,7 +7,7 @@ namespace baechi {
 
 namespace {
 
-// So many changes share a bucket of `peak` on average.
+// Mean number of changes in a bucket of `peak`.
 constexpr size_t kPerBucket = 4;
 
 // A fixed hash of the time is the treap's priority, so that equal input gives equal trees.
@@ -103,8 +103,8 @@ int64_t Profile::max_in(int32_t node, int64_t after, int64_t before, int64_t lev
       {here, max_in(n.left, after, kForever, level), max_in(n.right, INT64_MIN, before, here)});
 }
 
-// The levels at the ends of buckets of time are cheap. Only those buckets are looked into whose
-// rises could lift the level above the highest of these.
+// The levels at the ends of time buckets are cheap. Only buckets whose rises could lift the level
+// above the highest of these are examined.
 int64_t Profile::peak(int64_t to) const {
   if (to <= 0) return 0;
   if (root_ >= 0) return std::max<int64_t>(0, max_between(0, to));

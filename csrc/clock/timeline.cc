@@ -108,7 +108,7 @@ Timeline::Timeline(const Problem& problem)
   for (int32_t t = 0; t < problem.tensors; ++t) {
     presences_.push_back({-1, -1, -1, static_cast<int32_t>(problem.consumers.size(t)), 0, 0});
   }
-  // What has but one place takes it at once, so that nobody else takes its room.
+  // Groups with a single device reserve their memory at once, before others take it.
   for (int32_t g = 0; g < static_cast<int32_t>(problem.only.size()); ++g) {
     if (problem.only[g] >= 0) reserve(*problem.group_ops.first(g), problem.only[g]);
   }
@@ -231,7 +231,7 @@ Fit Timeline::fit(int32_t op, int32_t device) const {
     if (remaining(transfer.tensor) > 1) staying += nbytes;
   }
   const int64_t adds = missing + problem_.output_bytes[op] + workspace;
-  // Room that is used again is taken when the op ends.
+  // Reused memory is counted when the op ends.
   const int64_t most = adds - std::min<int64_t>(workspace, 0);
   if (profile.bound() + most <= room) return Fit::kFits;
   // On a device alone in its pool, all that stays is there before the op starts.
@@ -277,7 +277,7 @@ void Timeline::reserve(int32_t op, int32_t device) {
 }
 
 void Timeline::release(int32_t tensor) {
-  // Where it is kept it stays where it was made, and its copies go.
+  // A kept tensor stays on its producer's device, and its copies are freed.
   const int32_t first = problem_.kept[tensor] ? presences_[tensor].next : tensor;
   for (int32_t at = first; at >= 0; at = presences_[at].next) {
     const Presence& presence = presences_[at];
@@ -345,8 +345,7 @@ std::vector<int64_t> Timeline::least_peaks() {
   for (int32_t tensor = 0; tensor < problem_.tensors; ++tensor) {
     const Presence& made = presences_[tensor];
     if (made.holder < 0 || made.remaining == 0) continue;
-    // Where there is no copy, who waits for it runs here or is sent it from here, and neither
-    // before these times.
+    // Without a copy, later readers run here or receive it from here, not before these times.
     const bool sent = problem_.ports != Ports::kNone && made.next < 0;
     int64_t soonest = sent ? send_free_[made.holder] : made.available;
     for (int32_t device : Row(problem_.pool_devices, made.pool)) {

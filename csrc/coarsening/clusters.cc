@@ -2,10 +2,10 @@
 //
 // Groups are the vertices of a weighted graph: an edge weighs what it costs to send all tensors
 // between its ends, each once, at the mean latency and the mean time per byte of all paths. A level
-// is a matching of the level before: edges are taken by falling weight^2 / (work * work) of their
-// ends, as in multilevel partitioning (KaHIP's "expansion*2"), so that dear edges go first and
-// clusters stay of a size. What remains alone pairs up with another whose best neighbor is the same
-// (METIS's two-hop matching): so the leaves of a star halve, too. A cluster has one color,
+// is a matching of the previous level: edges are taken by falling weight^2 / (work * work) of their
+// ends, as in multilevel partitioning (KaHIP's "expansion*2"), so that costly edges go first and
+// clusters have similar sizes. Unmatched vertices pair up if they have the same best neighbor
+// (METIS's two-hop matching), so the leaves of a star halve, too. A cluster has one color,
 // persistent bytes that the largest memory holds, and at most `kLargest` times the mean work of its
 // level.
 //
@@ -24,7 +24,7 @@ namespace {
 constexpr double kShrink = 0.75;
 // The largest work of a cluster, as a multiple of the mean work after a perfect matching.
 constexpr double kLargest = 2.0;
-// No level has fewer clusters: below, a whole device's load is one.
+// Minimum number of clusters in a level: with fewer, one would be a whole device's load.
 constexpr int32_t kFewest = 4;
 
 struct Edge {

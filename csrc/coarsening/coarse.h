@@ -8,7 +8,7 @@
 
 namespace baechi {
 
-// A coarse graph: its parts are the ops' sets, counted in topological order.
+// A coarse graph: its parts are sets of ops, numbered in topological order.
 struct CoarseLevel {
   std::vector<int32_t> part_of;  // per op
   std::vector<int32_t> group;    // per part, the first part of its group
@@ -40,10 +40,10 @@ CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>&
 Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
                    const std::vector<int32_t>& group_of);
 
-// The same problem, but the groups of one cluster are one group.
+// The same problem with the groups of each cluster joined into one.
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);
 
-// The problem with these devices alone, counted anew in their order.
+// The problem with only these devices, renumbered in their order.
 Problem restricted(const Problem& problem, const std::vector<int32_t>& devices);
 
 // Nested clusters of well-connected groups: per level and group its cluster, counted by first

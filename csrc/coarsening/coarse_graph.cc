@@ -1,4 +1,4 @@
-// From a graph and its parts, or its groups' clusters, to the problem that stands for it.
+// Problems for coarse graphs and for clusters of groups.
 #include <algorithm>
 
 #include "clock/core.h"
@@ -62,7 +62,7 @@ CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>&
 
 namespace {
 
-// Where a group of each new group may go: where all of its old ones may.
+// Devices allowed for each new group: those allowed for all of its old ones.
 std::vector<uint8_t> allowed_together(const Problem& problem, const std::vector<int32_t>& group_of,
                                       int32_t groups) {
   if (problem.allowed.empty()) return {};

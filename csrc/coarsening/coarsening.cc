@@ -1,4 +1,4 @@
-// The rules of `baechi.problem.coarsening`, and the matching that goes on to fewer parts.
+// The rules of `baechi.problem.coarsening`, and the matching for fewer parts.
 #include <algorithm>
 
 #include "coarsening/coarse.h"
@@ -14,8 +14,8 @@ using namespace contraction;
 constexpr double kShareOfDevice = 0.5;
 // The most work of a group of a level with n parts, as a multiple of a part's mean.
 constexpr double kLargest = 4.0;
-// A round of matching that leaves more than this share of the parts is not followed by another like
-// it: rounds that join next to nothing cost as much as others.
+// A round of matching that leaves more than this share of the parts is the last of its kind: rounds
+// that join almost nothing cost as much as others.
 constexpr double kProgress = 0.97;
 // A level is kept if it has less than this share of the parts of the last one kept.
 constexpr double kShrink = 0.9;
@@ -106,7 +106,7 @@ Proposal apply_rules(const Parts& parts, const Neighbors& neighbors, const Link&
   }
   for (int32_t u = 0; u < n; ++u) {
     for (const Arcs* side : {&neighbors.before, &neighbors.after}) {
-      // What has joined in this round is looked at in the next, with all that it has become.
+      // Parts joined in this round are considered again in the next, as one.
       if (side->size(u) != 1 || joined[u]) continue;
       const auto& [v, nbytes] = *side->first(u);
       const int64_t absorbed = proposal.absorbed[proposal.sets.find(v)] + parts.absorbed[u];

@@ -19,8 +19,8 @@ std::vector<int64_t> longest_times(const Problem& problem) {
 }
 
 // Splits sets into their parts until the sets make no cycle: Kahn's algorithm, and where it is
-// stuck, the set of the first part that is left is split. All that this part waits for is done, so
-// the part goes next; nothing else is split than what stood in the way.
+// stuck, the set of the first remaining part is split. All predecessors of this part are done, so
+// it is next; only sets that block the order are split.
 void split_cycles(const Neighbors& neighbors, std::vector<int32_t>& set) {
   const int32_t n = static_cast<int32_t>(set.size());
   const Rows members = rows_by(set, n);

@@ -1,8 +1,8 @@
-// Contraction of an operator graph, round by round: what the rounds of `coarsening.cc` share.
+// Contraction of an operator graph, round by round, for the rounds of `coarsening.cc`.
 //
 // A round reads the parts and the arcs between them, and proposes sets of parts; `settle` splits
-// the sets that make a cycle and contracts the others. As what a round reads is contracted, rounds
-// cost less and less: a round is O(arcs) but for a heap of the ready parts.
+// the sets that make a cycle and contracts the others. Since each round reads a smaller graph,
+// rounds get cheaper: a round is O(arcs) except for a heap of the ready parts.
 #pragma once
 
 #include <numeric>
@@ -31,11 +31,11 @@ class Union {
 };
 
 // The parts between two rounds, in topological order, and the tensors between them. A group is
-// known by its first part, and what is kept per group lies there.
+// identified by its first part, and per-group data is stored there.
 struct Parts {
   std::vector<int32_t> first;           // per part, its first op
   std::vector<int32_t> group;           // per part
-  std::vector<int64_t> time, absorbed;  // per part; absorbed: what it has taken in as cheap
+  std::vector<int64_t> time, absorbed;  // per part; absorbed: time of its cheap parts
   std::vector<uint8_t> idle;            // per part
   std::vector<int64_t> bytes;           // per group: persistent and all outputs
   std::vector<int64_t> workspace;       // per group, the largest
@@ -82,14 +82,14 @@ Neighbors neighbors_of(const Parts& parts);
 Parts parts_of(const Problem& problem, const std::vector<uint8_t>& idle,
                const std::vector<int32_t>& color);
 
-// The groups of the parts, which grow during a round.
+// The groups of the parts, which merge during a round.
 class Groups {
  public:
-  // What it is made of must outlive it. No group gets more than `limit` bytes.
+  // The arguments must outlive it. No group gets more than `limit` bytes.
   Groups(const Parts& parts, const Neighbors& neighbors, int64_t limit);
 
-  // Joins two groups if they may be one; whether they are one then. A part of each is a neighbor of
-  // the other's, or they have one part each.
+  // Joins two groups if allowed; returns whether they are one afterwards. A part of each is a
+  // neighbor of the other's, or they have one part each.
   bool join(int32_t a, int32_t b);
 
  private:
@@ -102,11 +102,11 @@ class Groups {
   std::vector<int64_t> load_;
   Rows members_;                 // per group
   std::vector<int64_t> degree_;  // per group
-  std::vector<int64_t> seen_;    // per part, the question that met it last
+  std::vector<int64_t> seen_;    // per part, the query that visited it last
   int64_t asked_ = 0;
 };
 
-// What a round proposes: sets of parts by a union, and per root what the set has absorbed.
+// Proposals of a round: sets of parts as a union-find, and per root the absorbed time.
 struct Proposal {
   Union sets;
   std::vector<int64_t> absorbed;

@@ -1,8 +1,8 @@
-// Saving transfers by a smoothed game, with a proof of how good the shares are.
+// First-order solution of m-SCT's program as a smoothed game, with a proved gap.
 //
-// For shares y let F(y) be the longest path where edge e takes c_e (1 - y_e). That is a game: one
-// side chooses y, the other a path, or, all the same, a flow f of one unit from the ops without
-// parents to those without children.
+// For shares y let F(y) be the longest path where edge e takes c_e (1 - y_e). That is a game: the
+// minimizer chooses y, the maximizer a path, or equivalently a flow f of one unit from the ops
+// without parents to those without children.
 //
 //     min over y of F(y) = max over f of [ sum k f + sum c f - M(c f) ]
 //
@@ -18,13 +18,13 @@
 // layers: 10 to 350 for a gap of 0.5 %.
 //
 // A step is measured by the sum of sqrt(f_e) (c_e d_e)^2. The factor c_e^2 makes the curvature
-// about 1 / mu whatever the costs. The other one, anew for every mu, lets edges move far that
-// little passes; without it graphs in wide layers, where little passes any edge, take twice the
-// steps.
+// about 1 / mu whatever the costs. The factor sqrt(f_e), updated for every mu, allows edges with
+// little flow to move far; without it graphs in wide layers, where all edges have little flow, take
+// twice the steps.
 //
-// The projection on the matchings is one turn over the ops' children and the ops' parents
-// (`project`), starting from the last prices. So it is inexact, which costs steps but no soundness:
-// shares and flow are proved afresh (`TransferGraph`).
+// The projection on the matchings is one pass over the ops' children and the ops' parents
+// (`project`), starting from the last prices. So it is inexact, which costs steps but not
+// soundness: the proof recomputes everything from shares and flow (`TransferGraph`).
 #include "favorites/first_order.h"
 
 #include <algorithm>
@@ -49,19 +49,19 @@ constexpr double kFirstMu = 0.2;
 constexpr double kSmoothingShare = 1.2;
 // ... and after so many steps at the latest.
 constexpr int32_t kStepsPerMu = 400;
-// Cheaper edges, in mean costs, get no share: nothing can be gained there, and their steps, which
-// go with 1 / c, would lose all digits.
+// Cheaper edges, in mean costs, get no share: they cannot improve the result, and their steps,
+// which are proportional to 1 / c, would lose all digits.
 constexpr double kWorthless = 1e-6;
 // exp(-40) is below half a unit in the last place of 1.
 constexpr double kNegligible = -40;
-// How fast the assumed curvature falls back, at every look.
+// Factor by which the assumed curvature decays at every check.
 constexpr double kForget = 0.8;
-// Steps between two looks at whether the assumed curvature is enough. What is proved does not
-// depend on it, and a look costs a pass.
+// Steps between two checks of the assumed curvature. The proof does not depend on it, and a check
+// costs a pass.
 constexpr int32_t kCheckEvery = 5;
 // An edge counts as if at least this part of the mean flow passed.
 constexpr double kLeastFlow = 0.1;
-// ... and this part of the unit, where nearly all passes edges that cost nothing.
+// ... and this part of the unit, if nearly all of it passes edges that cost nothing.
 constexpr double kNoFlow = 1e-12;
 
 // A share that is not projected yet, and how fast it falls with the price at its ends.
@@ -202,7 +202,7 @@ bool Smoothing::step(double value, double curvature, bool checked, double mu) {
 // The least price p >= 0 at which max(0, share - p * slope) of the first offers add up to at
 // most 1.
 double Smoothing::price(size_t count, double sum, double slopes) {
-  // At the price of those that are left, some may have no share (Michelot 1986).
+  // At the price of the remaining offers, some may have no share (Michelot 1986).
   double found = 0;
   while (sum > 1) {
     const double next = (sum - 1) / slopes;

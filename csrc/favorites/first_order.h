@@ -1,5 +1,5 @@
-// The linear program behind favorite children (`placers/sct_program.py`), for graphs that are
-// too large for a general solver.
+// First-order solver of the linear program for favorite children (`placers/sct_program.py`), for
+// graphs too large for a general solver.
 #pragma once
 
 #include <cstdint>

@@ -84,7 +84,7 @@ double TransferGraph::bound(const Flow& flow, double best) const {
     value += leaves * times[j];
     surplus += std::max(0.0, enters - leaves);
   }
-  // Each sweep leaves valid prices and lowers none but to what the edges still ask for.
+  // Each sweep keeps the prices valid and lowers them as far as the edges allow.
   Vector parent = flow.price, child(ops);
   for (int sweep = 0; sweep < kPriceSweeps; ++sweep) {
     std::fill(child.begin(), child.end(), 0.0);

@@ -1,5 +1,5 @@
-// The transfers of a program of favorite children as a graph, and both ends of the gap of a choice:
-// computed afresh from shares and from a flow, they hold however inexact those are.
+// The transfers of a program of favorite children as a graph, and both ends of the gap: computed
+// independently from shares and from a flow, they hold however inexact those are.
 #pragma once
 
 #include <cstddef>

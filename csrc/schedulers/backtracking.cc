@@ -1,17 +1,17 @@
 // Backtracking over the devices of groups, for a given order of all ops.
 //
 // Once the groups of the first ops have devices, these ops can be committed by the one clock, and
-// nothing that follows changes their times or lets go of a tensor earlier: the peaks of a prefix
-// are lower bounds of the peaks of every placement that goes on from there. So a node of the search
-// has devices for some groups; it is a dead end where a prefix has no path or passes a memory,
-// where a group that is left has no device with room for its persistent bytes and links to its
-// neighbors, or where all that are left need more than there is.
+// no later op changes their times or frees a tensor earlier: the peaks of a prefix are lower bounds
+// on the peaks of every placement that extends it. So a node of the search has devices for some
+// groups; it is a dead end where a prefix has no path or passes a memory, where a remaining group
+// has no device with room for its persistent bytes and links to its neighbors, or where all
+// remaining groups need more memory than there is.
 //
 // The next group is one with a single device left, or else the first in the order, whose ops come
-// next; of groups without ops in the order, the largest. An unlucky choice at the top is never
-// taken back by depth-first search alone, so it starts anew again and again, with other rules for
-// the devices and ever longer runs in the proportions of Luby, Sinclair, Zuckerman (Optimal speedup
-// of Las Vegas algorithms, 1993). A run that ends by itself has seen everything.
+// next; of groups without ops in the order, the largest. Depth-first search alone would never
+// revise an unlucky choice at the top, so it restarts with other rules for the devices and longer
+// runs, in the proportions of Luby, Sinclair, Zuckerman (Optimal speedup of Las Vegas algorithms,
+// 1993). A run that ends before its budget is exhaustive.
 //
 // A node costs O(ops + tensors log tensors + groups * (devices + neighbors)).
 #include "schedulers/backtracking.h"
@@ -80,7 +80,7 @@ class Search {
   // The device with the most room first, or with the least, or where most neighbors are, or any.
   enum { kMost, kLeast, kNear, kAny, kRules };
 
-  // Which devices reach which, and which groups exchange tensors.
+  // Pairs of devices that reach each other, and pairs of groups that exchange tensors.
   void link() {
     const int32_t n = problem_.devices;
     reaches_.assign(static_cast<size_t>(n) * n, 0);
@@ -118,7 +118,7 @@ class Search {
     home_[group] = -1;
   }
 
-  // What the pools have left at their least peaks; false at a dead end.
+  // Free bytes of the pools at their lowest possible peaks; false at a dead end.
   bool look(std::vector<int64_t>& room) {
     Timeline timeline(problem_);
     for (int32_t g = 0; g < problem_.groups; ++g) {

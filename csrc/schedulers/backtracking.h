@@ -1,4 +1,4 @@
-// Search for devices with which everything has room at every time, whatever the step takes.
+// Search for devices with which everything fits at every time, whatever the makespan.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Backtracked {
 
 // Devices of all groups with which the ops, committed in `order`, stay within the memory. The order
 // is a topological one of all ops. Or it is empty: then devices that hold the persistent bytes and
-// have the links, and where there are none, nothing fits in whatever order. `budget` is counted in
-// ops that are committed and groups that are looked at.
+// have the links, and if there are none, nothing fits in any order. `budget` is counted in
+// committed ops and examined groups.
 Backtracked backtrack(const Problem& problem, const std::vector<int32_t>& order, int64_t budget,
                       uint64_t seed);
 

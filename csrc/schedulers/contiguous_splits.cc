@@ -54,7 +54,7 @@ struct Traffic {
     }
   }
 
-  // What in(a, b) is more than in(a + 1, b).
+  // The difference in(a, b) - in(a + 1, b).
   int64_t change(int32_t a, int32_t b) const {
     int64_t change = 0;
     for (const Read& read : reads[a]) {
@@ -69,7 +69,7 @@ struct Traffic {
   }
 };
 
-// What a device takes for the first blocks, and from which block on it may take a segment.
+// Time of a device for the first blocks, and the first block from which it may take a segment.
 struct Stage {
   int64_t cap;
   std::vector<int64_t> times;  // times[b]: of blocks 0 .. b - 1

@@ -10,13 +10,13 @@
 // Keys are lower bounds: ports and devices only become busier, so an arrival never gets earlier,
 // except where another op brings one of the inputs, and there the pair is pushed afresh. A pair is
 // checked again when it comes to the top, and sinks if it got later. A pair without room is set
-// aside until something that could give it room has happened. Entries are never removed early, so
-// an op may be in a heap twice; what is committed is dropped when met. A tournament of the tops
-// says which device to look at next, so that a step looks at few.
+// aside until an event that could give it room. Entries are never removed early, so an op may be in
+// a heap twice; committed ops are dropped on access. A tournament of the tops selects the next
+// device to examine, so that a step examines few.
 //
-// Twins (`first_twins`) on which nothing ever was are equal in everything but the index, and the
-// lowest index wins: only the first of them has queues, and the next one gets them when that one is
-// used. So a thousand equal devices cost what those cost that are used.
+// Unused twins (`first_twins`) are equal in everything but the index, and the lowest index wins:
+// only the first of them has queues, and the next gets them when the first is used. So of a
+// thousand equal devices only the used ones cost time.
 #include <algorithm>
 #include <functional>
 #include <queue>
@@ -238,7 +238,7 @@ class Scheduler {
     return pair;
   }
 
-  // ETF's choice, among the devices in the tournament. What it says of a device is a lower bound.
+  // ETF's choice, among the devices in the tournament. Its entries are lower bounds.
   Pair earliest() {
     while (true) {
       const Pair winner = tops_.winner();
@@ -321,7 +321,7 @@ class Scheduler {
         if (ready(op)) push(op, pair.device);
       }
     }
-    // What arrived may let others start earlier in this pool.
+    // The new arrivals may let other ops start earlier in this pool.
     const int32_t pool = problem_.pool[pair.device];
     for (size_t i = transfers; i < timeline_.transfers().size(); ++i) {
       for (int32_t consumer : Row(problem_.consumers, timeline_.transfers()[i].tensor)) {

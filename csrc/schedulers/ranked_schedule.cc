@@ -1,4 +1,4 @@
-// Schedulers that take the ops by rank: HEFT's, and PEFT's with a look ahead (`placers/heft.py`).
+// Schedulers by rank: HEFT's, and PEFT's with lookahead (`placers/heft.py`).
 #include <algorithm>
 #include <iterator>
 #include <map>
@@ -81,7 +81,7 @@ class ReadyQueue {
   std::priority_queue<std::pair<int64_t, int32_t>> heap_;
 };
 
-// What an op that ends on a device is judged by besides its end.
+// The time added to the end of an op on a device when devices are compared.
 int64_t future_of(const Problem& problem, const std::vector<int64_t>& future, int32_t op,
                   int32_t device) {
   if (future.empty()) return 0;

@@ -1,15 +1,16 @@
-// A placement grown along time: anneal the begin of the step until it is good, then some ops more.
+// Placements grown along time: anneal the beginning of the step until it is good, then add more
+// ops.
 //
-// Local search of a whole step cannot mend two devices of which one works first and one later:
-// every single change makes it longer. The begin of a step alone shows it at once, since there one
-// of them is idle. So ops come in by time, `kStretch` per device at once, each to the device where
-// it ends first, and the search then changes the last `kBack` stretches of the order alone. What
-// lies before has been good enough, and an evaluation from there on costs little.
+// Local search of a whole step cannot repair two devices of which one works first and the other
+// later: every single change makes the step longer. In the beginning of a step it shows at once,
+// since one of them is idle there. So ops are added by time, `kStretch` per device at once, each to
+// the device where it ends first, and the search then changes only the last `kBack` stretches of
+// the order. Earlier stretches are good enough already, and an evaluation from there on is cheap.
 //
 // The time of an op that nobody has placed is guessed by its level: numbers that are one more than
 // those of the producers, as nearly as least squares can have it (trophic levels: MacKay, Johnson
-// and Sansom, Royal Society Open Science 7, 2020). The longest way to an op is too early for all
-// that others wait for later.
+// and Sansom, Royal Society Open Science 7, 2020). The longest path to an op is too early an
+// estimate for ops whose results are needed late.
 #include <algorithm>
 #include <cmath>
 #include <functional>
@@ -23,7 +24,7 @@ namespace {
 
 constexpr int32_t kBack = 3;
 constexpr int kRounds = 1'000;
-// Of the memory, what the begin of a step may have more than its part.
+// Extra memory for the beginning of a step beyond its share, as a part of the memory.
 constexpr double kSpare = 0.05;
 
 double product(const std::vector<double>& a, const std::vector<double>& b) {

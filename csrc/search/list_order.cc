@@ -1,10 +1,9 @@
 // A launch order for ops whose devices are known: list scheduling by critical path.
 //
-// The rank of an op is the longest way from its start to the end of the step, with the transfers
-// that its device makes necessary. Whenever a device is free it takes the op of highest rank among
-// those whose inputs are there, or else the one whose inputs are there first. Ports are busy while
-// they send, as the clock has it; so is what comes when, but for copies within a pool, which any of
-// its devices may have fetched.
+// The rank of an op is the longest path from its start to the end of the step, with the transfers
+// required by its device. A free device takes the op of highest rank among those whose inputs have
+// arrived, or else the op whose inputs arrive first. Ports and arrivals follow the clock, except
+// for copies within a pool, which any of its devices may have fetched.
 #include <algorithm>
 #include <utility>
 
@@ -14,7 +13,7 @@ namespace baechi {
 
 namespace {
 
-// The time that a tensor needs to another device, and there; of no account where there is no path.
+// The transfer time of a tensor, and its overhead; irrelevant where there is no path.
 int64_t delay(const Problem& problem, int32_t tensor, int32_t src, int32_t dst) {
   if (src == dst || !problem.has_path(src, dst)) return 0;
   if (problem.pool[src] == problem.pool[dst]) return problem.latency_ns(src, dst);
@@ -83,8 +82,8 @@ class Listing {
     return op;
   }
 
-  // When the next op starts, and which it is. Arrivals only get later, as ports get busy: they are
-  // looked at again when they count.
+  // The next op and its start. Arrivals only get later, as ports get busy: they are updated when
+  // used.
   Entry next() {
     while (true) {
       int32_t device = -1;
@@ -110,7 +109,7 @@ class Listing {
     }
   }
 
-  // When the inputs of an op can be there; with `send` they are sent.
+  // Arrival of an op's inputs; with `send` they are sent.
   int64_t arrival(int32_t op, bool send) {
     const int32_t device = devices_[op], pool = problem_.pool[device];
     int64_t ready = 0;

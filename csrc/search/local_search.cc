@@ -1,10 +1,9 @@
 // Local search over placements, by simulated annealing with restarts from the best.
 //
-// A state is a device per group and an order of all ops; `Trial` says what it takes. A step
-// proposes one change, draws how much worse it may be before looking at it, and asks for the time
-// up to that limit alone, so that most proposals end early. Memory is looked at where the time is
-// good enough. From a start that does not fit, changes are taken that lessen the overflow, until it
-// does.
+// A state is a device per group and an order of all ops, evaluated by `Trial`. A step proposes one
+// change, draws a limit on the time beforehand, and evaluates only up to that limit, so that most
+// proposals end early. Memory is checked only if the time is good enough. From a start that does
+// not fit, changes that reduce the overflow are taken until it does.
 //
 // One seeded generator, and no function whose last bit differs between machines: equal input gives
 // equal output. The budget is counted in evaluated ops.
@@ -95,11 +94,11 @@ class Search {
   // cycle in which the order is listed anew. All were found by trying.
   static constexpr int64_t kCycle = 20'000, kFewest = 3, kMost = 20;
   static constexpr double kHot = 0.1, kListing = 0.4;
-  // What a ns of a device's last end counts, and a transfer in mean op times, in ns of makespan: so
-  // that of equal steps the one wins that sends less.
+  // Weights of a ns of a device's last end and of a transfer, in ns of makespan (for a transfer per
+  // mean op time): of equal steps the one with fewer transfers wins.
   static constexpr double kFinish = 1.0 / 1024, kTransfer = 1.0 / 1024;
 
-  // What a placement takes: ns, the sum of the devices' last ends, and bytes that do not fit.
+  // Cost of a placement: ns, the sum of the devices' last ends, and bytes that do not fit.
   struct State {
     int64_t makespan;
     double finishes;
@@ -111,13 +110,13 @@ class Search {
     return {trial_.makespan(), trial_.finishes(), trial_.transfers(), trial_.overflow()};
   }
 
-  // The makespan, what tells equal ones apart, and a price per byte that does not fit.
+  // The makespan, the tie-breaker, and a price per byte that does not fit.
   double cost(const State& state) const {
     return static_cast<double>(state.makespan) + aside(state) +
            static_cast<double>(state.overflow) * price_;
   }
 
-  // What tells equal makespans apart.
+  // The tie-breaker of equal makespans.
   double aside(const State& state) const {
     return state.finishes * kFinish / problem_.devices +
            static_cast<double>(state.transfers) * kTransfer * scale_;
@@ -141,7 +140,7 @@ class Search {
     critical_ = trial_.critical();
   }
 
-  // Memory becomes dearer while it does not suffice, and cheaper while it does.
+  // The price of memory rises while it does not suffice, and falls while it does.
   void weigh() {
     price_ *= current_.overflow > 0 ? 1.3 : 0.8;
     price_ = std::clamp(price_, least_price_, least_price_ * 1e6);

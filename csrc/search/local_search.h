@@ -8,8 +8,8 @@
 
 namespace baechi {
 
-// Ends searches before their budget is spent, asked by another thread: an interrupt. What they
-// return then counts for nothing.
+// Ends searches early at the request of another thread: an interrupt. Their results are then to be
+// ignored.
 struct Halt {
   std::atomic<bool> asked{false};
 };
@@ -17,7 +17,7 @@ inline bool halted(const Halt* halt) {
   return halt != nullptr && halt->asked.load(std::memory_order_relaxed);
 }
 
-// A placement as `local_search` leaves it, and what it takes.
+// Result of `local_search`: a placement with its time and memory.
 struct Found {
   std::vector<int32_t> devices, order;
   int64_t makespan = 0, overflow = 0;  // ns, and bytes that do not fit
@@ -44,8 +44,8 @@ std::vector<int32_t> partition_search(const Problem& problem, const std::vector<
                                       int32_t windows, int64_t moves, uint64_t seed,
                                       const Halt* halt = nullptr);
 
-// A placement grown along time, `stretch` ops at once; without devices where an op finds none. It
-// is not said what it takes. `clusters` and `seed` as above; `budget` in evaluated ops, which every
+// A placement grown along time, `stretch` ops at once; without devices if an op finds none. Its
+// cost is not computed. `clusters` and `seed` as above; `budget` in evaluated ops, which every
 // stretch may pass by one evaluation.
 Found grown(const Problem& problem, const std::vector<std::vector<int32_t>>& clusters,
             int32_t stretch, int64_t budget, uint64_t seed, const Halt* halt = nullptr);

@@ -9,12 +9,12 @@
 //     + price * (bytes over the memory)
 //
 // where a tensor is sent once to each device that reads it, in the window of its producer, and a
-// group takes `loads` bytes. The squares make a transfer cheap where its two ports have little to
-// do, since it hides behind work, and dear where they are full. A change costs as much as the group
-// has neighbors, so that many can be tried.
+// group takes `loads` bytes. The squares make a transfer cheap if its two ports have little to do,
+// since it overlaps with work, and expensive if they are busy. A change costs time proportional to
+// the group's neighbors, so many can be tried.
 //
 // Annealing by groups and clusters leaves two devices that change roles at some time, since a short
-// stretch cannot be mended without cutting twice. So an eighth of the changes are exchanges: all
+// stretch cannot be repaired without cutting twice. So an eighth of the changes are exchanges: all
 // groups of two devices from a time on change places, at the best of all times, which one walk
 // over them finds (2-opt* of vehicle routing: Potvin and Rousseau, Journal of the Operational
 // Research Society 46, 1995).
@@ -80,7 +80,7 @@ class Partition {
   int32_t device(int32_t group) const { return device_[group]; }
   int64_t mean() const { return mean_; }
 
-  // Moves the group; by how much the cost changes.
+  // Moves the group; returns the change of the cost.
   double move(int32_t group, int32_t to) {
     const int32_t from = device_[group];
     if (from == to) return 0;
@@ -126,7 +126,7 @@ class Partition {
     }
   }
 
-  // Adds or takes the group's work; by how much the balance changes.
+  // Adds or removes the group's work; returns the change of the balance.
   double add_work(int32_t group, int32_t device, int sign) {
     double change = 0;
     for (int32_t op : Row(problem_.group_ops, group)) {
@@ -142,7 +142,7 @@ class Partition {
   int32_t& reads(int32_t tensor, int32_t device) {
     return readers_[static_cast<int64_t>(tensor) * problem_.devices + device];
   }
-  // Adds or takes a transfer; by how much the cost changes.
+  // Adds or removes a transfer; returns the change of the cost.
   double send(int32_t tensor, int32_t src, int32_t dst, int sign) {
     if (src == dst) return 0;
     const double time = sign * sent(tensor, src, dst);
@@ -159,7 +159,7 @@ class Partition {
     return kAlone * time + (1 - kAlone) * full;
   }
 
-  // A path that does not exist counts as very dear.
+  // A missing path counts as very expensive.
   double sent(int32_t tensor, int32_t src, int32_t dst) const {
     if (src == dst) return 0;
     if (!problem_.has_path(src, dst)) return 100 * static_cast<double>(mean_);

@@ -1,5 +1,5 @@
-// The one source of chance, and what annealing needs of it: seeded, and the same on every machine,
-// since nothing here asks the C library for a logarithm.
+// Random numbers for annealing: seeded, and the same on every machine, since no logarithm of the C
+// library is used.
 #pragma once
 
 #include <cstdint>

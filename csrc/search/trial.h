@@ -1,10 +1,10 @@
 // One placement of all ops, evaluated again and again while a search changes it.
 //
 // The clock of `timeline.cc` for a whole order at once: the same starts, transfers and peaks to the
-// last nanosecond (`tests/placers/test_local_search.py` compares them), but no account that could
-// be asked half-way. What makes it fast: a change at a position leaves the times before it as they
-// are, so an evaluation resumes from a checkpoint, ends as soon as the step is known to be too
-// long, and is undone from a log. Memory is looked at only where the time is good enough.
+// last nanosecond (`tests/placers/test_local_search.py` compares them), but without queries
+// half-way. It is fast because a change at a position does not affect the times before it: an
+// evaluation resumes from a checkpoint, ends as soon as the step is known to be too long, and is
+// undone from a log. Memory is checked only if the time is good enough.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +62,7 @@ class Trial {
 
   // Ops from the one that ends last back to a source, each the reason for the next one's start.
   std::vector<int32_t> critical() const;
-  // How many ops have been evaluated so far, and what else costs as much: the measure of a budget.
+  // Number of ops evaluated so far, plus equivalent work: the measure of a budget.
   int64_t evaluations() const { return evaluations_; }
 
  private:

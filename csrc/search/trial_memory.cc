@@ -1,8 +1,7 @@
 // The memory of a trial: the peaks of `timeline.cc`, of a whole step at once.
 //
-// Everything that is there for a time becomes two changes of its pool's level, and the highest
-// level is found from the changes in order of time. A pool that could hold all of them at once is
-// passed over.
+// Each holding becomes two changes of its pool's level, and the highest level is found from the
+// changes in order of time. A pool that could hold all of them at once is skipped.
 #include <algorithm>
 
 #include "search/trial.h"

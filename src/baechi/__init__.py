@@ -1,4 +1,4 @@
-"""Baechi splits PyTorch models over devices by itself.
+"""Automatic splitting of PyTorch models over devices.
 
 `place` is the one call; `trace`, `profile` or `estimate`, `probe`, `solve`, `simulate` and `apply`
 are its steps.

@@ -1,17 +1,17 @@
-"""Which submodules to run forward again, so that a model trains in the memory that there is.
+"""Choice of submodules to checkpoint, so that a model trains in the available memory.
 
 Given a traced model with its costs and a cluster on which no placement of its step fits, find few
 submodules whose recomputation makes one fit:
 
 1. Cut the tree of submodules: one that keeps more than a quarter of all that autograd keeps is
-   taken apart into its submodules, else it is a candidate. What one unit keeps is there while it
-   goes backward; so where not even all candidates make the step fit, the cut is an eighth, then a
-   sixteenth. A half comes last: it is for models of a few large parts without parts of their own.
-2. Sort the candidates by the time that their recomputation takes for each byte that it saves.
-3. Take as many of them, from the first on, as are needed: by bisection, each answer by the placer.
+   split into its submodules, else it is a candidate. The saved tensors of one unit are held during
+   its backward, so if not even all candidates make the step fit, the cut is an eighth, then a
+   sixteenth. A half comes last: it is for models of a few large parts without submodules.
+2. Sort the candidates by recomputation time per byte saved.
+3. Take as many of them, in order, as are needed: by bisection, with a placement for each step.
 
-A greedy choice along one order, and not the best of all sets: that is a knapsack whose sack is a
-schedule. Deterministic.
+This is a greedy choice along one order, not the optimal set, which would be a knapsack problem with
+a scheduling problem inside. Deterministic.
 
 Complexity: O(log candidates) placements of the graph for each cut.
 """
@@ -36,8 +36,8 @@ from baechi.traced.traced_model import Traced
 from baechi.units import parse_bytes
 from baechi.validation import check_is
 
-# Of all that autograd keeps, what one unit may keep: 1 / share. A step holds about that much more
-# than what is between units, so below a sixteenth there is next to nothing left to gain.
+# One unit may keep at most 1 / share of all saved tensors. A step holds about that much more than
+# the tensors between units, so there is almost nothing to gain below a sixteenth.
 _SHARES: Final = (4, 8, 16, 2)
 
 # A number and letters: `4GiB`, but not `0.linear`, which a `Sequential` may hold.
@@ -47,9 +47,9 @@ Checkpoint = bool | int | str | Iterable[str] | None
 
 
 def memory_target(checkpoint: Checkpoint) -> int | None:
-    """The memory that every device may use at most; `None` where `checkpoint` has names instead.
+    """The memory limit of every device; `None` if `checkpoint` has names instead.
 
-    `True` is all that the devices have. A string is a size if it is a number and a unit.
+    `True` is all memory of the devices. A string is a size if it is a number and a unit.
 
     Raises:
         InputError: The size is negative or passes 2**63 - 1.
@@ -64,10 +64,10 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
 
 
 def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None:
-    """The same, to be read more than once; `False` is `None`, as is an empty list.
+    """The same as a reusable value; `False` and an empty list become `None`.
 
     Raises:
-        InputError: It is no name, no names and no size.
+        InputError: It is neither a name, names nor a size.
     """
     if isinstance(checkpoint, bool | int | str) or checkpoint is None:
         return None if checkpoint is False else checkpoint
@@ -103,13 +103,13 @@ def choose_checkpoint(
     Args:
         traced: The model.
         profile: Its costs, as for `Traced.graph`.
-        cluster: What is left; `within_memory` gives one with less.
-        optimizer: Whose state must fit too.
-        placer: Who answers whether it fits, as in `solve`.
-        constraints: What a placement must respect besides memory.
+        cluster: The devices; `within_memory` gives a cluster with less memory.
+        optimizer: The optimizer, whose state must fit too.
+        placer: The placer that decides whether it fits, as in `solve`.
+        constraints: Constraints besides memory.
 
     Raises:
-        InfeasibleError: It does not fit, whatever runs again; says what is missing.
+        InfeasibleError: It does not fit, whatever runs again; the text names the missing memory.
         InputError: As `Traced.graph` and `solve` do.
     """
     check_is(traced, Traced, "traced")
@@ -146,7 +146,7 @@ def choose_checkpoint(
 
 
 def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """The first of the names, as few as fit; all of them do."""
+    """The fewest first names with which the step fits; with all of them it does."""
     low, high = 0, len(names)
     while high - low > 1:
         middle = (low + high) // 2
@@ -160,9 +160,9 @@ def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tu
 def _joinable(
     names: Sequence[str], problem_of: Callable[[Sequence[str]], Problem]
 ) -> tuple[str, ...]:
-    """The names; where some wait for each other both ways, without the later ones of these.
+    """The names without those that depend on earlier ones both ways.
 
-    And without those that the constraints tear apart.
+    Also without those that the constraints would separate.
     """
     try:
         problem_of(names)
@@ -179,7 +179,7 @@ def _joinable(
 
 
 def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]:
-    """The submodules of a cut, from the least recomputation time per byte saved on."""
+    """The submodules of a cut, by ascending recomputation time per byte saved."""
     reached = backward_ops(traced.ops, traced.tensors)
     kept = _kept_bytes(traced, profile, reached)
     total = sum(kept)
@@ -210,7 +210,7 @@ def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]
 
 
 def _kept_bytes(traced: Traced, profile: Profile, reached: Sequence[int]) -> list[int]:
-    """What autograd keeps, by the operator that makes it."""
+    """Bytes saved by autograd, by producing operator."""
     kept = [0] * len(traced.ops)
     for op in reached:
         kept[op] += profile.costs[op].saved_bytes
@@ -226,14 +226,14 @@ def _saved_bytes(
     reached: set[int],
     savers: Mapping[int, set[int]],
 ) -> int:
-    """What is kept no more if this unit alone runs again, less the inputs that are kept for it.
+    """Bytes no longer saved if only this unit runs again, less the inputs that it keeps.
 
     Args:
         traced: The model.
         profile: Its costs.
         unit: The unit.
         reached: The operators that have a backward.
-        savers: Those of them that keep each tensor.
+        savers: The operators among them that save each tensor.
     """
     inside = set(unit.ops)
     total = sum(profile.costs[op].saved_bytes for op in inside & reached)

@@ -1,4 +1,4 @@
-"""What can go wrong, as a tree.
+"""Errors, as a tree of classes.
 
     BaechiError
     ├── InputError (ValueError)      a value at the border is wrong: a size, a name, a rate, a shape
@@ -8,7 +8,7 @@
     ├── ReservationError             a ledger refuses, and is as it was
     └── ExecutionError               a placed model could not run
 
-Every text says what is wrong with its values, the likely cause, and what to do.
+Every text names the problem with its values, the likely cause, and the remedy.
 """
 
 from typing import final
@@ -72,7 +72,7 @@ class InfeasibleError(BaechiError):
 
 @final
 class ReservationError(BaechiError):
-    """A ledger refuses to reserve or to release, and is as it was.
+    """A ledger refuses to reserve or to release, and is unchanged.
 
     Attributes:
         reason: `"capacity"`, not so much is left; `"stale"`, a device is no longer as the snapshot
@@ -87,5 +87,5 @@ class ReservationError(BaechiError):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file could not be read or written, without the error's number and the file's name."""
+    """The reason of a file error, without the error's number and the file's name."""
     return str(getattr(error, "strerror", None) or error)

@@ -1,4 +1,4 @@
-"""The one call: trace, profile, solve and apply, when the shapes are known."""
+"""`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -69,40 +69,41 @@ def place(
     """The model, split over devices; call it and train it as before.
 
     Without example arguments it specializes on the first call, and again on each call of a new
-    shape, dtype, constant or mode, up to `max_shapes` times, with a word on each. Parameters and
-    buffers stay where the first one put them: the largest shape had best come first.
+    shape, dtype, constant or mode, up to `max_shapes` times, printing one line for each. The first
+    call decides where parameters and buffers live, so call with the largest shape first.
 
     Args:
         model: Any module; it is not copied, and its parameters stay the same objects.
-        devices: What `probe` takes: names, torch devices, `baechi.Device` values, a mapping from
+        devices: As for `probe`: names, torch devices, `baechi.Device` values, a mapping from
             names to capacities, a `Cluster`, or None for all that are visible.
         example_args: Positional arguments of one call, to specialize now.
         example_kwargs: Keyword arguments of that call.
         placer: A name (`"auto"`, `"m-topo"`, `"m-etf"`, `"m-sct"`, ...) or a placer value.
         training: Plan for forward and backward; else for inference, and run without gradients.
-        optimizer: Whose state must fit too: a name of `optimizers.OPTIMIZERS`, with options.
+        optimizer: The optimizer whose state must fit too: a name of
+            `optimizer_state.OPTIMIZERS`, with options.
         costs: `"measure"`; `"estimate"`, computed for every kind of device in the cluster; or a
             `Profile` of this model at this shape.
         verify: Compare the first call of each shape with the unsplit model's: outputs, gradients
             and buffers. If they differ, the first operator that does is named. Needs memory for a
             copy of the model on its present device.
-        progress: Say what is going on.
+        progress: Print progress.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
-        max_shapes: How many shapes of call to specialize for.
-        constraints: What the placement must respect besides memory, as in `solve`.
+        max_shapes: Maximum number of call shapes to specialize for.
+        constraints: Constraints besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
         compile: Hand every segment to `torch.compile`, as in `apply`.
-        cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs, as in `apply`.
-        checkpoint: What keeps only its inputs for the backward and runs forward again there:
-            paths of submodules, or patterns such as `"h.*"`; or the memory that each device may
-            use, in bytes or as `"4GiB"`; or `True` for all that it has. For a limit, submodules
-            are chosen, and none where the step fits without (`choose_checkpoint`).
+        cuda_graphs: Whether to capture work on CUDA devices as CUDA graphs, as in `apply`.
+        checkpoint: Submodules that keep only their inputs for the backward and run forward again
+        there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
+            or as `"4GiB"`; or `True` for all of its memory. For a limit, submodules are chosen,
+            none if the step fits without (`choose_checkpoint`).
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
         TraceError: The model cannot be traced.
-        InfeasibleError: It does not fit; says what is missing.
-        ExecutionError: It was verified, and is not the unsplit model.
+        InfeasibleError: It does not fit; the text names the missing memory.
+        ExecutionError: Verification found a difference from the unsplit model.
     """
     _check_model(model)
     if costs not in ("measure", "estimate") and not isinstance(costs, Profile):
@@ -126,7 +127,7 @@ def place(
     target = memory_target(checkpoint)
     cluster = _with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
-    compile_options(compile, ())  # wrong options are told before anything is traced
+    compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
     maker = _Maker(
@@ -152,7 +153,7 @@ def place(
 
 
 def _check_model(model: nn.Module) -> None:
-    """Passes a module that neither is placed nor holds one that is."""
+    """Check that a module neither is placed nor contains a placed one."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
@@ -168,7 +169,7 @@ def _check_model(model: nn.Module) -> None:
 @final
 @dataclass(frozen=True, kw_only=True)
 class _Maker:
-    """Makes a specialization for a call: the steps of `place`, in their order."""
+    """Maker of specializations for calls: the steps of `place`, in order."""
 
     cluster: Cluster
     placer: Any
@@ -226,7 +227,7 @@ class _Maker:
     ) -> tuple[OpGraph, Placement]:
         """The graph and its placement, with parameters and buffers where earlier calls put them.
 
-        Where that does not fit, those for which no optimizer has state may move.
+        If that does not fit, those without optimizer state may move.
         """
         profiles = self._profiles(traced)
         limited = memory_target(self.checkpoint) is not None
@@ -237,7 +238,7 @@ class _Maker:
             )
 
         graph = graph_of(None if limited else self.checkpoint)
-        Problem(graph, self.cluster, self.constraints)  # tells what is wrong with these alone
+        Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]
         for stay in tiers:
@@ -281,7 +282,7 @@ class _Maker:
         )
 
     def _profiles(self, traced: Traced) -> list[Profile]:
-        """The costs, or a profile for each kind of device of the cluster, the first one's first."""
+        """The costs: one profile, or one per kind of device, the first device's kind first."""
         if isinstance(self.costs, Profile):
             return [self.costs]
         if self.costs == "estimate":
@@ -297,7 +298,7 @@ class _Maker:
         ]
 
     def _threads(self) -> int | None:
-        """The threads that an operator will have: its device's share."""
+        """Number of threads of an operator: its device's share."""
         if self.threads is not None:
             return self.threads
         cpus = sum(torch_device(d.name).type == "cpu" for d in self.cluster.devices)
@@ -305,7 +306,7 @@ class _Maker:
 
 
 def _with_kinds(cluster: Cluster) -> Cluster:
-    """The cluster, with the kinds of the hardware where none is told: costs are found by them."""
+    """The cluster with missing kinds filled in from the hardware, as keys for costs."""
     if all(device.kind for device in cluster.devices):
         return cluster
     rows = (
@@ -316,7 +317,7 @@ def _with_kinds(cluster: Cluster) -> Cluster:
 
 
 def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
-    """What a step is predicted to take and to hold, in a line."""
+    """Predicted time and memory of a step, in one line."""
     used, n = len(set(placement.devices)), len(cluster.devices)
     where = f"{used} of {n} devices" if n > 1 else cluster.devices[0].name
     rows = list(zip(schedule.peak_bytes, cluster.devices, strict=True))
@@ -327,13 +328,13 @@ def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
 
 
 def _advised(failure: InfeasibleError) -> InfeasibleError:
-    """The failure of a training step that keeps all that its backward needs."""
+    """The failure of a training step, with advice to use checkpointing."""
     text = f"{failure} Or give checkpoint=True: parts run forward again instead of being kept."
     return InfeasibleError(text, *failure.args[1:])
 
 
 def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleError | InputError:
-    """The failure of a call whose parameters have to stay where an earlier one put them."""
+    """The failure of a call whose parameters must stay where an earlier call put them."""
     text = (
         f"{failure} In this call the parameters of the placed {name} have to stay where its first "
         "call put them, since the optimizer's state is there. Let the largest call be the first, "
@@ -345,7 +346,7 @@ def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleEr
 
 
 def _beside(model: nn.Module, call: Call) -> Call:
-    """The call with its tensors where the model is: what is traced is on one device."""
+    """The call with its tensors on the model's device, since tracing needs a single device."""
     home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
     if home is None or home.type == "meta" or all(t.device == home for t in call.tensors):
         return call
@@ -364,4 +365,4 @@ def _say(text: str) -> None:
 
 
 def _hush(text: str) -> None:
-    """Say nothing."""
+    """Print nothing."""

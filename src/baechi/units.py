@@ -1,4 +1,4 @@
-"""Sizes and times as people write them, and as the library keeps them: `int` bytes and `int` ns."""
+"""Sizes and times: readable text, and `int` bytes and `int` ns."""
 
 import re
 
@@ -60,7 +60,7 @@ def check_bytes(size: object, what: str) -> int:
 
 
 def format_bytes(nbytes: int) -> str:
-    """The size for people, in powers of 1024.
+    """The size as readable text, in powers of 1024.
 
     >>> format_bytes(1536)
     '1.5 KiB'
@@ -74,7 +74,7 @@ def format_bytes(nbytes: int) -> str:
 
 
 def format_ns(time_ns: int) -> str:
-    """The time for people.
+    """The time as readable text.
 
     >>> format_ns(1_500_000)
     '1.50 ms'

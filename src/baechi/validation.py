@@ -1,4 +1,4 @@
-"""Small immutable values, and the checks that every constructor shares."""
+"""Checks shared by all constructors, and an immutable mapping."""
 
 import operator
 import os
@@ -8,7 +8,7 @@ from typing import Any, TypeVar, final
 from baechi.errors import InputError
 
 INT64_MAX = 2**63 - 1
-MAX_THREADS = 1024  # of one device: with many more, systems refuse, and the process ends
+MAX_THREADS = 1024  # per device: with many more, systems refuse, and the process ends
 _K = TypeVar("_K")
 _V = TypeVar("_V")
 
@@ -63,10 +63,10 @@ def check_count(value: object, what: str) -> int:
 
 
 def _index(value: object) -> int | None:
-    """An integer of any kind as an int; `None` for what is none."""
+    """An integer of any type as an int; `None` for other values."""
     try:
         return None if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]
-    except TypeError:  # no integer; or a class, or a tensor of floats, which seem to be one
+    except TypeError:  # not an integer; or a class or a tensor of floats, which look like one
         return None
 
 
@@ -135,7 +135,7 @@ def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
     """All values as `check_count` gives them; fast where they are ints already.
 
     Raises:
-        InputError: As `check_count`, at the first that is none.
+        InputError: As `check_count`, for the first invalid value.
     """
     row: tuple[Any, ...] = check_row(values, f"the values of {what}")
     if set(map(type, row)) <= {int} and (not row or (min(row) >= 0 and max(row) <= INT64_MAX)):

@@ -41,7 +41,7 @@ def replaying(
     """Let a placed module run as on CUDA with graphs, with a recorder for CPUs."""
     executable = placed._current.executable
     program = executable._compiled(copy_lanes=True)
-    bound = bind(executable._module, executable._graph, program, executable.places)
+    bound = bind(executable._module, executable._structure, program, executable.places)
     noted: list[int] = [] if ranks is None else ranks
     graphs = graphs_of(
         executable._module,

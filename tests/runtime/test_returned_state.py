@@ -56,28 +56,3 @@ def test_a_returned_weight_gets_the_gradients_of_its_views(
     model.zero_grad()
     placed = again_at_random(baechi.trace(model, (x,)), seed=seed, devices=2)
     assert_same_values(seen(placed, x), expected)
-
-
-class Counts(nn.Module):
-    """Looks at values, so that it stays whole, and fx traces what is around it."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * 2 if x.sum().item() > -(10**9) else x
-
-
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Counts()
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.counts(x), torch.arange(3)
-
-
-def test_what_forward_makes_anew_is_new_in_each_call() -> None:
-    x = torch.ones(2)
-    placed = baechi.place(Positions(), ["cpu"], costs="estimate", progress=False)
-    for _ in range(2):
-        positions = placed(x)[1]
-        assert positions.tolist() == [0, 1, 2]
-        positions += 5

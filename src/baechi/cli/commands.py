@@ -90,7 +90,7 @@ def _options(
 def trace(model: ModelArgument, out: OutOption = None) -> None:
     """Find the operators of a model and the tensors between them.
 
-    Says which way of tracing worked, and why the better ones did not. The file holds the operators
+    Prints the rung that worked, and why earlier ones failed. The file holds the operators
     but not the model, so it can be read where there is no torch.
 
     For example, write `model.py` with
@@ -145,7 +145,7 @@ def solve(
     """Decide which device runs which operator, and in what order.
 
     Prints the predicted step, how far it may be above the shortest possible one, and every device's
-    memory. If no placement fits, says what is missing and leaves with code 3. The cluster comes
+    memory. If no placement fits, prints what is missing and exits with code 3. The cluster comes
     from `baechi probe`, from your scheduler, or from `--devices`.
 
     For example:

@@ -72,7 +72,7 @@ class Sample:
     """One reading of several runs.
 
     Attributes:
-        ns: What they took together.
+        ns: Their total time.
         held_up: Whether the calling thread was off its core meanwhile.
     """
 

@@ -94,7 +94,7 @@ class CudaTimer:
         """Nanoseconds of the stream between the events around every run.
 
         Args:
-            runs: What to queue.
+            runs: The runs to queue.
             launch_ns: The approximate time in which the host queues one.
         """
         pairs = [[_event() for _ in range(2)] for _ in runs]

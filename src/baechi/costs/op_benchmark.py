@@ -113,7 +113,7 @@ class Bench:
 
         Args:
             index: The operator.
-            before: What earlier passes found; its sizes are taken over.
+            before: The result of earlier passes; its sizes are taken over.
 
         Raises:
             InputError: It runs neither alone nor in the model.

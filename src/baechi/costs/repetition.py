@@ -94,7 +94,7 @@ def measure_all(
     """Measures until two passes agree on everything, or the time for that is spent.
 
     Args:
-        keys: What to measure.
+        keys: The keys of the operators to measure.
         costs: What was measured before; what had its passes then is not measured again. What is
             measured now is put here after each pass, so that an interrupt loses nothing.
         measure: Makes one more pass over one of them, given what is known of it.

@@ -64,7 +64,7 @@ class Alone:
         nodes: The operator's.
         make: A value for an input node, given the nodes that read it.
         device: Where to run.
-        setting: How the whole step treats memory.
+        setting: The treatment of memory in the whole step.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class Sizes:
     """Bytes of one operator.
 
     Attributes:
-        saved: What autograd keeps for the backward besides the graph's tensors.
+        saved: Bytes that autograd keeps for the backward besides the graph's tensors.
         forward: Scratch of a forward with gradients.
         backward: Scratch of a backward.
         reused: Of the gradients, what takes the room of what was kept.

@@ -213,7 +213,7 @@ def shortest_assignment(
             forbidden device are skipped.
         placer: Name of the placer.
         reordered: Maximum number to reschedule, which costs more than following an order;
-        `None` is the `_REORDERED` best, and all as long as nothing fits.
+            `None` is the `_REORDERED` best, and all as long as nothing fits.
     """
     rated: list[tuple[int, bool, NDArray[np.int32], Sequence[int]]] = []
     for assignment, order in candidates.items():

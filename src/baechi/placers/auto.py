@@ -51,7 +51,7 @@ _BALANCED_OPS: Final = 20_000
 # With more devices than this, only those that m-ETF or HEFT uses are considered further.
 _MANY_DEVICES: Final = 32
 # Up to the first number of ops, a fast solve runs the full contiguous split, in some 20 ms; up to
-# # the second a quick one, in as long for 2,000 ops; above, none.
+# the second a quick one, in as long for 2,000 ops; above, none.
 _SMALL_OPS: Final = 700
 _HASTY_OPS: Final = 4_000
 _HASTY: Final = Contiguous(work=2**16, headrooms=(0.0, 1 / 8), reordered=1)

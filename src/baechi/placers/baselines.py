@@ -118,7 +118,7 @@ class Pinned(Placer):
         object.__setattr__(self, "devices", devices)
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the class says.
+        """A placement by the rule of the class.
 
         Raises:
             InputError: The pins are for another graph or cluster, or part a group.

@@ -142,8 +142,8 @@ def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]
 def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Orders of the devices and the maximum load of each, for `need` bytes in total.
 
-    The devices of a pool get equal shares of its memory; alternatively, only the fastest of each pool
-    is used, with all of it.
+    The devices of a pool get equal shares of its memory; alternatively, only the fastest of each
+    pool is used, with all of it.
     """
     n = len(problem.device_pool)
     totals = [sum(row.tolist()) for row in problem.durations]
@@ -169,7 +169,7 @@ def _blocks(
 ) -> tuple[int, NDArray[np.int32]]:
     """The number of blocks, at most about `most`, and the block of every group.
 
-    If there are more groups, the row is cut at the cheapest place in stretches of equal length.
+    If there are more groups, the row is cut at the cheapest place in each stretch.
     """
     position = np.empty(len(row), np.int64)
     position[list(row)] = np.arange(len(row))

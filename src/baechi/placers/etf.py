@@ -74,7 +74,7 @@ def past_dead_ends(
         problem: Graph and cluster.
         schedule: Commits all ops to a timeline, in which groups may be reserved and memory held
             back; false at a dead end.
-            retries: Maximum number of groups to pin.
+        retries: Maximum number of groups to pin.
     """
     for headroom in HEADROOMS:
         timeline = problem.timeline(headroom)

@@ -83,7 +83,7 @@ def by_rank(
         problem: Graph and cluster.
         ranks: Rank of every op; of the ready ops the highest is next.
         future: Time added to the end of an op on a device, in the layout of the core's
-        `ranked_schedule`.
+            `ranked_schedule`.
         placer: Name of the placer.
         retries: Maximum number of retries after a dead end, each with one more group pinned.
     """

@@ -26,7 +26,7 @@ from baechi.errors import InputError
 # HiGHS's constant for it.
 _PRIMAL_SIMPLEX: Final = 4
 # Without a second refinement step its Newton directions lose precision on programs with thousands
-# # of rows, and it returns `unknown`.
+# of rows, and it returns `unknown`.
 _CVXOPT_REFINEMENT: Final = 2
 _CVXOPT_ITERATIONS: Final = 200
 
@@ -133,8 +133,8 @@ class Highs(LinearSolver):
             ("simplex_iteration_limit", self.iterations_per_row * len(program.limit)),
         ):
             solver.setOptionValue(option, value)
-        # HiGHS 1.15 crashes in `crossover` if its thread has not run anything yet. And a thread that
-        # # has run it with more threads keeps them, and refuses to run with one.
+        # HiGHS 1.15 crashes in `crossover` if its thread has not run anything yet. And a thread
+        # # that has run it with more threads keeps them, and refuses to run with one.
         solver.addVar(0.0, 1.0)
         if solver.run() == highspy.HighsStatus.kError:
             solver.setOptionValue("threads", 0)

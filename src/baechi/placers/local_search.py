@@ -52,8 +52,8 @@ _WORTH: Final = 20
 # Minimum number of moves of a partition, some milliseconds.
 _MOVES: Final = 30_000
 # Graphs with fewer ops get proportionally fewer evaluations per op; but at least so many, a tenth
-# # of a second, or so many times the ops squared for the smallest, if that is at most this share of
-# # the budget for large ones.
+# of a second, or so many times the ops squared for the smallest, if that is at most this share of
+# the budget for large ones.
 _TINY: Final = 50
 _ENOUGH: Final = 6_000_000
 _SQUARED: Final = 10_000
@@ -65,7 +65,7 @@ _INPUTS: Final = 4
 # Tensors times devices, at 40 bytes each, above which a search takes too much memory.
 _SIZE: Final = 2**22
 # Numbers of time windows in which a partition balances the work, and ns of work that a ns of
-# # transfer counts as: the first where transfers overlap with work, the second where they are slow.
+# transfer counts as: the first where transfers overlap with work, the second where they are slow.
 _SHAPES: Final = ((4, 1.0), (1, 1.0), (4, 3.0), (1, 3.0), (4, 0.3), (16, 3.0))
 
 
@@ -86,9 +86,9 @@ class Budget:
         levels: Maximum number of cluster levels for list schedules to start from.
         partitions: Number of partitions to start from.
         moves: Moves per group and partition; at least `_MOVES`, and at most half the
-        evaluations for all partitions.
+            evaluations for all partitions.
         growths: Number of placements to grow, at most one per `_STRETCHES`, and share of the budget
-        of each; half as many are grown first at half the cost, and must beat the first stage.
+            of each; half as many are grown first at half the cost, and must beat the first stage.
     """
 
     evaluations: int
@@ -150,8 +150,8 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
         problem: Graph and cluster.
         placements: Valid placements, if any.
         budget: Effort of the search. Graphs for which it allows at most `_WORTH` evaluations of the
-        whole step are skipped; so are problems with a limit on the number of devices, for which
-        `solve` tries one choice of devices at a time.
+            whole step are skipped; so are problems with a limit on the number of devices, for which
+            `solve` tries one choice of devices at a time.
     """
     n = len(problem.graph.ops)
     # The cost of an op grows with its inputs.

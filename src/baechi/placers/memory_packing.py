@@ -228,7 +228,7 @@ def is_hopeless(problem: Problem) -> bool:
 
 
 def _too_many(problem: Problem, room: Sequence[int]) -> bool:
-    """True if, for some size, there are more groups of at least that size than the pools can hold."""
+    """True if, for some size, the pools cannot hold all groups of at least that size."""
     sizes = np.array(problem.group_persistent, np.int64)
     sizes = np.sort(sizes[sizes > max(room) // _LARGE])[::-1]
     places = np.zeros(len(sizes), np.int64)

@@ -5,7 +5,7 @@ edge joins the producer of a tensor with each reader, weighted by the mean trans
 number of readers, so that a tensor whose readers are all elsewhere counts once (`_Net`). The graph
 is cut into k parts, from the fewest devices that hold it up to all of them, balanced by bytes, by
 time, or by both, within several tolerances, in proportion to the devices' memory and speed
-(`_partitions`). If its device cannot hold a part, groups move elsewhere (`_Repair`). The exact clock
+(`_partitions`). If a device cannot hold its part, groups move away (`_Repair`). The exact clock
 evaluates all of them in index order, and the best also by earliest start and by rank
 (`shortest_assignment`).
 
@@ -64,7 +64,7 @@ class Metis(Placer):
         return importlib.util.find_spec("pymetis") is not None
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says.
+        """A placement by the rule of the module.
 
         Raises:
             InputError: pymetis is not installed.

@@ -14,7 +14,7 @@ from baechi.records.placement import Placement
 from baechi.validation import FrozenDict
 
 # Shares of every memory to hold back from new groups, tried in order after a dead end: room for
-# # backward ops, which greedy rules do not foresee.
+# backward ops, which greedy rules do not foresee.
 HEADROOMS: Final = (0.0, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 3 / 8)
 
 

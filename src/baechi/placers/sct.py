@@ -6,8 +6,8 @@ them with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
 - A device is *awake* if the favorite child of its last op is ready and not committed, and of all
-devices with room for that child this one starts it earliest (the lower index on a tie). It waits
-for that child.
+  devices with room for that child this one starts it earliest (the lower index on a tie). It waits
+  for that child.
 - An op is *urgent* on a device if no device with room for it would start it later: it could start
   at that time on any device with room.
 - An awake device takes that child or an op that is urgent there; other devices take any op.
@@ -64,7 +64,7 @@ class MSCT(Placer):
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
     def place(self, problem: Problem) -> Placement | None:
-        """As the module says.
+        """A placement by the rule of the module.
 
         Raises:
             InputError: The solver is not installed or has no licence.

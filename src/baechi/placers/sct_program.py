@@ -111,7 +111,7 @@ class FavoriteProgram:
 
     @cached_property
     def ends(self) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Src and dst of every edge, as the core reads them."""
+        """The src and dst of every edge, as the core reads them."""
         return self.src.astype(np.int32), self.dst.astype(np.int32)
 
 

@@ -37,8 +37,8 @@ _CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
 # Maximum number of devices listed in an error.
 _LISTED: Final = 8
 # Up to this many ops the missing memory is found to the byte, and with the effort of the solve.
-# # Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
-# # hundredth, with fast solves.
+# Above, each of the thirty or more steps of that bisection takes too long; seven find it to a
+# hundredth, with fast solves.
 _EXACT_OPS: Final = 12
 # Number of different devices whose extra memory is compared so closely.
 _COMPARED: Final = 4
@@ -156,7 +156,7 @@ def _attempt_freely(
 
 
 def _arranged(narrowed: Problem, problem: Problem, patience: int) -> Iterator[Placement]:
-    """A placement by packing; greedy rules also try the problem with all devices allowed."""
+    """Placements by packing, then also with the devices that narrowing had ruled out."""
     yield from arrangements(narrowed, patience)
     if narrowed is not problem:
         yield from arrangements(problem, patience)

@@ -31,7 +31,7 @@ class Survey:
 
     Attributes:
         cluster: Devices and links.
-        fits: What each measured link was made from, by the names of its source and destination.
+        fits: The fit of each measured link, by the names of its source and destination.
             Hand-overs on one torch device are not among them: no bytes are copied there.
     """
 

@@ -31,7 +31,7 @@ class LinkFit:
     Attributes:
         link: Latency and rate.
         sizes: Bytes of the messages.
-        times_ns: What each was measured to take.
+        times_ns: The measured time of each.
         worst_error: The largest |predicted - measured| / measured.
     """
 

@@ -58,7 +58,7 @@ from baechi.records.placement import Placement
 from baechi.validation import INT64_MAX
 
 # The largest memory holds this many of the largest fused groups: then first fit wastes at most
-# # about an eighth of a device, and a graph that fills the devices has several groups for each.
+# about an eighth of a device, and a graph that fills the devices has several groups for each.
 _GROUPS_PER_DEVICE: Final = 8
 # The default numbers of parts: about a third each, down to a few for every device.
 _TARGETS: Final = (2048, 768, 256, 96, 32)

@@ -1,7 +1,7 @@
-"""From a placement to its program: which lane does what, and what waits for what.
+"""Compilation of a placement into a program: instructions per lane, with waits and frees.
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
-2. `emission` writes the instructions in launch order, and where they wait and free.
+2. `emission` writes the instructions in launch order, with waits and frees.
 
 Complexity: O((ops + reads) * lanes), with a binary search per free.
 """
@@ -38,19 +38,19 @@ def compile_program(
     """The program of a placement of this step.
 
     Args:
-        structure: Of a training step or of an inference; a graph is one, and its costs do not
-            matter.
-        placement: Of the step.
-        instant: Operators that take no time: they may follow in a segment what has to leave it.
-        copy_lanes: Whether each device copies what arrives on a lane of its own, beside what it
-            computes. A tensor is then freed by the device that holds it, which is what allocators
-            that are bound to a stream need; else by the lane that knows first.
-        one_thread: Whether one thread is to do everything in launch order. Then what leaves is
-            copied as soon as it is made, and everything is freed right after its last use.
-        in_turn: Forward operators whose segments run one after another, on whichever devices, in
-            launch order, as those that draw from one random generator do.
-        schedule: Of the placement. The launch order is then the clock's own, and pieces end where
-            the clock sends something: with one thread no device holds more than the clock says.
+        structure: Structure of a training or inference step; may be a graph, whose costs are
+            ignored.
+        placement: Placement of the step.
+        instant: Operators that take no time: they may follow an output that must leave.
+        copy_lanes: Whether each device copies incoming tensors on a separate lane, in parallel with
+            its operators. A tensor is then freed by the device that holds it, as stream-bound
+            allocators require; else by the first lane whose clock covers its uses.
+        one_thread: Whether one thread runs everything in launch order. Then outputs are copied as
+            soon as they are made, and everything is freed right after its last use.
+        in_turn: Forward operators whose segments run in launch order across all devices, such as
+            those that draw from one random generator.
+        schedule: Schedule of the placement. The launch order is then the clock's, and pieces end
+            where the clock sends something: with one thread no device exceeds the predicted memory.
 
     Raises:
         InputError: The placement is of another step, or its order is not topological.
@@ -67,7 +67,7 @@ def compile_program(
 
 @final
 class _Compiler:
-    """What `compile_program` knows on its way."""
+    """State of `compile_program`."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class _Compiler:
                 if index is not None:
                     backward[index].append(number)
             tapes += [Tape(piece.device, ops, self._again.get(ops[0], -1)) for _, ops in rows]
-        # A tape's readers are in tapes after it, so going backward they come first.
+        # A tape's readers are in later tapes, so they come first in the backward.
         runs = [forward, [sorted(row, reverse=True) for row in backward]]
         again: dict[int, list[int]] = {}
         for index, tape in enumerate(tapes):
@@ -159,7 +159,7 @@ class _Compiler:
         )
 
     def _at_once(self, events: Sequence[Event]) -> list[Event]:
-        """The same events, each arrival right after the piece that makes what arrives."""
+        """The same events, each arrival right after the piece that makes its tensor."""
         arrivals: dict[int, list[Arrival]] = {}
         for event in events:
             if isinstance(event, Arrival):
@@ -200,7 +200,7 @@ class _Compiler:
         return Phase(tuple(segments), lanes, launch, tuple(given), keep)
 
     def _values(self, members: set[int], tape_of: dict[int, int]) -> tuple[list[Place], set[int]]:
-        """What the caller gives, and every tensor that leaves its tape."""
+        """The caller's values, and every tensor that leaves its tape."""
         given: dict[Place, None] = {}
         values: set[int] = set()
         for index, tensor in enumerate(self._step.tensors):
@@ -245,7 +245,7 @@ class _Compiler:
         return segments
 
     def _shared_state(self) -> dict[int, int]:
-        """The group of every forward operator that has company there: it may share state."""
+        """The group of every forward operator with others in it, with which it may share state."""
         shared: dict[int, int] = {}
         for index, members in enumerate(self._step.groups.values()):
             forward = [op for op in members if op < self._n]

@@ -1,12 +1,12 @@
-"""A placement cut into segments, and segments into tapes.
+"""Segments of a placement, and tapes of segments.
 
     order of device 0    a b c        f g        a segment ends where an output must leave,
     order of device 1           d e              and begins where an input arrives
 
-Segments come in the order in which they end, which is a topological order of the operators; so
-each depends on earlier ones only, and lanes that run theirs in this order cannot wait in a circle.
+Segments are ordered by their ends, which is a topological order of the operators, so each depends
+only on earlier ones, and lanes that run their segments in this order cannot deadlock.
 
-Complexity: O(ops + reads), with a sort of what arrives at each op.
+Complexity: O(ops + reads), with a sort of the arrivals at each op.
 """
 
 from bisect import bisect_right
@@ -22,7 +22,7 @@ from baechi.validation import FrozenDict
 @final
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A tensor that is copied to a device, where it was not."""
+    """A copy of a tensor to a device that lacks it."""
 
     tensor: int
     device: int
@@ -31,7 +31,7 @@ class Arrival:
 @final
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Operators that a device runs in one go, in the placement's order."""
+    """Operators that a device runs without interruption, in the placement's order."""
 
     device: int
     ops: tuple[int, ...]
@@ -43,7 +43,7 @@ Event: TypeAlias = Arrival | Piece
 @final
 @dataclass
 class _Open:
-    """A piece that is not closed; `known` counts, per device, the pieces that ended before it."""
+    """An unfinished piece; `known` counts, per device, the pieces that ended before it."""
 
     known: list[int]
     ops: list[int] = field(default_factory=list)
@@ -53,11 +53,11 @@ class _Open:
 
 @final
 class Clock:
-    """When the clock begins what a program does.
+    """Start times of pieces and transfers by the clock.
 
     Args:
         step: The step.
-        schedule: Of its placement.
+        schedule: The schedule of its placement.
     """
 
     def __init__(self, step: StepStructure, schedule: Schedule) -> None:
@@ -71,14 +71,14 @@ class Clock:
             starts.sort()
 
     def start_ns(self, event: Event) -> int:
-        """When a piece begins, or the transfer of what arrives; at once where there is none."""
+        """Start of a piece or of an arrival's transfer; at once if there is no transfer."""
         if isinstance(event, Piece):
             return self._spans[event.ops[0]].start_ns
         made = self._spans[self._step.tensors[event.tensor].producer].end_ns
         return self._sent.get((event.tensor, event.device), made)
 
     def sends_between(self, device: int, op: int, later: int) -> bool:
-        """Whether something begins to leave the device after one op's start, by another's."""
+        """True if a transfer from the device begins after one op's start, by another's."""
         moments = self._leaving.get(device, [])
         ends = (self._spans[op].start_ns, self._spans[later].start_ns)
         first, last = (bisect_right(moments, end) for end in ends)
@@ -96,17 +96,17 @@ def cut(
 ) -> list[Event]:
     """Pieces and arrivals of a phase, in launch order.
 
-    What has to leave ends a piece; but operators that take no time may still follow it there.
+    An output that must leave ends a piece; but operators that take no time may still follow it.
 
     Args:
         step: The step.
-        devices: Of every operator.
+        devices: Device of every operator.
         order: The operators of the phase, topological; inputs made by others are there already.
-        apart: Whether copies run beside the operators. Then everything that arrives begins a
-            piece. Else a copy that can be made before the piece under way began is made there.
-        clock: With it a piece ends, too, where the clock begins to send something from its device,
-            so that what was only waiting to be sent is let go of then.
-        again: Operators that run others forward again; they are in pieces without any else.
+        apart: Whether copies run in parallel with the operators. Then every arrival begins a piece.
+            Else a copy that could be made before the current piece began is made there.
+        clock: If given, a piece also ends where the clock begins to send something from its
+            device, so that tensors waiting only to be sent are freed then.
+        again: Operators that run others forward again; they are alone in their pieces.
         instant: Operators that take no time.
     """
     cutter = _Cutter(step, devices, order, apart, clock, again, instant)
@@ -119,7 +119,7 @@ def cut(
 
 @final
 class _Cutter:
-    """What `cut` knows on its way through the order."""
+    """State of `cut` on its way through the order."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class _Cutter:
         self.events: list[Event] = []
         self.open: dict[int, _Open] = {}
         n = max((devices[op] for op in order), default=-1) + 1
-        self._ended = [[0] * n for _ in range(n)]  # what each device knows to have ended
+        self._ended = [[0] * n for _ in range(n)]  # pieces known to have ended, per device
         self._after: dict[int, tuple[int, ...]] = {}  # the same, at the end of an op's piece
         self._here: set[tuple[int, int]] = set()
 
@@ -190,7 +190,7 @@ class _Cutter:
             self._after[op] = after
 
     def _missing(self, op: int, device: int) -> list[int]:
-        """What it reads that is on other devices alone, in the order in which it is sent."""
+        """Its inputs that are only on other devices, in sending order."""
         missing = [
             tensor
             for tensor in self._step.op_inputs[op]
@@ -201,7 +201,7 @@ class _Cutter:
         return sorted(missing, key=lambda t: (self.rank[self._step.tensors[t].producer], t))
 
     def _in_time(self, piece: _Open, missing: Sequence[int]) -> bool:
-        """Whether all of it was known to be made before the piece began."""
+        """True if all of it was known to be made before the piece began."""
         if self._apart:
             return False
         producers = [self._step.tensors[tensor].producer for tensor in missing]
@@ -217,7 +217,7 @@ class _Cutter:
         )
 
 
-Key: TypeAlias = tuple[int, int, int]  # level, -(backward piece), what runs it again or -1
+Key: TypeAlias = tuple[int, int, int]  # level, -(backward piece), recompute op or -1
 
 
 def tapes_of(
@@ -229,22 +229,22 @@ def tapes_of(
 ) -> list[tuple[int | None, tuple[int, ...]]]:
     """The tapes of a forward piece, in an order in which they can run.
 
-    Each is (backward piece or None, operators). An operator's tape is its backward's piece;
+    Each is (backward piece or None, operators). Operators are grouped by their backward's piece;
     gradients flow from later pieces' operators to earlier ones', so tapes in descending order of
-    backward piece follow from each other. Where a value without a gradient goes the other way a new
-    level begins: (level, -backward piece) never falls along an edge. What runs again has tapes of
-    its own for each operator that runs it.
+    backward piece are in dependency order. If a value without a gradient flows the other way, a new
+    level begins: (level, -backward piece) never decreases along an edge. Recomputed operators have
+    separate tapes for each operator that recomputes them.
 
     Operators of a tape ascend: autograd adds up gradients in the reverse order of the forward's
-    operators, and sums are to be the unsplit model's. Where the piece has no backward they are in
-    the placement's order, so that no more memory is held than that needs.
+    operators, and sums must equal the unsplit model's. If the piece has no backward, they are in
+    the placement's order, so that no more memory is held than planned.
 
     Args:
         step: The step.
-        ops: Of the piece, in topological order.
-        backward_piece: For every operator that has a backward, the piece that runs it.
-        again: For every operator whose forward runs again, the operator that runs it.
-        in_turn: Operators that ascend in every tape, as those that draw random numbers do.
+        ops: Operators of the piece, in topological order.
+        backward_piece: The piece of every operator's backward, if it has one.
+        again: The recompute operator of every operator whose forward runs again.
+        in_turn: Operators that ascend in every tape, such as those that draw random numbers.
     """
     inside = set(ops)
     last_piece: dict[int, int] = {}
@@ -264,11 +264,11 @@ def tapes_of(
             key_of[op] = None
             continue
         else:
-            rank = (last[1], -1)  # wherever it is convenient: beside the last that it reads
+            rank = (last[1], -1)  # free choice: next to its last input
         level = 0 if last is None else last[0] + (last[1:] > rank)
         key_of[op] = (level, *rank)
     first = min((key for key in key_of.values() if key is not None), default=None)
-    for op in reversed(ops):  # what reads nothing: beside the first that reads it
+    for op in reversed(ops):  # without inputs: next to its first reader
         if key_of[op] is None:
             outputs = (step.tensors[tensor] for tensor in step.op_outputs[op])
             readers = (c for tensor in outputs for c in tensor.consumers if c in inside)

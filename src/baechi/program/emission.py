@@ -1,9 +1,9 @@
-"""Writes the instructions of a phase: what waits for what, and where what is freed.
+"""Emission of the instructions of a phase, with waits and frees.
 
-`Writer` keeps a vector clock per lane: how many instructions of every lane have ended before what
-the lane does next. A wait is written only where the clock does not know yet, the latest first, so
-none implies another. A free is put where all uses are first known to have ended; what no lane
-learns until the end of the phase is freed there, after waits that delay nobody.
+`Writer` keeps a vector clock per lane: the number of instructions of every lane that have ended
+before its next one. A wait is written only if the clock does not imply it, latest first, so no wait
+implies another. A free is placed where all uses are first known to have ended; if no lane knows
+before the end of the phase, it is placed there, after waits that delay no lane.
 
 Complexity: O((instructions + reads) * lanes), with a binary search per free.
 """
@@ -14,35 +14,35 @@ from typing import Final, TypeAlias, final
 
 from baechi.records.instructions import Copy, Free, Instruction, Place, Run, Segment, Wait
 
-# The instructions of every lane, and the lanes in the order in which these are launched.
+# The instructions of every lane, and the lanes in launch order of the instructions.
 Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
-_STATE: Final = -1  # the "device" of state that is updated in place: it is where its readers are
+_STATE: Final = -1  # the "device" of state updated in place: the device of its readers
 
 
 @final
 class Writer:
-    """Writes a phase's instructions in launch order."""
+    """Writer of a phase's instructions in launch order."""
 
     def __init__(self, n_lanes: int, copy_lanes: bool, one_thread: bool) -> None:
         self._copy_lanes = copy_lanes
         self._holder_frees = copy_lanes
         self._one_thread = one_thread
         self._lanes: list[list[Instruction]] = [[] for _ in range(n_lanes)]
-        # After each of them: [lane][other] is how much of the other had ended by then, ascending.
+        # After each: [lane][other] counts the ended instructions of the other lane, ascending.
         self._known: list[list[list[int]]] = [[[] for _ in range(n_lanes)] for _ in range(n_lanes)]
         self._now = [[0] * n_lanes for _ in range(n_lanes)]
         self._launch: list[tuple[int, int]] = []  # (lane, position)
-        self._launched: list[list[int]] = [[] for _ in range(n_lanes)]  # place in `_launch`
-        # (lane, position) of everything that touched a place; the last write of it.
+        self._launched: list[list[int]] = [[] for _ in range(n_lanes)]  # position in `_launch`
+        # (lane, position) of every access to a place; its last write.
         self._uses: dict[Place, list[tuple[int, int]]] = {}
         self._written: dict[Place, tuple[int, int]] = {}
 
     def give(self, place: Place) -> None:
-        """What is there before the phase begins."""
+        """Record a value that exists before the phase begins."""
         self._uses[place] = []
 
     def run(self, index: int, segment: Segment) -> None:
-        """A segment, after what it reads."""
+        """Write a segment, after the writes of its inputs."""
         lane = segment.device
         reads = [Place(tensor, segment.device) for tensor in segment.reads]
         state = [Place(index, _STATE) for index in segment.updates]
@@ -55,7 +55,7 @@ class Writer:
             self._written[place] = done
 
     def copy(self, row: Copy) -> None:
-        """A copy, after what it copies was written."""
+        """Write a copy, after the write of its source."""
         lane = row.dst + (len(self._lanes) // 2 if self._copy_lanes else 0)
         done = self._write(lane, row, [Place(row.tensor, row.src)])
         place = Place(row.tensor, row.dst)
@@ -63,7 +63,7 @@ class Writer:
         self._written[place] = done
 
     def _write(self, lane: int, row: Instruction, reads: Sequence[Place]) -> tuple[int, int]:
-        """An instruction after the last writes of what it reads; where it is."""
+        """Write an instruction after the last writes of its inputs; return its position."""
         self._wait(lane, [self._written[place] for place in reads if place in self._written])
         done = self._append(lane, row)
         for place in reads:
@@ -72,7 +72,7 @@ class Writer:
         return done
 
     def _wait(self, lane: int, events: Sequence[tuple[int, int]]) -> None:
-        """Wait for what the lane does not know to have ended, the latest launched first."""
+        """Wait for events not yet known to have ended, latest launched first."""
         now = self._now[lane]
         for other, position in sorted(events, key=lambda e: -self._launched[e[0]][e[1]]):
             if now[other] <= position:
@@ -117,7 +117,7 @@ class Writer:
         return self._with_frees({}, after)
 
     def _freed_at_once(self, kept: frozenset[Place]) -> Written:
-        """The same, each free right after the last use, which waits for those not known of."""
+        """The same, with each free right after the last use, which waits for the other uses."""
         before: dict[tuple[int, int], list[Wait]] = {}
         after: dict[tuple[int, int], list[Free]] = {}
         for place in sorted(self._uses.keys() - kept, key=lambda p: (p.tensor, p.device)):
@@ -132,7 +132,7 @@ class Writer:
         return self._with_frees(before, after)
 
     def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
-        """The instruction after which a lane knows that all this has ended, launched first."""
+        """The first launched instruction after which its lane knows that all of this has ended."""
         best: tuple[int, int] | None = None
         lanes = [holder] if self._holder_frees else range(len(self._lanes))
         for lane in lanes:
@@ -149,7 +149,7 @@ class Writer:
         before: dict[tuple[int, int], list[Wait]],
         after: dict[tuple[int, int], list[Free]],
     ) -> Written:
-        """Put waits and frees in, and let waits name the positions that instructions have then."""
+        """Insert waits and frees, and renumber the positions in waits accordingly."""
         moved: list[list[int]] = []
         for lane, rows in enumerate(self._lanes):
             shift, places = 0, []

@@ -1,11 +1,11 @@
-"""A placement that fits with what streams hold, which the clock does not know.
+"""Placements that fit including the memory held by streams, which the clock does not model.
 
-1. Solve. Add what streams hold (`stream_memory`) to the peaks.
-2. Where a memory does not suffice, leave as many bytes of it free as were held there, and solve
-   again: what is held changes with the placement, so this is done a few times.
-3. A single device holds nothing, since nothing crosses: it is the last resort.
+1. Solve. Add the bytes held by streams (`stream_memory`) to the peaks.
+2. If a memory does not suffice, leave as many bytes of it free as were held there, and solve again:
+   held bytes change with the placement, so this is repeated a few times.
+3. On a single device nothing is held, since nothing crosses devices: it is the last resort.
 
-Deterministic. CPUs hold nothing, and are solved for once.
+Deterministic. On CPUs nothing is held, and one solve suffices.
 """
 
 from collections.abc import Set
@@ -37,15 +37,15 @@ def scheduled(
     replayed: bool = False,
     program: Program | None = None,
 ) -> Schedule:
-    """The schedule of a placement, its peaks with what streams hold.
+    """The schedule of a placement, with peaks that include the bytes held by streams.
 
     Args:
-        graph: What was placed.
-        cluster: Where.
-        placement: How.
+        graph: The placed graph.
+        cluster: Its devices.
+        placement: Its placement.
         gpus: The GPU of every logical device; None for a CPU.
-        replayed: Whether it runs as CUDA graphs, which let go of nothing between steps.
-        program: What streams run, where that is known.
+        replayed: Whether it runs as CUDA graphs, which free nothing between steps.
+        program: The program of the streams, if known.
     """
     schedule = simulate(graph, cluster, placement)
     if all(gpu is None for gpu in gpus):
@@ -70,19 +70,19 @@ def solve_with_held(
     constraints: Constraints | None = None,
     replayed: bool = False,
 ) -> Placement:
-    """A placement that fits with what streams hold.
+    """A placement that fits including the bytes held by streams.
 
     Args:
-        graph: What to place.
-        cluster: What is left.
+        graph: The graph.
+        cluster: The devices, with their free capacity.
         placer: As in `solve`.
         gpus: The GPU of every logical device; None for a CPU.
         effort: As in `solve`.
-        constraints: As in `solve`; their margins stay free besides.
+        constraints: As in `solve`; their margins stay free in addition.
         replayed: As in `scheduled`.
 
     Raises:
-        InfeasibleError: None was found.
+        InfeasibleError: No placement was found.
         InputError: As `solve`.
     """
     placement = solve(graph, cluster, placer, effort=effort, constraints=constraints)
@@ -119,7 +119,7 @@ def solve_with_held(
 def _alone(
     graph: OpGraph, cluster: Cluster, placement: Placement, constraints: Constraints | None
 ) -> Placement:
-    """Everything on one device; the placement itself where that does not fit."""
+    """Everything on one device; the given placement if that does not fit."""
     try:
         return solve(graph, cluster, "single", constraints=constraints)
     except InfeasibleError:

@@ -1,14 +1,14 @@
-"""The proof that a program has no race, whatever its lanes' speeds.
+"""Proof that a program has no race, whatever the speeds of its lanes.
 
-One instruction happens before another if its lane does it earlier, or if the other's lane has
-waited for it since, in any number of steps. Where two instructions touch one place and one of them
-writes, updates or frees it, one must happen before the other: then every interleaving that the
-lanes allow has the same result. `_Checker` goes through the instructions in an order that the waits
-allow (there is none in a deadlock) and keeps vector clocks: how many instructions of each lane have
-happened before what a lane does now. Each access is compared with the earlier ones of its place.
+Instruction a happens before b if both are on one lane and a is earlier, or if b's lane has waited
+for a, directly or through other lanes. If two instructions access one place and at least one of
+them writes, updates or frees it, they must be ordered: then every interleaving of the lanes has the
+same result. `_Checker` visits the instructions in an order that the waits allow (a deadlock has
+none) and keeps vector clocks: the number of instructions of each lane that happened before a lane's
+current one. Each access is compared with the earlier accesses to its place.
 
 Source: vector clocks as in FastTrack (Flanagan, Freund, PLDI 2009), on one run of plain data; since
-a program has no branches, one run stands for all.
+a program has no branches, one run represents all.
 
 Complexity: O(waits * lanes + accesses).
 """
@@ -20,8 +20,8 @@ from typing import Final, final
 from baechi.errors import InputError
 from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
 
-# Places on no device of their own: state, updated in place where its operators are, and the graph
-# of a tape that runs again, made then and used by its backward.
+# Places without a device: state, updated in place on its operators' device, and the graph of a tape
+# that runs again, made then and used by its backward.
 _STATE: Final = -1
 _GRAPH: Final = -2
 
@@ -29,7 +29,7 @@ _GRAPH: Final = -2
 @final
 @dataclass(slots=True)
 class _Touched:
-    """A place and who touched it: (lane, position) of each."""
+    """Accesses to a place: (lane, position) of each."""
 
     written: tuple[int, int] | None = None
     since: list[tuple[int, int]] = field(default_factory=list)  # reads after the last write
@@ -42,7 +42,7 @@ def check_program(program: Program) -> None:
     Raises:
         InputError: A value may be read before it is written, written while it is read, freed before
             its last use, twice or never; a copy or a segment is missing or on a wrong lane; or
-            lanes wait for each other in a circle. The text names the instruction.
+            the lanes deadlock. The text names the instruction.
     """
     tapes_run: list[list[int]] = []
     for number in range(len(program.phases)):
@@ -54,7 +54,7 @@ def check_program(program: Program) -> None:
 
 
 def _check_tapes(program: Program, tapes_run: Sequence[Sequence[int]]) -> None:
-    """Every operator is on one tape, every tape runs once, backward and again at most once."""
+    """Check that operators are on one tape, and tapes run once, back and again at most once."""
     ops = sorted(op for tape in program.tapes for op in tape.ops)
     if ops != list(range(len(program.names))):
         raise InputError(
@@ -75,7 +75,7 @@ def _check_tapes(program: Program, tapes_run: Sequence[Sequence[int]]) -> None:
 
 @final
 class _Checker:
-    """One phase, checked instruction by instruction."""
+    """Checker of one phase, instruction by instruction."""
 
     def __init__(self, program: Program, number: int) -> None:
         self._program = program
@@ -100,12 +100,12 @@ class _Checker:
         self._check_launch()
 
     def _go(self) -> None:
-        """Do every instruction as soon as its lane comes to it and what it waits for is done."""
+        """Visit every instruction as soon as its lane reaches it and its wait is satisfied."""
         lanes = self._phase.lanes
         position = [0] * len(lanes)
         awaited = {(r.lane, r.position) for rows in lanes for r in rows if type(r) is Wait}
-        clock_at: dict[tuple[int, int], list[int]] = {}  # after what somebody waits for
-        waiting: dict[int, list[tuple[int, int]]] = {}  # lane -> (who waits, for which position)
+        clock_at: dict[tuple[int, int], list[int]] = {}  # after each awaited instruction
+        waiting: dict[int, list[tuple[int, int]]] = {}  # lane -> (waiting lane, position)
         ready = [lane for lane, rows in enumerate(lanes) if rows]
         while ready:
             lane = ready.pop()
@@ -177,7 +177,7 @@ class _Checker:
         self._write(lane, here, row.tensor, row.dst)
 
     def _unordered(self, lane: int, events: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
-        """The first of the events that need not have happened before what the lane does now."""
+        """The first event that need not have happened before the lane's current instruction."""
         now = self._now[lane]
         for event in events:
             if now[event[0]] <= event[1] and event[0] != lane:
@@ -223,7 +223,7 @@ class _Checker:
         touched.freed = (lane, here)
 
     def _check_end(self) -> None:
-        """What is kept is there, and nothing else."""
+        """Check that exactly the kept values remain."""
         missing = set(range(len(self._phase.segments))) - self._ran
         if missing:
             raise InputError(f"segments {sorted(missing)} never run. Compile the placement again.")
@@ -240,7 +240,7 @@ class _Checker:
             raise InputError(f"tensor {place[0]}, kept on device {place[1]}, is never written.")
 
     def _check_launch(self) -> None:
-        """The launch order has every instruction once, after all that it waits for."""
+        """Check that the launch order has every instruction once, after those that it waits for."""
         lanes = self._phase.lanes
         done = [0] * len(lanes)
         for lane in self._phase.launch:

@@ -1,7 +1,7 @@
-"""What a step holds where streams run it, and the peaks that this makes.
+"""Peak memory of a step on CUDA streams, including memory held until streams synchronize.
 
-The allocator of a GPU knows no time but that in which the host asks it, and one thread launches
-everything. So here an instruction takes one tick, in the program's launch order, whenever it runs:
+The allocator of a GPU acts in the order of the host's calls, and one thread launches everything. So
+here an instruction takes one tick, in the program's launch order, whenever it runs:
 
     in one segment   [made ──── last reader]
     what crosses     [made ──── last reader ── end of the phase]       lanes of a GPU, or arrives
@@ -9,12 +9,12 @@ everything. So here an instruction takes one tick, in the program's launch order
     what was saved   [made ──── last reader ────── end of the step]    if it crossed
     CUDA graphs      [──────────────── the whole step ─────────────]   what they left in place
 
-The executor for CUDA lets go of nothing that crosses streams before all streams have met, because
-the allocator would give it away under a reader (`docs/runtime.md`, Lifetimes).
+The executor for CUDA frees nothing that crosses streams before all streams have synchronized,
+because the allocator would reuse it while it is read (`docs/runtime.md`, Lifetimes).
 
-Streams of one GPU read one storage, while the clock has a copy for each device. So where only the
-maker's autograd saved it, the maker is charged to the end of the step as well: over all devices of
-a GPU that is never less than what is there.
+Streams of one GPU read one storage, while the clock has a copy for each device. So if only the
+producer's autograd saved it, the producer is charged until the end of the step as well: over all
+devices of a GPU that is never less than the memory in use.
 
 Complexity: O(n log n) in ops, consumers and instructions.
 """
@@ -30,7 +30,7 @@ from baechi.records.placement import Placement, Schedule, Span, Transfer
 
 HELD = "held by streams"
 
-# The GPU of every logical device; None for a device that is none.
+# The GPU of every logical device; None for other devices.
 Gpus = Sequence[str | None]
 
 
@@ -44,16 +44,16 @@ def with_held(
     *,
     replayed: bool,
 ) -> Schedule:
-    """The schedule of a placement with the peaks that it has on streams.
+    """The schedule of a placement with its peaks on streams.
 
     Args:
-        graph: What was placed.
-        cluster: Where.
-        placement: How.
-        schedule: What `simulate` says of it.
-        gpus: Which of the devices are streams, and of which GPU.
-        program: What runs it.
-        replayed: Whether as CUDA graphs.
+        graph: The placed graph.
+        cluster: Its devices.
+        placement: Its placement.
+        schedule: The result of `simulate`.
+        gpus: The GPU of every logical device; None for other devices.
+        program: Its program.
+        replayed: Whether it runs as CUDA graphs.
     """
     peaks = _Launches(graph, cluster, placement, gpus, program, replayed).peaks()
     return Schedule.with_late_bound(
@@ -63,7 +63,7 @@ def with_held(
 
 @final
 class _Launches:
-    """A step in ticks: what its launches hold, and until when."""
+    """A step in ticks: the holdings of its launches."""
 
     def __init__(
         self,
@@ -87,12 +87,12 @@ class _Launches:
         self._shared = {gpu for gpu in used if gpu is not None and used.count(gpu) > 1}
         self._spans: dict[int, Span] = {}
         self._transfers: list[Transfer] = []
-        self._freed: dict[Place, int] = {}  # what goes after a wait, and when
-        self._forward_end = 0  # all streams meet, and the caller gets the results
+        self._freed: dict[Place, int] = {}  # places freed after a wait, with their ticks
+        self._forward_end = 0  # all streams synchronize, and the results are returned
         self._launch()
 
     def _launch(self) -> None:
-        """Every instruction in its turn."""
+        """Record every instruction in launch order."""
         tick = 0
         for number, phase in enumerate(self._program.phases):
             if number:
@@ -114,7 +114,7 @@ class _Launches:
                     tick += 1
                 elif isinstance(row, Wait):
                     waited[lane] = True
-                elif waited[lane]:  # else the segment before lets go of it itself
+                elif waited[lane]:  # else the previous segment frees it
                     self._freed[Place(row.tensor, row.device)] = tick
             if number == 0:
                 self._forward_end = tick + 1
@@ -148,11 +148,11 @@ class _Launches:
         return tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
 
     def _sent(self) -> dict[Place, int]:
-        """The end of the last copy from where something was made."""
+        """The end of the last copy of each tensor from its producer."""
         return {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
 
     def _crossing(self) -> Iterator[Holding]:
-        """What crosses streams, after its last reader."""
+        """Tensors that cross streams, after their last reader."""
         memory_of, gpus, sent = self._memory_of, self._gpus, self._sent()
         for index, tensor in enumerate(self._graph.tensors):
             home = self._devices[tensor.producer]
@@ -178,12 +178,12 @@ class _Launches:
                 yield Holding(mine, HELD, tensor.nbytes, own, self._end)
 
     def _sending(self) -> Iterator[Holding]:
-        """What its maker lets go of after a wait: what runs before the wait has it until then."""
+        """Tensors freed after a wait, from their last use to that wait."""
         sent = self._sent()
         for place, tick in self._freed.items():
             tensor = self._graph.tensors[place.tensor]
             if self._devices[tensor.producer] != place.device:
-                continue  # what arrived is held to the end of the phase
+                continue  # received copies are held to the end of the phase
             memory = self._memory_of[place.device]
             uses = (tensor.producer, *tensor.consumers)
             own = [op for op in uses if self._memory_of[self._devices[op]] == memory]
@@ -191,7 +191,7 @@ class _Launches:
             yield Holding(memory, HELD, tensor.nbytes, known, tick)
 
     def _results(self) -> Iterator[Holding]:
-        """What the caller gets, copied to memory of his own before anything is let go of."""
+        """Results, copied to memory of the caller before anything is freed."""
         last = max((span.end_ns for span in self._spans.values()), default=0)
         for tensor in self._graph.tensors:
             home = self._devices[tensor.producer]
@@ -200,13 +200,13 @@ class _Launches:
                 yield Holding(memory, HELD, tensor.nbytes, last, self._end)
             copied = gpu is not None and (self._replayed or gpu in self._shared)
             if copied and tensor.kept and tensor.producer < self._loss:
-                # The one that was made stays, too, where graphs or autograd keep it.
+                # The original also stays if CUDA graphs or autograd keep it.
                 both = self._replayed or any(op > self._loss for op in tensor.consumers)
                 until = self._end if both else self._forward_end
                 yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
 
     def _static(self) -> Iterator[Holding]:
-        """What CUDA graphs leave where it is: while it would not be there anyway."""
+        """Memory that CUDA graphs keep allocated beyond its normal lifetime."""
         sent = self._sent()
         arrived = {Place(row.tensor, row.dst): row.start_ns for row in self._transfers}
         places = {

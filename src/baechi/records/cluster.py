@@ -64,7 +64,7 @@ class Link:
         latency_ns: Time of an empty transfer.
         bytes_per_s: Rate; a transfer takes `latency_ns + ceil(nbytes * 10**9 / bytes_per_s)`.
         overhead_ns: Time that the receiving device itself is busy with each transfer, whatever its
-            size: the op that needs it first takes that much longer. Unlike latency, it cannot be
+        size: the op that needs it first takes that much longer. Unlike latency, it cannot be
             hidden behind other work.
 
     Raises:

@@ -15,7 +15,7 @@ from baechi.errors import InputError
 from baechi.validation import check_count, check_name
 
 # Classes of kernels. Those of the first row may be bound by FLOPs; those of the second are bound by
-# # memory.
+# memory.
 OP_CLASSES: Final = (
     *("matmul", "convolution", "attention", "recurrent", "pooling"),
     *("elementwise", "transcendental", "reduction", "normalization", "gather", "copy"),

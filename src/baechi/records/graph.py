@@ -46,7 +46,7 @@ class Op:
         workspace_bytes: Held while it runs.
         group: Ops of one group share a device; `None` is alone.
         late_bytes: The part of its group's persistent bytes that is allocated only when this op
-            starts: gradients of parameters, which the backward produces.
+        starts: gradients of parameters, which the backward produces.
         reused_bytes: The part of its outputs and late bytes that reuses the memory of inputs which
             it frees while it runs.
         phase: Its part of a training step: `"forward"`, `"loss"`, `"backward"`, or

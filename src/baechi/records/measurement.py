@@ -18,7 +18,7 @@ class Measurement:
         samples_ns: The time of every counted step, in order.
         moved_bytes: Bytes sent between devices in one step.
         absent_bytes: Bytes of every device that the plan includes but the measured steps did not
-            use: the state of an optimizer that was not given. Compare `peak_bytes` with the
+        use: the state of an optimizer that was not given. Compare `peak_bytes` with the
             predicted peak less this. Empty where nothing is absent.
 
     Raises:

@@ -141,7 +141,7 @@ class Schedule:
     peak_bytes: tuple[int, ...]
     lower_bound_ns: int = 0
     # Computes the bound on first access. It is the last field, so that code which reads all fields
-    # # in order, as `pickle` does, finds the bound and not a function.
+    # in order, as `pickle` does, finds the bound and not a function.
     _bound: Callable[[], int] | None = field(
         default=None, init=False, repr=False, compare=False, metadata={"json": False}
     )

@@ -18,11 +18,11 @@ from baechi.units import format_bytes, format_ns
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """What one device does in one step.
+    """Figures of one device in one step.
 
     Attributes:
         name: Its name in the cluster.
-        ops: How many ops run there.
+        ops: Number of ops there.
         busy_ns: Time in which it computes.
         busy_share: That time as a share of the step.
         persistent_bytes: Held for the whole step.
@@ -56,7 +56,7 @@ class Plan:
     """The values of one report, checked to belong together.
 
     Raises:
-        InputError: The placement is of another graph or names a device that the cluster has not,
+        InputError: The placement is of another graph or names an unknown device,
             the schedule is of another placement, or the measurement of another cluster.
     """
 
@@ -105,7 +105,7 @@ class Plan:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """The model's own line of every op, where a trace knows it; `""` elsewhere."""
+        """The source line of every op, if known from a trace; else `""`."""
         known = {} if self.traced is None else {op.name: op.source for op in self.traced.ops}
         ops = self.graph.ops
         named = (ops[op.forward[0]] if op.phase == "backward" else op for op in ops)
@@ -123,7 +123,7 @@ class Plan:
 
 
 def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[DeviceFacts, ...]:
-    """What every device does in one step, in the order of the cluster."""
+    """Figures of every device in one step, in the order of the cluster."""
     ops: Counter[int] = Counter()
     busy: Counter[int] = Counter()
     persistent: Counter[int] = Counter()
@@ -155,12 +155,12 @@ def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[
 
 
 def percent(share: float) -> str:
-    """A share for people."""
+    """A share as text, in percent."""
     return "over" if share == float("inf") else f"{share:.0%}"
 
 
 def summary(plan: Plan) -> tuple[str, ...]:
-    """The plan in a few sentences: its time, its fullest device, what it moves."""
+    """The plan in a few sentences: its time, its fullest device, its transfers."""
     schedule = plan.schedule
     used = len(set(plan.placement.devices))
     of = f"{used} of {len(plan.devices)} devices" if len(plan.devices) > 1 else "one device"
@@ -183,9 +183,9 @@ def summary(plan: Plan) -> tuple[str, ...]:
 
 
 def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """What each candidate of the placer gave, as name, step and remark.
+    """The placer's candidates, as name, step and remark.
 
-    A placer that chose among several says so in its stats: `"m-etf/coarse": makespan_ns`, or text.
+    A placer that chose among several lists them in its stats: `"m-etf/coarse": makespan_ns`.
     """
     known = {name: text for name, text in plan.placement.stats.items() if _is_candidate(name)}
     chosen = plan.placement.stats.get("chosen")
@@ -197,12 +197,12 @@ def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
 
 
 def _is_candidate(name: str) -> bool:
-    """Whether an entry of `stats` is the step of a candidate: `m-etf/fine`, or a placer."""
+    """True if an entry of `stats` is the step of a candidate: `m-etf/fine`, or a placer."""
     return "/" in name or name in PLACERS
 
 
 def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """What else the placer said, as name and text; which candidate it chose stands with these."""
+    """The placer's other stats, as name and text, including the chosen candidate."""
     told = {"chosen", "makespan_ns"} if candidates(plan) else set()
     items = plan.placement.stats.items()
     return tuple(
@@ -213,9 +213,9 @@ def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
 
 
 def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
-    """Rows of what, predicted, measured and the prediction's error; empty if nothing was measured.
+    """Rows of quantity, prediction, measurement and error; empty if nothing was measured.
 
-    What the plan keeps and the measured steps did not have, an optimizer's state, is taken off the
+    State of an optimizer that the plan includes but the measured steps lack is subtracted from the
     predicted peak, and the row says so.
     """
     measured = plan.measured
@@ -238,7 +238,7 @@ def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
 
 
 def error_text(predicted: int, measured: int) -> str:
-    """The prediction's error in percent of what was measured: `+10.0 %` was predicted too high."""
+    """The prediction's error in percent of the measured value; `+10.0 %` is too high."""
     error = error_of(predicted, measured)
     return "-" if error is None else f"{error * 100:+.1f} %"
 

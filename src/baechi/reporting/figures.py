@@ -1,4 +1,4 @@
-"""Pictures of a plan, with plotly: the graph by device, and the step over time."""
+"""Figures of a plan, with plotly: the graph by device, and the step over time."""
 
 from html import escape
 from typing import Any, Final
@@ -10,8 +10,8 @@ from baechi.reporting.facts import Plan
 from baechi.reporting.graph_layout import lay_out, sections
 from baechi.units import format_bytes, format_ns
 
-# Okabe and Ito, "Color Universal Design" (2008): told apart by color-blind readers. Their black and
-# yellow vanish on a dark or a light page; wine (from Paul Tol's palettes) and gray stand for them.
+# Okabe and Ito, "Color Universal Design" (2008): distinct to color-blind readers. Their black and
+# yellow vanish on a dark or a light page; wine (from Paul Tol's palettes) and gray replace them.
 COLORS: Final = (
     "#0072B2",
     "#E69F00",
@@ -24,7 +24,7 @@ COLORS: Final = (
 )
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 _DASHES: Final = ("solid", "dot", "dashdot", "longdashdot")  # "dash" is a limit's
-# A limit that is so many times the highest peak would leave that at the bottom of the picture.
+# A limit above this many times the highest peak is not drawn: it would squash the figure.
 _FAR: Final = 10
 _GRID: Final = "rgba(128,128,128,0.22)"
 _LINE: Final = "rgba(128,128,128,0.45)"
@@ -36,7 +36,7 @@ def color(device: int) -> str:
 
 
 def dash(number: int) -> str:
-    """How a line of that number is drawn, so that it differs from one of the same color."""
+    """The dash style of a line, to distinguish it from others of the same color."""
     return _DASHES[number // len(COLORS) % len(_DASHES)]
 
 
@@ -111,7 +111,7 @@ def graph_figure(plan: Plan) -> Any:
 
 
 def time_figure(plan: Plan) -> Any:
-    """What every device computes and receives, and below it what its memory holds."""
+    """Ops and incoming transfers of every device over time, and its memory below."""
     require_plotly()
     from plotly.subplots import make_subplots
 
@@ -145,7 +145,7 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
     faint_y: list[float | None] = []
 
     def faint_line(a: int, b: int) -> None:
-        # What backward keeps of forward goes straight down; it would hide all the rest.
+        # Saved tensors would be vertical lines that hide everything else.
         if devices[a] == devices[b] and backward[a] == backward[b]:
             faint_x.extend((x[a], x[b], None))
             faint_y.extend((y[a], y[b], None))
@@ -160,7 +160,7 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
     for transfer in plan.schedule.transfers:
         tensor = graph.tensors[transfer.tensor]
         there = [op for op in tensor.consumers if devices[op] == transfer.dst]
-        if there:  # it is sent once, to the first; the others read that copy
+        if there:  # sent once, to the first; the others read that copy
             a, b = tensor.producer, there[0]
             xs, ys = drawn.setdefault(transfer.src, ([], []))
             xs += [x[a], x[b], None]
@@ -232,7 +232,7 @@ def _draw_timeline(figure: Any, plan: Plan) -> None:
             base=[transfer.start_ns / scale for transfer in arriving] or [0],
             x=[(transfer.end_ns - transfer.start_ns) / scale for transfer in arriving] or [0],
             width=0.45,
-            # The outline shows what takes no time, as a hand-over between CPU workers.
+            # The outline shows bars of no width, such as a hand-over between CPU workers.
             marker={"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}},
             hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
             hoverinfo="text" if arriving else "skip",
@@ -310,7 +310,7 @@ def _unit(nbytes: int) -> tuple[str, int]:
 
 
 def _op_text(plan: Plan, op: int) -> str:
-    """What hovering over an op shows."""
+    """Hover text of an op."""
     entry, span = plan.graph.ops[op], plan.span_of[op]
     given = sum(plan.graph.tensors[tensor].nbytes for tensor in plan.graph.op_outputs[op])
     lines = [
@@ -325,7 +325,7 @@ def _op_text(plan: Plan, op: int) -> str:
 
 
 def _transfer_text(plan: Plan, transfer: Transfer) -> str:
-    """What hovering over a transfer shows."""
+    """Hover text of a transfer."""
     tensor = plan.graph.tensors[transfer.tensor]
     src, dst = (escape(plan.cluster.devices[d].name) for d in (transfer.src, transfer.dst))
     return (
@@ -336,7 +336,7 @@ def _transfer_text(plan: Plan, transfer: Transfer) -> str:
 
 
 def _style(figure: Any, height: int) -> None:
-    """What all pictures share: no background, so that they stand on a light and a dark page."""
+    """Apply the common style: no background, to suit light and dark pages."""
     figure.update_layout(
         template="none",
         height=height,

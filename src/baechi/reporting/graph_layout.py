@@ -1,4 +1,4 @@
-"""Positions of ops in the picture of a graph.
+"""Layout of a graph: positions of its ops in the figure.
 
 x is the column: the longest path to the op, counted in forward ops, so that a forward step runs
 from left to right; a backward op stands in the column of its forward op, so that the backward runs
@@ -60,11 +60,11 @@ def _columns(graph: OpGraph) -> list[int]:
             continue
         producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
         columns[op] = max((columns[producer] + 1 for producer in producers), default=0)
-    for op in reversed(graph.inputs):  # a constant stands beside what uses it, not at the far left
+    for op in reversed(graph.inputs):  # a constant is placed beside its user, not at the far left
         uses = [c for tensor in graph.op_outputs[op] for c in graph.tensors[tensor].consumers]
         if twin[op] is None and uses:
             columns[op] = max(0, min(columns[use] for use in uses) - 1)
-    for op in graph.inputs:  # and what is alone, as the counter of a batch norm, with its neighbor
+    for op in graph.inputs:  # an isolated op, as the counter of a batch norm, is beside a neighbor
         uses = [c for tensor in graph.op_outputs[op] for c in graph.tensors[tensor].consumers]
         if twin[op] is None and not uses and op:
             columns[op] = columns[op - 1]
@@ -74,7 +74,7 @@ def _columns(graph: OpGraph) -> list[int]:
 def _lanes(
     graph: OpGraph, columns: list[int], homes: list[tuple[int, bool]]
 ) -> tuple[list[int], dict[tuple[int, bool], int]]:
-    """For each op its row inside its home, and the number of rows of each home."""
+    """The row of each op within its device, and the number of rows of each device."""
     lanes = [0] * len(graph.ops)
     heights: dict[tuple[int, bool], int] = {}
     taken: dict[tuple[int, bool], dict[int, set[int]]] = {}
@@ -93,10 +93,10 @@ def _lanes(
 
 
 def sections(graph: OpGraph, columns: tuple[int, ...], most: int = 24) -> list[tuple[int, str]]:
-    """Where along x the parts of a model begin: (column, name), far enough apart to be read.
+    """Labels of the parts of a model along x: (column, name), far enough apart to be readable.
 
     Op names are paths (`h.0.attn/linear`); the deepest level with at most `most` parts is taken.
-    Where two parts begin close to each other, the longer one is named.
+    If two parts begin close to each other, the longer one is named.
     """
     paths: dict[int, list[str]] = {}
     for column, op in sorted(zip(columns, graph.ops, strict=True), key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""The report as one HTML file that opens without a network, on a light and on a dark screen."""
+"""The report as one HTML file that opens offline, with light and dark themes."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,7 @@ from baechi.storage.serialization import write_whole
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
-_ROWS: Final = 15  # of the tables of the slowest, the largest and the farthest
+_ROWS: Final = 15  # in each table of the slowest ops and the largest transfers
 
 _PAGE: Final = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -77,17 +77,17 @@ def write_html(
     measured: Measurement | None = None,
     title: str = "",
 ) -> None:
-    """Writes the report as one HTML file, whole or not at all; the same input, the same bytes.
+    """Write the report as one HTML file, atomically; equal inputs give equal bytes.
 
     Args:
         path: The file.
-        graph: What was placed.
-        cluster: On what.
-        placement: Where every op runs.
+        graph: The placed graph.
+        cluster: Its devices.
+        placement: Its placement.
         schedule: `simulate(graph, cluster, placement)`.
-        traced: Tells how the model was traced, and the model's own line of every op.
-        measured: Is set beside the prediction, if there is one.
-        title: Heading; the model and the number of devices if empty.
+        traced: Source of the tracing method and of the source line of every op.
+        measured: A measurement to compare with the prediction.
+        title: Heading; if empty, the model and the number of devices.
 
     Raises:
         InputError: The values do not belong together, plotly is not installed, or the path cannot

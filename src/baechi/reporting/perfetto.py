@@ -1,9 +1,9 @@
 """The schedule as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-A process per device; in it a thread that computes, one that sends, one that receives (more of each
-where transfers overlap, because slices of one thread must nest), and a counter of memory. A flow
+A process per device, with a thread each for computing, sending and receiving (more where transfers
+overlap, because slices of one thread must nest), and a memory counter. A flow
 arrow goes from the producer over both ends of the transfer to the first consumer there.
-Times are microseconds, as the format has them.
+Times are in microseconds, as in the format.
 """
 
 import heapq
@@ -35,7 +35,7 @@ def write_trace(
     *,
     traced: Traced | None = None,
 ) -> None:
-    """Writes the schedule as a Chrome trace, whole or not at all.
+    """Write the schedule as a Chrome trace, atomically.
 
     Raises:
         InputError: The values do not belong together, or the path cannot be written.
@@ -53,7 +53,7 @@ def trace_events(
     *,
     traced: Traced | None = None,
 ) -> list[Event]:
-    """The events of the trace, in the order in which the file has them."""
+    """The events of the trace, in file order."""
     plan = Plan(graph, cluster, placement, schedule, traced)
     sends = _lanes(schedule.transfers, [t.src for t in schedule.transfers])
     receives = _lanes(schedule.transfers, [t.dst for t in schedule.transfers])
@@ -144,9 +144,9 @@ def _metadata(what: str, device: int, thread: int, **details: Any) -> Event:
 
 
 def _lanes(transfers: Sequence[Transfer], homes: Sequence[int]) -> list[int]:
-    """For each transfer the lowest lane of its home in which no other is on its way."""
+    """The lowest lane of each transfer's device in which no other transfer is running."""
     lanes = [0] * len(transfers)
-    running: dict[int, list[tuple[int, int]]] = {}  # home -> (end, lane) of what is on its way
+    running: dict[int, list[tuple[int, int]]] = {}  # device -> (end, lane) of running transfers
     free: dict[int, list[int]] = {}
     used: dict[int, int] = {}
     by_start = sorted(range(len(transfers)), key=lambda i: (transfers[i].start_ns, i))

@@ -19,7 +19,7 @@ from baechi.units import format_bytes
 
 @final
 class Report(Group):
-    """A report that rich draws in the width of a terminal, and `str` in 100 columns."""
+    """A report that rich draws at the width of a terminal, and `str` in 100 columns."""
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=100, color_system=None, record=True)
@@ -39,12 +39,12 @@ def text_report(
     """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`.
 
     Args:
-        graph: What was placed.
-        cluster: On what.
-        placement: Where every op runs.
+        graph: The placed graph.
+        cluster: Its devices.
+        placement: Its placement.
         schedule: `simulate(graph, cluster, placement)`.
-        traced: Tells how the model was traced, if it was.
-        measured: Is set beside the prediction, if there is one.
+        traced: Source of the tracing method, if traced.
+        measured: A measurement to compare with the prediction.
 
     Raises:
         InputError: The values do not belong together.

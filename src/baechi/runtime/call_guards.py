@@ -26,7 +26,7 @@ class StateGuard:
 
     Args:
         model: The user's model.
-        graph: What was traced of it, as the submodule `model`.
+        graph: Its trace, as the submodule `model`.
     """
 
     def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:

@@ -48,7 +48,7 @@ class Executable:
     """A traced model on its devices.
 
     Attributes:
-        program: What runs; proved.
+        program: The program to run; proved.
         places: The torch device of every logical device.
         graphs: The CUDA graphs of the tapes, if these were requested.
         state_devices: The logical device of every parameter, buffer and constant.

@@ -62,8 +62,8 @@ def located(
     """The error with the operator that was running and the model's own line.
 
     Args:
-        error: What was raised.
-        nodes: What the function runs.
+        error: The error raised.
+        nodes: The nodes that the function runs.
         function: The code of a tape.
         device: The logical device that ran it.
         backward: The autograd node that was running, if that is known.

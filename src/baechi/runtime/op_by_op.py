@@ -139,7 +139,7 @@ class Operators:
 
         Args:
             bound: The placed model's code.
-            values: What the operators make unsplit.
+            values: The operators' results, unsplit.
             found: Gets what differs.
             seed: As in `unsplit`.
         """

@@ -25,7 +25,7 @@ def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch
     """Every parameter, buffer and constant with the logical device of the operators that own it.
 
     Args:
-        module: What was traced.
+        module: The traced model.
         devices: The logical device of every operator, or of more.
     """
     homes: dict[torch.Tensor, int] = {}
@@ -65,10 +65,10 @@ def pinned(
     """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
 
     Args:
-        traced: What is to be placed.
+        traced: The model to place.
         cluster: The devices of the homes.
         homes: The parameters that must stay, with their devices.
-        constraints: What else a placement must respect.
+        constraints: Further constraints of the placement.
     """
     forbidden: dict[str, set[str]] = {}
     for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):

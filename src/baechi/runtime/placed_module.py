@@ -52,7 +52,7 @@ def apply(
             the names of the cluster's devices.
         graph: The graph that was placed: the placement is checked against it, and `schedule` and
             `report` need it. It says what runs forward again, where it has `checkpoint`.
-        cluster: What it was placed on.
+        cluster: The cluster that it was placed on.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
         compile: Hand every segment to `torch.compile`; or a dict of its backend, mode and options.
         cuda_graphs: Whether what runs on CUDA devices is captured as CUDA graphs after a few calls:
@@ -291,7 +291,7 @@ class PlacedModule(nn.Module):
 
         Args:
             steps: The number of timed steps, after some to warm up; the peaks are of others.
-            optimizer: Whose state counts as memory. Without one, or before its first step, there
+            optimizer: Its state counts as memory. Without one, or before its first step, there
                 is no state to be measured, and `absent_bytes` says what the plan keeps for it.
 
         Raises:

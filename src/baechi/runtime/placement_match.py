@@ -19,7 +19,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     Args:
         traced: The model.
         placement: Of it.
-        graph: What was placed, where known.
+        graph: The placed graph, where known.
 
     Raises:
         InputError: It is of another graph, parts a group, or is in no topological order.

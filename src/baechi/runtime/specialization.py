@@ -31,11 +31,11 @@ class Specialization:
     """A placed model for one shape of call.
 
     Attributes:
-        traced: What was traced.
+        traced: The traced model.
         placement: Where it went.
-        graph: What was placed, where known.
+        graph: The placed graph, where known.
         cluster: On what, where known.
-        executable: What runs.
+        executable: The executable of its calls.
     """
 
     traced: Traced

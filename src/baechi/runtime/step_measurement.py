@@ -58,9 +58,9 @@ def measure_steps(
     """The measured steps of `executable` on copies of the call's tensors.
 
     Args:
-        executable: What runs; its step is forward and backward if it was placed for training.
+        executable: The executable; its step is forward and backward if it was placed for training.
         model: The model, whose gradients and buffers are put back.
-        call: What is run.
+        call: The call to run.
         loss_device: The logical device that is charged with the gradients of the outputs.
         metered: Makes the meter of a step, which follows what every device holds.
         steps: The number of timed steps.

@@ -53,7 +53,7 @@ class CompileOptions:
 
     Attributes:
         backend: A name that torch knows, or a function of a graph and its example inputs.
-        keywords: What it takes besides.
+        keywords: Its further arguments.
     """
 
     backend: Any
@@ -134,8 +134,8 @@ class CompiledTape:
         generated: The function as generated, of a list that it empties.
         plain: The same of single arguments, to be compiled.
         options: How it is compiled.
-        nodes: What the function runs.
-        label: What a warning calls it.
+        nodes: The nodes that the function runs.
+        label: Its name in a warning.
     """
 
     def __init__(

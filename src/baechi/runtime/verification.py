@@ -63,8 +63,8 @@ def verify(
 
     Args:
         unsplit: The model as it was before it was placed.
-        executable: What runs the placed one; has a backward if it was placed for training.
-        module: What was traced.
+        executable: The executable of the placed one; has a backward if it was placed for training.
+        module: The traced model.
         call: The step's arguments; they are copied.
         every: Compare every operator, also where the step is the same.
 

@@ -40,7 +40,7 @@ class CudaRecorder:
         """Capture what the function launches; the replay launches it on the current stream.
 
         Args:
-            function: What to capture.
+            function: The function to capture.
             rank: Its place in the order of a step; one that comes late gets a pool of its own.
 
         Raises:

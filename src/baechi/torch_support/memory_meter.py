@@ -109,7 +109,7 @@ class Meter:
 
         Args:
             account: The account to charge.
-            tensor: What is copied.
+            tensor: The tensor to copy.
             moved: Whether it comes from another logical device, and not from the caller.
         """
         if moved:

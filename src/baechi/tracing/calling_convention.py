@@ -38,7 +38,7 @@ class Call:
     Attributes:
         tensors: The tensors among the arguments, in order.
         structure: The arguments `(args, kwargs)` without them.
-        autocast: What was on.
+        autocast: The state of autocast.
         objects: The caller's lists, dicts and objects that hold them, in order.
     """
 
@@ -156,7 +156,7 @@ def flat_model(
     Args:
         model: The model.
         call: The call whose structure it takes.
-        around: What a run of the model's forward happens in.
+        around: A context for each run of the model's forward.
 
     Returns:
         The module, whose `forward` has one argument per tensor of the call and whose only

@@ -23,7 +23,7 @@ class Contents:
 
     Attributes:
         keys: Of its items, if it is a dict.
-        n_items: How many of the values are items; the others are attributes.
+        n_items: The number of items among the values; the others are attributes.
         names: Of its attributes; None if these are its items.
     """
 

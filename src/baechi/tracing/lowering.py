@@ -34,7 +34,7 @@ class TracedModule:
     Attributes:
         model: The user's model.
         graph_module: The flat graph over it.
-        facts: What each node does.
+        facts: The effects of each node.
         call: The example call, with its tensors.
         returned: The structure around the outputs.
         nodes: The fx nodes of every op, in program order.

@@ -64,7 +64,7 @@ class Structure:
 
     Attributes:
         leaves: Tensor slots and constants, in pytree order.
-        spec: How pytree puts them together.
+        spec: The structure by which pytree puts them together.
     """
 
     leaves: tuple[Any, ...]
@@ -122,7 +122,7 @@ def flatten(
 
     Args:
         value: Tuples, lists, dicts, dataclasses, and what pytree knows, of anything.
-        is_tensor: Which leaves are tensors.
+        is_tensor: A predicate for leaves that are tensors.
         objects: Whether to look into objects of other classes too: `fill` makes new ones.
         given: Objects that `fill` is given instead.
     """

@@ -50,7 +50,7 @@ def extract(
     Args:
         module: The graph module that owns the nodes.
         nodes: Nodes in program order, without placeholders; get_attr nodes become inputs.
-        outputs: Which of them to return.
+        outputs: Those to return.
         apart: Inputs that each reader gets as an argument of its own, so that their gradients
             can be told apart and added up in the order of the unsplit model.
         exits: (node, position, next): values that also leave through an alias, so that autograd

@@ -98,7 +98,7 @@ def bind(
 
     Args:
         module: The model.
-        structure: What was compiled.
+        structure: The compiled step.
         program: The compiled placement of it.
         places: The torch device of every logical device.
         options: Of `torch.compile`, for every tape; None leaves them as generated.

@@ -37,7 +37,7 @@ class Layout:
 
     Attributes:
         module: The traced model.
-        program: What runs it.
+        program: The program that runs it.
         position: Place of every node.
         op_of: Operator of every node that runs.
         tape_of: Tape of every operator.
@@ -104,7 +104,7 @@ class Gradients:
     """The paths of all gradients.
 
     Attributes:
-        n: How many slots there are.
+        n: The number of slots.
         carried: Tensor of the program -> (slot where it is made, slot where it is used).
     """
 

@@ -31,7 +31,7 @@ class CutTensor:
     Attributes:
         source: The caller's tensor or a parameter, or an alias of it.
         cut: An alias of the cut-off one, without its graph.
-        version: How often the source had been written.
+        version: The version counter of the source.
     """
 
     source: torch.Tensor
@@ -116,8 +116,8 @@ class Entry:
     """A tensor that may enter with a gradient.
 
     Attributes:
-        argument: Which argument of the function holds it.
-        leaf: Which of the argument's tensors it is.
+        argument: The index of the argument of the function that holds it.
+        leaf: Its index among the argument's tensors.
         value: The value whose flag says whether it needs a gradient; -1 for a parameter.
         grad: The slot that gets its gradient.
         given: Whether it is the caller's tensor.
@@ -138,7 +138,7 @@ class Output:
     """A value that leaves the tape.
 
     Attributes:
-        result: Which result of the function it is; -1 if it is given by the caller or by the model.
+        result: Its index among the function's results; -1 if the caller or the model gives it.
         given: That value: the index of the caller's tensor, or the model's own tensor.
         value: Its number.
         bare: Whether it is a tensor and not a structure of several.

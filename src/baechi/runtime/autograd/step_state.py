@@ -28,7 +28,7 @@ class Step:
         inputs: The caller's tensors.
         slots: Values between tapes, by slot; each place of the program has its own.
         flags: For every value whether it needs a gradient; a tuple if it has several tensors.
-        results: What the caller gets, by result.
+        results: The tensors for the caller, by result.
         grads: Gradients between tapes, by slot.
         records: For every tape what its backward needs; None if it has none.
         cut_tensors: For every tape where what entered it came from, if the caller may write there.
@@ -39,7 +39,7 @@ class Step:
             for the stream on which a parameter was first used, and no tape runs its hooks.
         graphed: The tapes whose forward was a replay; their backward must be one.
         moved: What is written of the caller's tensors on another device than theirs, by input.
-        own: What an executor remembers of the step between its phases.
+        own: The executor's state between the phases of the step.
     """
 
     __slots__ = (

@@ -47,7 +47,7 @@ class TapeCode:
         index: Of the tape.
         device: Logical device.
         place: Its torch device.
-        nodes: What it runs.
+        nodes: The nodes that it runs.
         function: The generated function, of a list of arguments that it empties.
         template: Its arguments, with parameters, buffers and submodules in place.
         fills: (argument, slot) of values of other tapes.
@@ -55,8 +55,8 @@ class TapeCode:
         shown: Those of them that leave as they are.
         written: Those that some operator writes.
         given: (argument, index) of the caller's tensors.
-        entries: What may enter with a gradient.
-        outputs: What leaves.
+        entries: The inputs that may have a gradient.
+        outputs: The values that leave.
         exits: How many results of the function, its last, are aliases through which the gradient
             of one reader comes in its turn.
         seeds: For each exit, and then for each tensor of each output that the function makes, the
@@ -65,7 +65,7 @@ class TapeCode:
         by_hand: Whether an operator's backward is custom Python.
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
-        recomputation: How it runs again, if it is checkpointed.
+        recomputation: Its recomputation, if it is checkpointed.
     """
 
     index: int

@@ -38,7 +38,7 @@ class Recorder(Protocol):
         memory of its own, or an earlier one that follows it in a step would write into its results.
 
         Args:
-            function: What to record.
+            function: The function to record.
             rank: Its place in the order of a step.
 
         Raises:
@@ -119,7 +119,7 @@ class _Forward:
         slots: (slot, value) of what it gives other tapes.
         results: (result, value) of what it gives the caller.
         flags: (value, flag).
-        record: What its backward needs, if it has one.
+        record: The record for its backward, if it has one.
     """
 
     replay: Replay

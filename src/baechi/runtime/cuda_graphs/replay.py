@@ -30,8 +30,8 @@ class _Mode:
     """Recordings of training steps, or of inferences.
 
     Attributes:
-        key: What must not change, or they are made anew.
-        steps: How many ran eagerly to warm up.
+        key: State that must not change, or they are recorded anew.
+        steps: The number of eager steps that warmed up.
         statics: Where everything stays.
         tapes: By index, those that may be recorded.
     """
@@ -52,7 +52,7 @@ class Graphs:
     need a gradient, or under another autocast.
 
     Args:
-        program: What runs.
+        program: The program to run.
         codes: Its tapes.
         sizes: Of a step's lists.
         obstacles: For each tape why it must run eagerly; empty if it need not.

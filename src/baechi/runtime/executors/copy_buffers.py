@@ -42,8 +42,8 @@ class CopyBuffers:
         """The buffer that `part`, which is `once(tensor)`, is copied to; the tensor in it.
 
         Args:
-            part: What is copied.
-            tensor: What is wanted.
+            part: The part to copy.
+            tensor: The tensor to arrive.
             place: On which torch device.
             key: The copy and the kind of step.
             statics: Of the step, if it is replayed.
@@ -69,7 +69,7 @@ class CopyBuffers:
 
         Args:
             moved: The copy.
-            tensors: What is wanted.
+            tensors: The tensors to arrive.
             key: As in `room`.
             statics: As in `room`.
         """

@@ -130,7 +130,7 @@ class CpuExecutor:
     """A worker per logical device; a single device without workers runs in the caller's thread.
 
     Args:
-        program: What to run.
+        program: The program to run.
         bound: To what.
         n_devices: Logical devices.
         threads: torch threads per worker; `None` gives each an equal share of torch's own, and a

@@ -57,7 +57,7 @@ class _StepRun:
     Attributes:
         callers: The caller's stream of every GPU when the forward began.
         replayed: Whether tapes are CUDA graphs.
-        held: What crossed streams.
+        held: Tensors that crossed streams.
     """
 
     callers: dict[torch.device, torch.cuda.Stream]
@@ -75,7 +75,7 @@ class CudaExecutor:
     their peaks must not depend on how threads meet. Calls from several threads take turns.
 
     Args:
-        program: What to run.
+        program: The program to run.
         bound: To what.
         places: The torch device of every logical device; CPUs may be among them.
         graphs: The tapes as CUDA graphs.

@@ -52,7 +52,7 @@ def make_executor(
     """The executor for these torch devices, one per logical device.
 
     Args:
-        program: What to run.
+        program: The program to run.
         bound: To what.
         places: The torch devices.
         threads: torch threads per CPU worker; `None` gives each an equal share.
@@ -81,7 +81,7 @@ def graphs_of(
 
     Args:
         module: The traced model.
-        program: What runs.
+        program: The program to run.
         bound: To what.
         places: The torch device of every logical device.
         recorder: Records for a logical device of any kind; by default CUDA devices alone are
