@@ -108,6 +108,7 @@ def test_a_class_that_no_profile_has_stays_as_in_the_table():
     assert kind.efficiency("convolution", "fp32") == find("cpu").efficiency("convolution", "fp32")
 
 
+@pytest.mark.slow
 def test_real_measurements_give_finite_efficiencies():
     model, args, kwargs = zoo.MODELS["resnet_eval"]()
     traced = baechi.trace(model, args, kwargs)

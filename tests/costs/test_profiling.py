@@ -40,6 +40,7 @@ def test_heavier_operators_cost_more() -> None:
     assert large.backward_ns > large.forward_ns
 
 
+@pytest.mark.slow
 def test_a_profile_of_a_branchy_model_covers_every_op() -> None:
     model, args, kwargs = zoo.MODELS["awkward"]()
     traced = baechi.trace(model, args, kwargs)

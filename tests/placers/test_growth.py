@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from benchmarks.placement_quality import generators
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,6 +57,7 @@ def test_without_a_path_nothing_grows():
     assert grown(together, 1, 100)[:2] == ([0, 0], [0, 1])
 
 
+@pytest.mark.slow
 def test_growth_wins_where_transfers_are_dear():
     # At equal cost: the search ends at 1.97, 2.11 and 1.97 times the optimum, growth at 1.67, 1.83
     # and 1.07.

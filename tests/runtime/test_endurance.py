@@ -374,6 +374,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
+@pytest.mark.slow
 def test_hash_seeds_and_thread_counts_change_no_bit_and_a_fork_is_told() -> None:
     """Nor does a process hang at its end with workers that nobody has stopped."""
     tests = Path(__file__).parents[1]

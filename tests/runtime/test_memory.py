@@ -142,12 +142,11 @@ def solved_on_two(graph: baechi.OpGraph, cap: int) -> baechi.Placement:
 @pytest.mark.parametrize(
     "name",
     [
-        "gpt2",
-        "vit",
         "resnet_train",
-        pytest.param("t5", marks=pytest.mark.slow),
-        pytest.param("clip", marks=pytest.mark.slow),
-        pytest.param("inception", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("gpt2", "vit", "t5", "clip", "inception")
+        ),
     ],
 )
 def test_what_was_accepted_runs_within_its_caps(name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from placed import EXACT, assert_same_values, cpus, place_on
+from seeds import some
 from steps import ALL, Case, assert_same_step, case, infer, train
 from torch import nn
 
@@ -69,7 +70,7 @@ def assert_compiled_equals_unsplit(
         module.unplace()
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", some(QUICK, 3))
 def test_what_aot_autograd_runs_equals_the_unsplit_model_in_every_bit(name: str) -> None:
     assert not assert_compiled_equals_unsplit(name, AOT, baechi.RandomPlacer(0), **EXACT)
 
@@ -165,6 +166,7 @@ class Fused(nn.Module):
         return (x.sin() * 2 + 1).relu()
 
 
+@pytest.mark.slow
 def test_inductor_is_what_compiles_unless_told_otherwise() -> None:
     x = torch.randn(64)
     module = placed(Fused(), (x,), True, n_devices=1)

@@ -317,6 +317,7 @@ class Server:
         return self.process.wait(60), rest
 
 
+@pytest.mark.slow
 def test_no_request_of_the_openapi_document_is_an_error_of_the_service(start):
     schemathesis = pytest.importorskip("schemathesis")
     import requests

@@ -77,6 +77,7 @@ def test_a_growing_cache_is_another_shape_at_each_step(ids: torch.Tensor) -> Non
     module.unplace()
 
 
+@pytest.mark.slow
 def test_measured_costs_and_measured_steps_leave_the_cache_alone(ids: torch.Tensor) -> None:
     model = model_of("gpt2")
     options = GREEDY | {"cache_implementation": "static"}
