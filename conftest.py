@@ -16,6 +16,12 @@ _NEEDS = {
     "tests/scheduling/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
 }
 collect_ignore = [path for path, names in _NEEDS.items() if None in map(find_spec, names)]
+if find_spec("hypothesis") is None:
+    collect_ignore += [
+        str(path)
+        for path in Path(__file__).parent.glob("tests/**/test_*.py")
+        if any(word in path.read_text() for word in ("from hypothesis", "from strategies"))
+    ]
 _GPUS = {"gpu": 1, "multigpu": 2}
 # Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
 # wait five minutes for them when a test run ends.

@@ -134,7 +134,7 @@ class Highs(LinearSolver):
         ):
             solver.setOptionValue(option, value)
         # HiGHS 1.15 crashes in `crossover` if its thread has not run anything yet. And a thread
-        # # that has run it with more threads keeps them, and refuses to run with one.
+        # that has run it with more threads keeps them, and refuses to run with one.
         solver.addVar(0.0, 1.0)
         if solver.run() == highspy.HighsStatus.kError:
             solver.setOptionValue("threads", 0)
