@@ -60,7 +60,7 @@ test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which n
 # The benchmarks' own tests, too; every random test makes eight to ten times the cases.
 test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
-	  --hypothesis-profile nightly -m "not gpu and not multigpu" \
+	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
 
 mutants: $(VENV)/.dev ## Break the code in sixty places, one after another: the tests must notice each
@@ -68,7 +68,7 @@ mutants: $(VENV)/.dev ## Break the code in sixty places, one after another: the 
 
 # Without the two tests whose matrices are too large for a CPU.
 test-emulated: $(VENV)/.dev ## Run the tests of GPUs on an emulated CUDA (needs a CUDA build of torch)
-	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py -m pytest -n $(JOBS) \
+	EMULATED_CUDA_DEVICES=2 $(BIN)/python tests/support/emulated_cuda/run.py -m pytest -n $(JOBS) -o budget_s=0 \
 	  -m "gpu or multigpu" -k "not allocator_holds and not more_work" tests
 
 check: $(VENV)/.dev ## Lint, format, types; the build has C++ warnings as errors
@@ -94,7 +94,7 @@ sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and un
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) --no-build-isolation --no-deps --target build/sanitized . \
 	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
-	$(SANITIZED) -m pytest $(CORE_TESTS) \
+	$(SANITIZED) -m pytest $(CORE_TESTS) --hypothesis-profile sanitized -o budget_s=0 \
 	  --ignore tests/problem/test_exact_bounds.py --ignore tests/placers/test_linear_programs.py
 
 clean: ## Remove what make made, the virtual environment too

@@ -2,8 +2,10 @@
 
 import gc
 import os
+import resource
 import signal
-from collections.abc import Iterator
+import time
+from collections.abc import Generator, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -22,6 +24,7 @@ if find_spec("hypothesis") is None:
         for path in Path(__file__).parent.glob("tests/**/test_*.py")
         if any(word in path.read_text() for word in ("from hypothesis", "from strategies"))
     ]
+_COSTLY = 10
 _GPUS = {"gpu": 1, "multigpu": 2}
 # Processes that compile take longer to start than small functions do to compile; and torch 2.11 may
 # wait five minutes for them when a test run ends.
@@ -41,7 +44,33 @@ if find_spec("hypothesis") is not None:
     # `make mutants` asks whether a test fails; the smallest example would take minutes to find.
     alone = (Phase.explicit, Phase.generate)
     settings.register_profile("mutants", settings.get_profile("default"), phases=alone)
+    # Sanitizers look at what a case touches, and make it five times slower.
+    settings.register_profile("sanitized", max_examples=5, derandomize=True, **patient)
     settings.load_profile("default")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long a test may take is an option in pyproject.toml."""
+    parser.addini("budget_s", "processor time that a test may take; 0 for any", default="0")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test of the default run that takes more processor time than `budget_s`.
+
+    A busy machine fails nothing, since waiting is not counted. Without this limit the suite grows
+    back: `tests/README.md` says what to do instead.
+    """
+    begun = _processor_s()
+    yield
+    took, budget_s = _processor_s() - begun, float(item.config.getini("budget_s"))
+    if budget_s and took > budget_s and not item.get_closest_marker("costly"):
+        pytest.fail(f"took {took:.1f} s of processor time; the budget is {budget_s:g} s", False)
+
+
+def _processor_s() -> float:
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -53,6 +82,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
         if isinstance(name, str):
             item.add_marker(pytest.mark.xdist_group(name))
+    costly = sum(item.get_closest_marker("costly") is not None for item in items)
+    if costly > _COSTLY:
+        raise pytest.UsageError(f"{costly} tests have the marker costly; at most {_COSTLY} may.")
     wanted = [
         (item, n) for item in items for mark, n in _GPUS.items() if item.get_closest_marker(mark)
     ]

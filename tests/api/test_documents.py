@@ -66,6 +66,7 @@ def test_links_lead_somewhere(document: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.costly("measures a model that generates, as the guide says")
 @pytest.mark.parametrize(("document", "count"), [("docs/guide.md", 4)])
 def test_examples_run(
     document: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

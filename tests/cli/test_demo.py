@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from seeds import some
 
 import baechi
 from baechi import ExecutionError, InputError
@@ -52,7 +53,7 @@ def told():
 
 
 @drawn
-@pytest.mark.parametrize("optimizer", ["adamw", "momentum"])
+@pytest.mark.parametrize("optimizer", some(["adamw", "momentum"], 2))
 def test_a_job_is_refused_on_one_device_and_trained_on_two(tmp_path, told, optimizer, monkeypatch):
     threads = torch.get_num_threads()
     measured, write = [], demo._write

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from seeds import covering
 
 from baechi import Cluster, InputError, Link, Op, OpGraph, Tensor, simulate, solve
 from baechi.cluster_simulation.catalog import (
@@ -102,8 +103,9 @@ def checked(devices, change, seen):
     return call
 
 
-@pytest.mark.parametrize("scheme", sorted(set(SCHEMES) - {"yarn"}))
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("policy", "scheme"), covering(list(POLICIES), sorted(set(SCHEMES) - {"yarn"}))
+)
 def test_what_must_hold_holds(policy, scheme, watched):
     counts = scheme == "count"
     fleets = (FLEETS[0], Fleet.uniform(2, 2, 2)) if counts else FLEETS

@@ -214,7 +214,7 @@ def test_tf32_is_asked_for_class_by_class():
         assert rounded_classes(find(KIND), None) == {"matmul", "recurrent"}
 
 
-@pytest.mark.parametrize("name", some(sorted(zoo.MODELS), 3, 1))
+@pytest.mark.parametrize("name", some(sorted(zoo.MODELS), 6, 1))
 def test_every_operator_of_every_model_runs_on_shapes_alone(name):
     traced = case(name).traced
     costs = baechi.estimate(traced, KIND).costs

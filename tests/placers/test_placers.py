@@ -73,9 +73,10 @@ def test_the_list_scheduler_agrees_with_the_oracle(graph, cluster, seed, sct):
     assert_schedulers_agree(graph, cluster, random_favorites(graph, seed) if sct else None)
 
 
+@pytest.mark.costly("the oracle is plain Python")
 # Enough seeds that dropping any one of the scheduler's ways back from a dead end shows.
 def test_the_list_scheduler_agrees_with_the_oracle_where_memory_is_tight():
-    for seed in seeds(1200):
+    for seed in seeds(400):
         graph, cluster = tight(seed)
         children = random_favorites(graph, seed) if seed % 2 else None
         assert_schedulers_agree(graph, cluster, children)
@@ -113,7 +114,7 @@ def islands(seed):
 
 # Of equal devices only the used ones and the next one take part; all others must not be missed.
 def test_the_list_scheduler_agrees_with_the_oracle_where_devices_are_equal():
-    for seed in seeds(300):
+    for seed in seeds(150):
         graph = (dense(seed) if seed % 3 else tight(seed))[0]
         children = random_favorites(graph, seed) if seed % 2 else None
         assert_schedulers_agree(graph, islands(seed), children, headroom=0.25 * (seed % 5 == 0))

@@ -65,7 +65,11 @@ def test_auto_is_never_worse_than_a_single_device_that_fits(graph, cluster, effo
         assert chosen.stats["makespan_ns"] <= single.stats["makespan_ns"]
 
 
-@given(graphs(max_ops=5, min_ops=1), clusters(memory=st.integers(0, 150)), st.sampled_from(EFFORTS))
+@given(
+    graphs(max_ops=5, min_ops=1),
+    clusters(memory=st.integers(0, 150)),
+    st.sampled_from(["fast", "balanced"]),
+)
 def test_find_is_solve_without_the_explanation(graph, cluster, effort):
     found = find(Problem(graph, cluster), effort)
     try:
@@ -81,7 +85,7 @@ def test_where_brute_force_finds_a_placement_solve_does(graph, cluster, data):
         solve(graph, cluster, name)
 
 
-@given(graphs(max_ops=6, min_ops=1), clusters(memory=st.integers(0, 60)), st.sampled_from(NAMES))
+@given(graphs(max_ops=4, min_ops=1), clusters(memory=st.integers(0, 60)), st.sampled_from(NAMES))
 def test_the_missing_memory_is_exact(graph, cluster, name):
     try:
         solve(graph, cluster, name)

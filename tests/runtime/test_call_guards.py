@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from placed import at_random
+from seeds import covering
 from torch import nn
 
 import baechi
@@ -213,8 +214,7 @@ def seen(model: nn.Module, calls: list[Callable[[], Any]]) -> list[Any]:
     return rows
 
 
-@pytest.mark.parametrize("write", [False, True], ids=["read", "written"])
-@pytest.mark.parametrize("first", [apart, one, overlapping], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(("first", "write"), covering([apart, one, overlapping], [False, True]))
 def test_what_is_shared_in_one_call_may_be_apart_in_the_next(first: Arguments, write: bool) -> None:
     torch.manual_seed(0)
     model = Both(write=write)

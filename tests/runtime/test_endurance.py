@@ -116,6 +116,7 @@ def leaks_nothing(module: baechi.PlacedModule, x: torch.Tensor, bound_bytes: int
     assert resident_bytes() - held < bound_bytes
 
 
+@pytest.mark.costly("a thousand steps")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own account")
 def test_a_thousand_steps_leak_no_memory_and_no_threads() -> None:
     """Of what a step makes, 128 KiB and more at a time, one left over in each would be seen."""
@@ -144,16 +145,16 @@ def test_a_thousand_steps_of_a_real_model_leak_nothing(name: str) -> None:
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
-def test_an_error_in_the_500th_step_reaches_the_caller_and_the_next_steps_are_right(
+def test_an_error_in_the_100th_step_reaches_the_caller_and_the_next_steps_are_right(
     way: str,
 ) -> None:
     model, x = Strikes(), torch.randn(6, 4)
     module = placed.at_random(model, (x,), seed=1, devices=2)
     COUNTS.update(forward=0, backward=0)
-    STRIKES[way] = 500
-    for i in range(1, 521):
-        before = copy.deepcopy(model.state_dict()) if i == 501 else {}
-        if i == 500:
+    STRIKES[way] = 100
+    for i in range(1, 121):
+        before = copy.deepcopy(model.state_dict()) if i == 101 else {}
+        if i == 100:
             named = r"^strikes \(.*in forward: " if way == "forward" else "on logical device"
             with pytest.raises(baechi.ExecutionError, match=f"{named}.*struck {way}"):
                 placed.step(module, (x,), {})
@@ -225,7 +226,7 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
         assert not worker.is_alive()
 
 
-@pytest.mark.parametrize("name", some(zoo.MODELS, 4, 3))
+@pytest.mark.parametrize("name", some(zoo.MODELS, 8, 3))
 def test_no_weight_outlives_its_model(name: str) -> None:
     """What autograd keeps of a trace, of a measured operator or of a step holds nothing else."""
     model, args, kwargs = zoo.MODELS[name]()

@@ -46,7 +46,7 @@ def kept_between_forward_and_backward(traced: baechi.Traced) -> list[int]:
     return kept
 
 
-@pytest.mark.parametrize("name", some(ALL, 4, 2))
+@pytest.mark.parametrize("name", some(ALL, 8, 2))
 def test_what_autograd_keeps_is_what_the_whole_model_keeps(name: str) -> None:
     _, traced, profile = example(name)
     module = traced.module
@@ -84,7 +84,7 @@ def test_the_peak_of_one_device_is_predicted(name: str, optimizer: str | None) -
     assert 0.97 * seen <= said <= 1.07 * seen
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "mixtral", "nn_transformer"])
+@pytest.mark.parametrize("name", some(["gpt2", "t5", "mixtral", "nn_transformer"], 2))
 def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> None:
     """Operators placed at random, one by one: the most copies that there can be."""
     for said, seen in peaks(name, 2, "sgd", 0):
@@ -94,7 +94,7 @@ def test_no_peak_of_two_devices_is_far_above_what_was_predicted(name: str) -> No
 @pytest.mark.parametrize(
     ("name", "training"),
     [
-        *(("gpt2", True), ("t5", False), ("mixtral", True), ("resnet_train", True)),
+        *(("t5", False), ("mixtral", True)),
         *(
             pytest.param(name, training, marks=pytest.mark.slow)
             for name in zoo.MODELS

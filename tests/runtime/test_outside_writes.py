@@ -5,6 +5,7 @@ from collections.abc import Callable
 import placed
 import pytest
 import torch
+from seeds import covering
 from torch import nn
 
 import baechi
@@ -93,9 +94,7 @@ def output_written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 WRITES = [input_written, input_added_to, weights_updated, output_written]
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "seed", "hooked"), covering(WRITES, range(3), [False, True]))
 def test_what_is_written_between_forward_and_backward_is_an_error_as_on_the_unsplit_model(
     write: Callable[[nn.Module, torch.Tensor], torch.Tensor], seed: int, hooked: bool
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import placed
 import pytest
 import torch
+from seeds import covering
 from torch import nn
 
 import baechi
@@ -71,9 +72,10 @@ def same(one: list[Any], other: list[Any]) -> bool:
     return all(placed.same(x, y) for x, y in pairs)
 
 
-@pytest.mark.parametrize("steps", [once, kept, accumulated, asked])
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    ("steps", "seed", "before"),
+    covering([once, kept, accumulated, asked], range(3), [True, False]),
+)
 def test_hooks_see_and_change_what_they_do_on_the_unsplit_model(
     steps: Callable[[nn.Module], list[Any]], seed: int, before: bool
 ) -> None:

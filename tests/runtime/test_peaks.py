@@ -3,6 +3,7 @@
 import pytest
 import torch
 from placed import cpus
+from seeds import covering
 from torch import Tensor, nn
 from zoo import OwnLoss
 
@@ -47,8 +48,7 @@ def errors(model: nn.Module, args: tuple[Tensor, ...], n: int, seeds: int) -> li
     return found
 
 
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("stack", [False, True])
+@pytest.mark.parametrize(("split", "stack"), covering([False, True], [False, True]))
 def test_parts_of_one_gradient_on_four_devices(split: bool, stack: bool) -> None:
     rows = errors(Branches(split, stack), (torch.randn(32, 64),), 4, 3)
     assert min(rows) >= -0.01

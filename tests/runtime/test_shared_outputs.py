@@ -6,6 +6,7 @@ from typing import Any
 import placed
 import pytest
 import torch
+from seeds import covering
 from torch import Tensor, nn
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -99,8 +100,9 @@ def seen(model: nn.Module, write: Callable[..., None]) -> list[list[Tensor]]:
     return rows
 
 
-@pytest.mark.parametrize("devices", [1, 3])
-@pytest.mark.parametrize("function", [*SHARED, written_before, view_of_the_input])
+@pytest.mark.parametrize(
+    ("function", "devices"), covering([*SHARED, written_before, view_of_the_input], [1, 3])
+)
 def test_outputs_that_share_memory_have_the_unsplit_model_s_gradients(
     function: Callable[..., Any], devices: int
 ) -> None:
@@ -120,8 +122,7 @@ def test_one_tensor_twice_and_a_view_of_an_argument_may_be_written(
     torch.testing.assert_close(seen(module, write), seen(unsplit, write))
 
 
-@pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("function", SHARED)
+@pytest.mark.parametrize(("function", "write"), covering(SHARED, WRITES))
 def test_a_write_into_an_output_that_shares_memory_is_refused(
     function: Callable[..., Any], write: Callable[..., None]
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 import zoo
 from fake_cuda import Gpu
 from placed import at_random
+from seeds import some
 from torch import nn
 
 import baechi
@@ -151,7 +152,9 @@ def test_each_shape_of_call_keeps_its_own_measurement() -> None:
     assert "Predicted beside measured" in placed.report()
 
 
-@pytest.mark.parametrize("name", ["gpt2", "resnet_train", "clip", "lstm_lm", "nn_transformer"])
+@pytest.mark.parametrize(
+    "name", some(["gpt2", "resnet_train", "clip", "lstm_lm", "nn_transformer"], 2)
+)
 def test_models_are_measured_with_their_own_loss_or_the_sum_of_outputs(name: str) -> None:
     model, args, kwargs = getattr(zoo, name)()
     traced = baechi.trace(model, args, kwargs)

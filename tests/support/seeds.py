@@ -1,17 +1,22 @@
-"""How many random cases a test makes: a tenth by default, all in a nightly run."""
+"""How many cases a test makes: a part by default, all in a nightly run."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import combinations, product
 from typing import Any
 
 import pytest
 
 
 def seeds(nightly: int) -> range:
-    """The seeds 0, 1, ... of a run: `nightly` of them, or a tenth where the run is not nightly."""
+    """The seeds 0, 1, ... of a run: `nightly` of them, by default a tenth of these.
+
+    Under sanitizers it is a fiftieth: as hypothesis's examples, whose number `conftest.py` sets.
+    """
     from hypothesis import settings  # not on a machine that is there for its GPU alone
 
-    nightly_run = settings().max_examples >= settings.get_profile("nightly").max_examples
-    return range(nightly if nightly_run else max(1, nightly // 10))
+    examples = settings().max_examples
+    nightly_run = examples >= settings.get_profile("nightly").max_examples
+    return range(nightly if nightly_run else max(1, nightly * examples // 250))
 
 
 def some(names: Collection[str], of: int, first: int = 0) -> list[Any]:
@@ -24,4 +29,28 @@ def some(names: Collection[str], of: int, first: int = 0) -> list[Any]:
     ]
     return [
         pytest.param(name, marks=() if name in chosen else (pytest.mark.slow,)) for name in names
+    ]
+
+
+def covering(*axes: Sequence[Any]) -> list[Any]:
+    """Rows for `parametrize` with a value of each axis: at night their whole product.
+
+    By default as few as a greedy choice needs: of two axes each value once, of more axes each pair
+    of values of two of them.
+    """
+    strength = 1 if len(axes) == 2 else 2
+    rows = list(product(*(range(len(axis)) for axis in axes)))
+    covers = {row: set(combinations(enumerate(row), strength)) for row in rows}
+    left = set().union(*covers.values())
+    chosen = set()
+    while left:
+        best = max(rows, key=lambda row: len(covers[row] & left))
+        left -= covers[best]
+        chosen.add(best)
+    return [
+        pytest.param(
+            *(axis[i] for axis, i in zip(axes, row, strict=True)),
+            marks=() if row in chosen else (pytest.mark.slow,),
+        )
+        for row in rows
     ]

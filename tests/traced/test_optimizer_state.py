@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
+from seeds import covering
 from torch import nn
 
 import baechi
@@ -57,8 +58,12 @@ def test_state_is_what_the_optimizer_holds_after_a_step(name: str, dtype: torch.
         assert computed == held_bytes(optimizer), shape
 
 
-@pytest.mark.parametrize("name", ["momentum", "adamw", "adafactor"])
-@pytest.mark.parametrize("model_name", ["gpt2", "t5", "clip", "resnet_train", "recurrent"])
+@pytest.mark.parametrize(
+    ("model_name", "name"),
+    covering(
+        ["gpt2", "t5", "clip", "resnet_train", "recurrent"], ["momentum", "adamw", "adafactor"]
+    ),
+)
 def test_state_of_a_whole_model(model_name: str, name: str) -> None:
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[model_name]()
     traced = baechi.trace(model, args, kwargs)
