@@ -13,6 +13,7 @@ from baechi.cli.console import (
     OptimizerOption,
     OutOption,
     TraceOption,
+    load_model,
     no_folder,
     say,
     say_costs,
@@ -20,11 +21,10 @@ from baechi.cli.console import (
     trace_model,
     write,
 )
-from baechi.cli.named_models import load_model
 from baechi.costs.profile_cache import ProfileStore, default_path
 from baechi.errors import InputError
 from baechi.records import device_kinds
-from baechi.records.efficiency import DTYPES, Calibration
+from baechi.records.device_kinds import DTYPES, Calibration
 from baechi.records.op_costs import Profile
 from baechi.storage.serialization import load
 from baechi.units import format_ns

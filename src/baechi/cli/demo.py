@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import baechi
-from baechi.cli.named_models import import_file
+from baechi.cli.console import import_file
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph

@@ -10,8 +10,7 @@ import typer
 
 from baechi.cli.console import say
 from baechi.errors import InputError, reason_of
-from baechi.records.cluster import Cluster
-from baechi.records.topology import Topology
+from baechi.records.cluster import Cluster, Topology
 from baechi.storage.serialization import load
 
 _BACKLOG = 512

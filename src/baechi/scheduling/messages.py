@@ -13,8 +13,7 @@ from typing import Any, Final, TypeVar, final
 import numpy as np
 
 from baechi.errors import BaechiError, FormatError, InputError
-from baechi.records.cluster import Device
-from baechi.records.topology import Topology
+from baechi.records.cluster import Device, Topology
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.decision import Decision
 from baechi.scheduling.request import Wish

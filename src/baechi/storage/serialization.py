@@ -26,16 +26,13 @@ from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
 
 from baechi.errors import FormatError, InputError
-from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.cluster import Cluster, Device, Link, Topology
 from baechi.records.constraints import Constraints
-from baechi.records.efficiency import Calibration
-from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.device_kinds import Calibration
+from baechi.records.graph import Op, OpGraph, Phase, Tensor
 from baechi.records.instructions import Program
-from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
-from baechi.records.placement import Placement, Schedule, Span, Transfer
-from baechi.records.step_structure import Phase
-from baechi.records.topology import Topology
+from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer
 from baechi.storage.codec import Refusal, codec
 from baechi.traced.traced_model import Traced
 from baechi.validation import FrozenDict, check_path
