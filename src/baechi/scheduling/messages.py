@@ -21,7 +21,6 @@ from baechi.scheduling.snapshot import Reservation, Snapshot
 from baechi.scheduling.whatif import WhatIf
 from baechi.storage.codec import Refusal, codec
 from baechi.storage.serialization import parse_json
-from baechi.validation import check_count
 
 SCHEMA: Final = 1
 _T = TypeVar("_T")
@@ -70,12 +69,12 @@ class StatusError(BaechiError):
         self.status = status
 
 
-class LimitError(StatusError):
-    """A request exceeds a limit, or the service is overloaded: status 413, 422 or 503."""
+class RefusalError(StatusError):
+    """A service refuses a request.
 
-
-class UnknownGraphError(BaechiError):
-    """No graph of this digest was uploaded, or it was dropped."""
+    Its graph is unknown (status 404), it exceeds a limit (413, 422), or the service is overloaded
+    or cannot use its ledger (503).
+    """
 
 
 @final
@@ -218,26 +217,13 @@ def check_depth(body: bytes, most: int) -> None:
     """Checks the nesting of JSON.
 
     Raises:
-        LimitError: It is nested deeper than `most`.
+        RefusalError: It is nested deeper than `most`.
     """
     brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    opens = np.isin(np.frombuffer(brackets, np.uint8), np.frombuffer(b"[{", np.uint8))
+    opens = np.isin(np.frombuffer(brackets, np.uint8), tuple(b"[{"))
     deepest = int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
     if deepest > most:
-        raise LimitError(f"the JSON is nested {deepest} deep; the limit is {most}.", 422)
-
-
-def check_request(request: WhatIfRequest, limits: Limits) -> None:
-    """Checks the numbers of a request.
-
-    Raises:
-        LimitError: It asks for too much.
-        InputError: A number is out of range.
-    """
-    if check_count(request.up_to, "up_to") > limits.up_to:
-        raise LimitError(f"up_to is {request.up_to}; the limit is {limits.up_to}.", 422)
-    if len(request.after) > limits.after:
-        raise LimitError(f"after names {len(request.after)} jobs; at most {limits.after}.", 422)
+        raise RefusalError(f"the JSON is nested {deepest} deep; the limit is {most}.", 422)
 
 
 def snapshot_answer(snapshot: Snapshot) -> SnapshotAnswer:

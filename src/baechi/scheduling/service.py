@@ -43,24 +43,23 @@ from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.messages import (
     Failure,
     GraphAnswer,
-    LimitError,
     Limits,
+    RefusalError,
     ReleaseRequest,
     ReserveRequest,
     SnapshotAnswer,
     SolveAnswer,
     SolveRequest,
-    UnknownGraphError,
     WhatIfRequest,
     check_depth,
-    check_request,
     decode,
     encode,
     snapshot_answer,
 )
 from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
-from baechi.scheduling.worker_pool import Question, State, Workers
+from baechi.scheduling.worker_pool import Question, Workers
+from baechi.validation import check_count
 
 _T = TypeVar("_T")
 _JSON: Final = "application/json"
@@ -123,9 +122,7 @@ class _Service:
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         limits = self._limits
-        self._workers = await run_in_threadpool(
-            Workers, self._count, self._ledger.site, limits.seconds, limits.waiting
-        )
+        self._workers = await run_in_threadpool(Workers, self._count, self._ledger.site, limits)
         # A thread for every question that may wait, and some for the ledger.
         anyio.to_thread.current_default_thread_limiter().total_tokens = (
             self._count + limits.waiting + 16
@@ -165,7 +162,7 @@ class _Service:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > most:
-                    raise LimitError(f"the body has more than {most} bytes, the limit.", 413)
+                    raise RefusalError(f"the body has more than {most} bytes, the limit.", 413)
                 chunks.append(chunk)
         return b"".join(chunks)
 
@@ -179,8 +176,8 @@ class _Service:
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
-            raise LimitError(f"byte {error.start} is not UTF-8.", 422) from error
-        answer = await self._answer(Question(text, self._limits))
+            raise RefusalError(f"byte {error.start} is not UTF-8.", 422) from error
+        answer = await self._answer(Question(text))
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)
 
@@ -188,16 +185,19 @@ class _Service:
         return await self._solved(await self._message(request, SolveRequest))
 
     async def _whatif(self, request: Request) -> Response:
-        question = await self._message(request, WhatIfRequest)
-        check_request(question, self._limits)
-        return await self._solved(question)
+        wanted, limits = await self._message(request, WhatIfRequest), self._limits
+        if check_count(wanted.up_to, "up_to") > limits.up_to:
+            raise RefusalError(f"up_to is {wanted.up_to}; the limit is {limits.up_to}.", 422)
+        if len(wanted.after) > limits.after:
+            text = f"after names {len(wanted.after)} jobs; at most {limits.after}."
+            raise RefusalError(text, 422)
+        return await self._solved(wanted)
 
     async def _solved(self, request: SolveRequest | WhatIfRequest) -> Response:
         text = self._graphs.get(request.graph)
         now = await _of_ledger(self._ledger.snapshot)
         jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
-        state = State(now.version, now.uses, dict(jobs))
-        question = Question(text, self._limits, request, state)
+        question = Question(text, request, (now.version, now.uses, dict(jobs)))
         return Response(await self._answer(question), media_type=_JSON)
 
     async def _answer(self, question: Question) -> bytes:
@@ -206,21 +206,14 @@ class _Service:
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await self._message(request, ReserveRequest)
-        return await self._changed(
-            lambda: self._ledger.reserve(
-                wanted.job, wanted.claims, version=wanted.version, request_id=wanted.request_id
-            )
-        )
+        options = {"version": wanted.version, "request_id": wanted.request_id}
+        made = await _of_ledger(self._ledger.reserve, wanted.job, wanted.claims, **options)
+        return Response(encode(made), media_type=_JSON)
 
     async def _release(self, request: Request) -> Response:
         wanted = await self._message(request, ReleaseRequest)
-        return await self._changed(
-            lambda: self._ledger.release(wanted.job, request_id=wanted.request_id)
-        )
-
-    async def _changed(self, change: Callable[[], Reservation]) -> Response:
-        reservation = await _of_ledger(change)
-        return Response(encode(reservation), media_type=_JSON)
+        ended = await _of_ledger(self._ledger.release, wanted.job, request_id=wanted.request_id)
+        return Response(encode(ended), media_type=_JSON)
 
     async def _snapshot(self, _: Request) -> Response:
         now = await _of_ledger(self._ledger.snapshot)
@@ -307,9 +300,10 @@ class _Graphs:
     def get(self, digest: str) -> str:
         with self._lock:
             if digest not in self._texts:
-                raise UnknownGraphError(
+                raise RefusalError(
                     f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
-                    "was restarted or dropped it. Send it to /v1/graphs first."
+                    "was restarted or dropped it. Send it to /v1/graphs first.",
+                    404,
                 )
             self._texts.move_to_end(digest)
             return self._texts[digest]
@@ -358,12 +352,12 @@ class _Metrics:
         return generate_latest(self._registry)
 
 
-async def _of_ledger(ask: Callable[[], _T]) -> _T:
+async def _of_ledger(ask: Callable[..., _T], *args: Any, **options: Any) -> _T:
     """A result of the ledger; a damaged file is an error of the service, not of the request."""
     try:
-        return await run_in_threadpool(ask)
+        return await run_in_threadpool(ask, *args, **options)
     except FormatError as error:
-        raise LimitError(str(error), 503) from error
+        raise RefusalError(str(error), 503) from error
 
 
 def _content(kind: Any) -> dict[str, Any]:
@@ -381,16 +375,14 @@ def _error_response(error: BaechiError | TimeoutError) -> Response:
     if isinstance(error, TimeoutError):
         return _failure(408, "limit", "the body did not arrive in time.")
     text = str(error)
-    if isinstance(error, LimitError):
-        busy = error.status == 503
-        response = _failure(error.status, "busy" if busy else "limit", text)
-        if busy:
-            response.headers["Retry-After"] = "1"
-        return response
-    if isinstance(error, UnknownGraphError):
-        return _failure(404, "unknown-graph", text)
-    if isinstance(error, ReservationError) and error.reason == "unavailable":
-        return _error_response(LimitError(text, 503))
-    if isinstance(error, ReservationError):
+    if isinstance(error, ReservationError) and error.reason != "unavailable":
         return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
-    return _failure(422, "input", text)
+    if isinstance(error, ReservationError):
+        error = RefusalError(text, 503)
+    if not isinstance(error, RefusalError):
+        return _failure(422, "input", text)
+    names = {404: "unknown-graph", 503: "busy"}
+    response = _failure(error.status, names.get(error.status, "limit"), text)
+    if error.status == 503:
+        response.headers["Retry-After"] = "1"
+    return response
