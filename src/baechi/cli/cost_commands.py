@@ -6,19 +6,13 @@ from typing import Annotated
 import typer
 
 from baechi.cli.console import (
-    CheckpointOption,
-    GraphOption,
-    InferenceOption,
-    MaybeModelArgument,
-    OptimizerOption,
+    MODEL_HELP,
     OutOption,
-    TraceOption,
     load_model,
-    no_folder,
     say,
-    say_costs,
     show,
     trace_model,
+    writable,
     write,
 )
 from baechi.costs.profile_cache import ProfileStore, default_path
@@ -26,17 +20,60 @@ from baechi.errors import InputError
 from baechi.records import device_kinds
 from baechi.records.device_kinds import DTYPES, Calibration
 from baechi.records.op_costs import Profile
+from baechi.records.optimizer_state import OPTIMIZERS, check_optimizer
 from baechi.storage.serialization import load
+from baechi.traced.traced_model import Traced
 from baechi.units import format_ns
 from baechi.validation import MAX_THREADS
 
+
+def _known_optimizer(name: str) -> str:
+    """The name, if it is an optimizer's: checked before operators are measured."""
+    check_optimizer(name)
+    return name
+
+
+def _no_folder(path: Path | None) -> Path | None:
+    """The path of a file that is made where there is none."""
+    if path is not None and path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it.")
+    return path
+
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+GraphOption = Annotated[
+    Path | None,
+    typer.Option("--graph", help="Write the operator graph here.", callback=writable),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write the traced model here.", callback=writable)
+]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
+        "fp32 copy of the parameters, too, or `+amsgrad`.",
+        callback=_known_optimizer,
+    ),
+]
+CheckpointOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUBMODULE",
+        help="Run this submodule's forward again in the backward instead of keeping what it made: "
+        "a path or a pattern such as 'h.*'; may be given repeatedly.",
+    ),
+]
 KindsOption = Annotated[
     Path | None, typer.Option("--kinds", help="A TOML file with more device kinds.")
 ]
 
 
 def profile(
-    model: MaybeModelArgument = None,
+    model: ModelArgument = None,
     *,
     device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
     threads: Annotated[
@@ -55,7 +92,7 @@ def profile(
         Path | None,
         typer.Option(
             help="Keep measured costs in this file, not in the user's cache directory.",
-            callback=no_folder,
+            callback=_no_folder,
         ),
     ] = None,
     no_cache: Annotated[
@@ -95,9 +132,8 @@ def profile(
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
-    say_costs(f"measured on {device}", measured)
-    names = [op.name for op in traced.ops]
-    _say_remarks(list(zip(names, (cost.remark for cost in measured.costs), strict=True)))
+    _say_costs(f"measured on {device}", measured)
+    _say_remarks(traced, measured)
     write(measured, out)
     if graph is not None:
         kept = checkpoint or None
@@ -106,7 +142,7 @@ def profile(
 
 
 def estimate(
-    model: MaybeModelArgument = None,
+    model: ModelArgument = None,
     *,
     kind: Annotated[
         str | None, typer.Option(help="The device kind; `--list` prints those that are known.")
@@ -156,7 +192,7 @@ def estimate(
 
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
-    say_costs(f"computed for {row.name}", computed)
+    _say_costs(f"computed for {row.name}", computed)
     unseen = sum(bool(cost.remark) for cost in computed.costs)
     if unseen:
         say(f"  {unseen} operators depend on values; their times are a guess from their bytes")
@@ -206,12 +242,12 @@ def calibrate(
     write(fitted, out)
 
 
-def _say_remarks(rows: list[tuple[str, str]]) -> None:
+def _say_remarks(traced: Traced, measured: Profile) -> None:
     """Every remark once, with the first operator that it is about."""
     by_remark: dict[str, list[str]] = {}
-    for name, remark in rows:
-        if remark:
-            by_remark.setdefault(remark, []).append(name)
+    for op, cost in zip(traced.ops, measured.costs, strict=True):
+        if cost.remark:
+            by_remark.setdefault(cost.remark, []).append(op.name)
     for remark, names in by_remark.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         say(f"  {names[0]}{more}: {remark}")
@@ -257,3 +293,13 @@ def _table(kinds: tuple[device_kinds.DeviceKind, ...]) -> object:
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _say_costs(heading: str, profile: Profile) -> None:
+    """Prints the costs of all operators together, and their source."""
+    forward_ns = sum(cost.forward_ns for cost in profile.costs)
+    backward_ns = sum(cost.backward_ns for cost in profile.costs)
+    say(
+        f"{heading} ({profile.environment}): forward {format_ns(forward_ns)}, "
+        f"backward {format_ns(backward_ns)}, one op after the other"
+    )

@@ -330,12 +330,12 @@ def cluster(text: str, link: Link) -> Cluster:
     if match is None:
         raise InputError(f"cluster {text!r} cannot be read; write a count and a kind: 8xA100-...")
     row = find(match[2])
+    count = int(match[1])
+    if count < 1:
+        raise InputError(f"cluster {text!r} has no devices; give at least one.")
     place = "cpu" if row.name == "cpu" else "cuda"
-    memory_bytes = row.memory_bytes - row.context_bytes
-    devices = [
-        Device(f"{place}:{i}", memory_bytes, kind=row.name)
-        for i in range(check_size(int(match[1])))
-    ]
+    free_bytes = row.memory_bytes - row.context_bytes
+    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(check_size(count))]
     return Cluster.connected(devices, link)
 
 
