@@ -75,12 +75,13 @@ class Op:
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
-        memory = (self.persistent_bytes, self.workspace_bytes, self.late_bytes, self.reused_bytes)
-        amounts = (self.time_ns, *memory)
+        held, used = self.persistent_bytes, self.workspace_bytes
+        amounts = (self.time_ns, held, used, self.late_bytes, self.reused_bytes)
         if (
             type(self.name) is str
             and self.name
-            and {*map(type, amounts)} == {int}
+            and type(self.time_ns) is type(held) is type(used) is int
+            and type(self.late_bytes) is type(self.reused_bytes) is int
             and min(amounts) >= 0
             and max(amounts) <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
@@ -280,9 +281,8 @@ class OpGraph(StepStructure):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", check_row(self.ops, "ops", Op))
         object.__setattr__(self, "tensors", check_row(self.tensors, "tensors", Tensor))
-        names = Counter(op.name for op in self.ops)
-        if len(names) < len(self.ops):
-            twice = next(name for name, count in names.items() if count > 1)
+        if len({op.name for op in self.ops}) < len(self.ops):
+            ((twice, _),) = Counter(op.name for op in self.ops).most_common(1)
             raise InputError(f"two ops are named {twice!r}; names must be unique.")
         self._check_tensors()
         self._check_late()

@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
-    return _parse(text, expect, os.fspath(path))
+    return loads(text, expect, source=os.fspath(path))
 
 
 @typing_overload
@@ -110,7 +110,15 @@ def loads(text: str, *, source: str = ...) -> Any: ...
 def loads(text: str, expect: type[_T], *, source: str = ...) -> _T: ...
 def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any:
     """The value in `text`; `source` names it in errors. Raises `FormatError` as `load` does."""
-    return _parse(text, expect, source)
+    try:
+        raw = parse_json(text)
+        kind, value = _open_envelope(raw, expect)
+        found = codec(kind).read(value)
+        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
+    except (FormatError, Refusal) as error:
+        raise FormatError(f"{source}: {error}") from error
+    except RecursionError as error:
+        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
@@ -142,18 +150,6 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             f"cannot write {os.fspath(path)}: a name in it is no Unicode text, since {half!r} ends "
             "in a lone surrogate; rename it."
         ) from error
-
-
-def _parse(text: str, expect: type | None, source: str) -> Any:
-    try:
-        raw = parse_json(text)
-        kind, value = _open_envelope(raw, expect)
-        found = codec(kind).read(value)
-        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
-    except (FormatError, Refusal) as error:
-        raise FormatError(f"{source}: {error}") from error
-    except RecursionError as error:
-        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
 def parse_json(text: str) -> Any:
