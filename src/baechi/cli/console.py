@@ -86,11 +86,7 @@ def trace_model(
     inference: bool = False,
     checkpoint: list[str] | None = None,
 ) -> Traced:
-    """The traced model behind a name on the command line; printed, and written to `out`.
-
-    Raises:
-        InputError: There is no such model, or no submodules for `--checkpoint`.
-    """
+    """The traced model behind a name on the command line; printed, and written to `out`."""
     import baechi
 
     module, args, kwargs = load_model(model)
@@ -140,15 +136,7 @@ def show(renderable: Any) -> None:
 
 
 def load_model(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model, args and kwargs that the function named `name` returns.
-
-    Args:
-        name: `path/to/file.py:function` or `package.module:function`.
-
-    Raises:
-        InputError: There is no such file, module or function, it fails, or it returns something
-            else.
-    """
+    """What the function `file.py:function` or `package.module:function` returns."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise InputError(
@@ -182,11 +170,7 @@ def _checked(name: str, function: Any) -> tuple[Any, tuple[Any, ...], dict[str, 
 
 
 def import_file(path: Path) -> Any:
-    """The module in a file.
-
-    Raises:
-        InputError: There is no such file, or it fails.
-    """
+    """The module in a file; raises `InputError` where there is none, or it fails."""
     if not path.is_file():
         raise InputError(f"there is no file {str(path)!r}.")
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -52,11 +52,7 @@ class Job(NamedTuple):
 
 
 def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
-    """The two models of the demo; small ones of the same make if `quick`.
-
-    Raises:
-        InputError: torch, transformers or the Inception model's file is missing.
-    """
+    """The two models of the demo; small ones of the same make if `quick`."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"the demo needs {package}: pip install {package}")
@@ -106,11 +102,7 @@ def _cross_entropy(logits: Any) -> Any:
 
 
 def run(out: Path, *, quick: bool = False) -> None:
-    """Shows both models and writes their reports into `out`.
-
-    Raises:
-        InputError: Something that the demo needs is not installed, or `out` cannot be made.
-    """
+    """Shows both models and writes their reports into `out`."""
     from rich.console import Console
 
     jobs = demo_jobs(quick=quick)
@@ -136,11 +128,7 @@ def run(out: Path, *, quick: bool = False) -> None:
 
 
 def show(job: Job, out: Path, console: "Console") -> None:
-    """Places, runs, trains and reports one model.
-
-    Raises:
-        ExecutionError: A placed model's results are not the unsplit model's.
-    """
+    """Places, runs, trains and reports one model; raises where the results differ."""
     import torch
 
     from baechi.torch_support.torch_devices import torch_threads

@@ -169,11 +169,7 @@ class Cluster:
 
 
 def check_size(n: object) -> int:
-    """`n`, checked as a number of devices of a cluster.
-
-    Raises:
-        InputError: It is not from 1 to `MAX_DEVICES`.
-    """
+    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InputError(f"a cluster of {n!r} devices; give at least one.")
     if n > MAX_DEVICES:
@@ -185,11 +181,7 @@ def check_size(n: object) -> int:
 
 
 def check_positive_float(value: object, what: str, hint: str = "") -> float:
-    """`value` as a positive, finite float.
-
-    Raises:
-        InputError: It is not one.
-    """
+    """`value` as a float, if it is a positive, finite number."""
     numeric = isinstance(value, int | float) and not isinstance(value, bool)
     if not numeric or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise InputError(f"{what} is {value!r}; it must be a positive, finite number.{hint}")

@@ -100,11 +100,7 @@ def optimizer_state_bytes(optimizer: str | None, parameter: TrainedParameter) ->
 
 
 def check_optimizer(optimizer: str | None) -> tuple[str, frozenset[str]]:
-    """The name and the options of an optimizer.
-
-    Raises:
-        InputError: One of them is unknown.
-    """
+    """The name and the options of an optimizer, if they are known."""
     if not isinstance(optimizer, str | None):
         raise InputError(f"optimizer is {optimizer!r}; give its name, such as 'adamw', or None.")
     name, *options = ("none" if optimizer is None else optimizer).lower().split("+")

@@ -6,11 +6,8 @@ and equal values give equal bytes. A graph is uploaded as the file that `baechi.
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, final
-
-import numpy as np
 
 from baechi.errors import BaechiError, FormatError, InputError
 from baechi.records.cluster import Device, Topology
@@ -24,9 +21,6 @@ from baechi.storage.serialization import parse_json
 
 SCHEMA: Final = 1
 _T = TypeVar("_T")
-# A string, or what is left of the text from an open quote on: so that no text takes long.
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+\\?"?', re.DOTALL)
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @final
@@ -37,7 +31,6 @@ class Limits:
     Attributes:
         body_bytes: Size of a graph's file.
         message_bytes: Size of any other request.
-        depth: Nesting of its JSON.
         ops: Ops of a graph.
         seconds: Time for one answer.
         waiting: Requests that may wait for a worker.
@@ -48,7 +41,6 @@ class Limits:
 
     body_bytes: int = 64 * 2**20
     message_bytes: int = 4 * 2**20
-    depth: int = 32
     ops: int = 100_000
     seconds: int = 30
     waiting: int = 24
@@ -72,8 +64,8 @@ class StatusError(BaechiError):
 class RefusalError(StatusError):
     """A service refuses a request.
 
-    Its graph is unknown (status 404), it exceeds a limit (413, 422), or the service is overloaded
-    or cannot use its ledger (503).
+    It has no token (status 401), names an unknown graph (404) or exceeds a limit (413, 422); or
+    the service is overloaded or cannot use its ledger (503).
     """
 
 
@@ -211,19 +203,6 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     hint: Any = kind
     value: _T = codec(hint).read(raw)
     return value
-
-
-def check_depth(body: bytes, most: int) -> None:
-    """Checks the nesting of JSON.
-
-    Raises:
-        RefusalError: It is nested deeper than `most`.
-    """
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    opens = np.isin(np.frombuffer(brackets, np.uint8), tuple(b"[{"))
-    deepest = int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
-    if deepest > most:
-        raise RefusalError(f"the JSON is nested {deepest} deep; the limit is {most}.", 422)
 
 
 def snapshot_answer(snapshot: Snapshot) -> SnapshotAnswer:

@@ -51,7 +51,6 @@ from baechi.scheduling.messages import (
     SolveAnswer,
     SolveRequest,
     WhatIfRequest,
-    check_depth,
     decode,
     encode,
     snapshot_answer,
@@ -73,6 +72,8 @@ _FAILURES: Final = {
     422: "The request cannot be read, is nested too deeply, or asks for too much.",
     503: "The service is overloaded, or the answer takes too long. Try again, or ask for less.",
 }
+_NAMES: Final = {401: "unauthorized", 404: "unknown-graph", 503: "busy"}
+_HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 _PATHS: Final = ("/v1/graphs", "/v1/solve", "/v1/whatif", "/v1/reserve", "/v1/release",
                  "/v1/snapshot", "/healthz", "/metrics")  # fmt: skip
 # Paths that need no token.
@@ -139,21 +140,19 @@ class _Service:
         start = time.perf_counter()
         path = request.url.path
         try:
-            if path in _OPEN or self._is_known(request):
-                response = await answer(request)
-            else:
-                response = _failure(401, "unauthorized", "give the header 'Authorization: Bearer "
-                                    "TOKEN' with the service's token.")  # fmt: skip
-                response.headers["WWW-Authenticate"] = "Bearer"
+            if path not in _OPEN:
+                self._check_token(request)
+            response = await answer(request)
         except (BaechiError, TimeoutError) as error:
             response = _error_response(error)
         self._metrics.count(path, response.status_code, time.perf_counter() - start)
         return response
 
-    def _is_known(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self._token}"
-        return not self._token or hmac.compare_digest(given.encode(), wanted.encode())
+    def _check_token(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            text = "give the header 'Authorization: Bearer TOKEN' with the service's token."
+            raise RefusalError(text, 401)
 
     async def _body(self, request: Request, most: int) -> bytes:
         """The body; raises an error if it is too large or too slow."""
@@ -167,9 +166,7 @@ class _Service:
         return b"".join(chunks)
 
     async def _message(self, request: Request, kind: type[_T]) -> _T:
-        body = await self._body(request, self._limits.message_bytes)
-        check_depth(body, self._limits.depth)
-        return decode(body, kind)
+        return decode(await self._body(request, self._limits.message_bytes), kind)
 
     async def _upload(self, request: Request) -> Response:
         body = await self._body(request, self._limits.body_bytes)
@@ -325,16 +322,16 @@ class _Metrics:
             buckets=(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
             registry=self._registry,
         )
-        gauges = {
-            name: Gauge(f"baechi_{name}", text, registry=self._registry)
+        self._ledger = ledger
+        self._gauges = [
+            Gauge(f"baechi_{name}", text, registry=self._registry)
             for name, text in (
                 ("ledger_version", "Changes of the ledger."),
                 ("jobs", "Jobs with a reservation."),
                 ("claimed_bytes", "Memory that is claimed."),
                 ("claimed_devices", "Devices or instances that are claimed, by their shares."),
             )
-        }
-        self._ledger, self._gauges = ledger, gauges
+        ]
 
     def count(self, path: str, status: int, seconds: float) -> None:
         # Paths that do not exist are one, so that nobody can fill the memory with them.
@@ -345,10 +342,11 @@ class _Metrics:
     def page(self) -> bytes:
         now = self._ledger.snapshot()
         claims = [claim for row in now.jobs.values() for claim in row.claims]
-        self._gauges["ledger_version"].set(now.version)
-        self._gauges["jobs"].set(len(now.jobs))
-        self._gauges["claimed_bytes"].set(sum(claim.memory_bytes for claim in claims))
-        self._gauges["claimed_devices"].set(sum(claim.share_milli for claim in claims) / 1000)
+        nbytes = sum(claim.memory_bytes for claim in claims)
+        shares = sum(claim.share_milli for claim in claims) / 1000
+        values = (now.version, len(now.jobs), nbytes, shares)
+        for gauge, value in zip(self._gauges, values, strict=True):
+            gauge.set(value)
         return generate_latest(self._registry)
 
 
@@ -366,23 +364,17 @@ def _content(kind: Any) -> dict[str, Any]:
     return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Message"}}}
 
 
-def _failure(status: int, error: str, message: str) -> Response:
-    return Response(encode(Failure(error, message)), status_code=status, media_type=_JSON)
-
-
 def _error_response(error: BaechiError | TimeoutError) -> Response:
-    """The response for an error."""
-    if isinstance(error, TimeoutError):
-        return _failure(408, "limit", "the body did not arrive in time.")
     text = str(error)
-    if isinstance(error, ReservationError) and error.reason != "unavailable":
-        return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
-    if isinstance(error, ReservationError):
-        error = RefusalError(text, 503)
-    if not isinstance(error, RefusalError):
-        return _failure(422, "input", text)
-    names = {404: "unknown-graph", 503: "busy"}
-    response = _failure(error.status, names.get(error.status, "limit"), text)
-    if error.status == 503:
-        response.headers["Retry-After"] = "1"
-    return response
+    match error:
+        case TimeoutError():
+            status, name, text = 408, "limit", "the body did not arrive in time."
+        case RefusalError():
+            status, name = error.status, _NAMES.get(error.status, "limit")
+        case ReservationError(reason="unavailable"):
+            status, name = 503, "busy"
+        case ReservationError():
+            status, name = 404 if error.reason == "unknown" else 409, error.reason
+        case _:
+            status, name = 422, "input"
+    return Response(encode(Failure(name, text)), status, _HEADERS.get(status), _JSON)

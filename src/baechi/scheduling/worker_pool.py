@@ -31,7 +31,6 @@ from baechi.scheduling.messages import (
     SolveAnswer,
     SolveRequest,
     WhatIfRequest,
-    check_depth,
     encode,
 )
 from baechi.scheduling.snapshot import Reservation, Site, Snapshot
@@ -40,7 +39,6 @@ from baechi.storage.serialization import loads
 
 _PARSED: Final = 64  # graphs that a worker keeps parsed
 _START_SECONDS: Final = 60.0
-_STOP_SECONDS: Final = 5.0
 
 
 class Question(NamedTuple):
@@ -112,7 +110,7 @@ class Workers:
         """Ends all workers, after the answers that are under way."""
         for _ in range(self._count):
             with contextlib.suppress(queue.Empty):
-                self._idle.get(timeout=self._seconds).close()
+                self._idle.get(timeout=self._seconds).kill()
 
 
 @final
@@ -147,13 +145,6 @@ class _Worker:
         self._process.join()
         self._pipe.close()
 
-    def close(self) -> None:
-        """Lets it end."""
-        self._pipe.close()
-        self._process.join(_STOP_SECONDS)
-        if self._process.is_alive():
-            self.kill()
-
 
 def _work(pipe: Connection, site: Site, limits: Limits) -> None:
     """The main function of a worker; returns when its pipe is closed."""
@@ -175,7 +166,6 @@ def _work(pipe: Connection, site: Site, limits: Limits) -> None:
 
 
 def _read(limits: Limits, text: str) -> OpGraph:
-    check_depth(text.encode(), limits.depth)
     graph = loads(text, OpGraph, source="graph")
     if len(graph.ops) > limits.ops:
         raise RefusalError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
