@@ -168,63 +168,6 @@ class Cluster:
         return Cluster(tuple(devices), tuple(links), ports)
 
 
-def check_size(n: object) -> int:
-    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"a cluster of {n!r} devices; give at least one.")
-    if n > MAX_DEVICES:
-        raise InputError(
-            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
-            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
-        )
-    return n
-
-
-def check_positive_float(value: object, what: str, hint: str = "") -> float:
-    """`value` as a float, if it is a positive, finite number."""
-    numeric = isinstance(value, int | float) and not isinstance(value, bool)
-    if not numeric or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise InputError(f"{what} is {value!r}; it must be a positive, finite number.{hint}")
-    return float(value)  # type: ignore[arg-type]
-
-
-def _check_devices(group: Any) -> tuple[Device, ...]:
-    """The devices of a cluster or topology, checked together with its ports, and set as a tuple."""
-    devices = check_row(group.devices, "devices", Device)
-    object.__setattr__(group, "devices", devices)
-    if not devices:
-        raise InputError(f"a {type(group).__name__.lower()} has no devices; give at least one.")
-    names: set[str] = set()
-    first_of_pool: dict[str, Device] = {}
-    for device in devices:
-        if device.name in names:
-            raise InputError(
-                f"two devices are named {device.name!r}; names must be unique. For two logical "
-                f"devices on one torch device write {device.name + '/a'!r} and "
-                f"{device.name + '/b'!r}."
-            )
-        names.add(device.name)
-        first = first_of_pool.setdefault(device.pool, device) if device.pool else device
-        if first.memory_bytes != device.memory_bytes:
-            raise InputError(
-                f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
-                f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
-                "give both the pool's memory."
-            )
-    if group.ports not in PORTS:
-        raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
-    return devices
-
-
-def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
-    """True if all links of a device's row but its own are equal to `link`."""
-    return row.count(link) - (row[device] == link) == len(row) - 1
-
-
-# The levels at which devices may be required to be together, from the nearest.
-LEVELS: Final = ("node", "switch")
-
-
 @final
 @dataclass(frozen=True, slots=True)
 class Topology:
@@ -328,11 +271,58 @@ class Topology:
                 devices.append(Device(f"node{node}/{index}", memory_bytes, speed, kind))
                 at_node.append(f"node{node}")
                 at_switch.append(f"switch{node // nodes_per_switch}")
-        return Topology(
-            tuple(devices),
-            tuple(at_node),
-            tuple(at_switch),
-            node_link,
-            switch_link,
-            site_link,
+        links = (node_link, switch_link, site_link)
+        return Topology(tuple(devices), tuple(at_node), tuple(at_switch), *links)
+
+
+def check_size(n: object) -> int:
+    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise InputError(f"a cluster of {n!r} devices; give at least one.")
+    if n > MAX_DEVICES:
+        raise InputError(
+            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
+            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
         )
+    return n
+
+
+def check_positive_float(value: object, what: str, hint: str = "") -> float:
+    """`value` as a float, if it is a positive, finite number."""
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if not numeric or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise InputError(f"{what} is {value!r}; it must be a positive, finite number.{hint}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _check_devices(group: Any) -> tuple[Device, ...]:
+    """The devices of a cluster or topology, checked together with its ports, and set as a tuple."""
+    devices = check_row(group.devices, "devices", Device)
+    object.__setattr__(group, "devices", devices)
+    if not devices:
+        raise InputError(f"a {type(group).__name__.lower()} has no devices; give at least one.")
+    names: set[str] = set()
+    first_of_pool: dict[str, Device] = {}
+    for device in devices:
+        if device.name in names:
+            raise InputError(
+                f"two devices are named {device.name!r}; names must be unique. For two logical "
+                f"devices on one torch device write {device.name + '/a'!r} and "
+                f"{device.name + '/b'!r}."
+            )
+        names.add(device.name)
+        first = first_of_pool.setdefault(device.pool, device) if device.pool else device
+        if first.memory_bytes != device.memory_bytes:
+            raise InputError(
+                f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
+                f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
+                "give both the pool's memory."
+            )
+    if group.ports not in PORTS:
+        raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
+    return devices
+
+
+def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
+    """True if all links of a device's row but its own are equal to `link`."""
+    return row.count(link) - (row[device] == link) == len(row) - 1

@@ -49,24 +49,19 @@ class Limits:
     after: int = 64
 
 
-class StatusError(BaechiError):
-    """An error with its HTTP status.
+@final
+class ServiceError(BaechiError):
+    """A service refuses a request, or did not answer.
 
     Attributes:
-        status: The HTTP status.
+        status: The HTTP status. A request has no token (401), names an unknown graph (404) or
+            exceeds a limit (413, 422); or the service is overloaded or cannot use its ledger (503).
+            0 where there was no answer.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status)
         self.status = status
-
-
-class RefusalError(StatusError):
-    """A service refuses a request.
-
-    It has no token (status 401), names an unknown graph (404) or exceeds a limit (413, 422); or
-    the service is overloaded or cannot use its ledger (503).
-    """
 
 
 @final

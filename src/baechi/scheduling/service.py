@@ -44,9 +44,9 @@ from baechi.scheduling.messages import (
     Failure,
     GraphAnswer,
     Limits,
-    RefusalError,
     ReleaseRequest,
     ReserveRequest,
+    ServiceError,
     SnapshotAnswer,
     SolveAnswer,
     SolveRequest,
@@ -152,7 +152,7 @@ class _Service:
         given = request.headers.get("authorization", "").encode()
         if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
             text = "give the header 'Authorization: Bearer TOKEN' with the service's token."
-            raise RefusalError(text, 401)
+            raise ServiceError(text, 401)
 
     async def _body(self, request: Request, most: int) -> bytes:
         """The body; raises an error if it is too large or too slow."""
@@ -161,7 +161,7 @@ class _Service:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > most:
-                    raise RefusalError(f"the body has more than {most} bytes, the limit.", 413)
+                    raise ServiceError(f"the body has more than {most} bytes, the limit.", 413)
                 chunks.append(chunk)
         return b"".join(chunks)
 
@@ -173,7 +173,7 @@ class _Service:
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
-            raise RefusalError(f"byte {error.start} is not UTF-8.", 422) from error
+            raise ServiceError(f"byte {error.start} is not UTF-8.", 422) from error
         answer = await self._answer(Question(text))
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)
@@ -184,10 +184,10 @@ class _Service:
     async def _whatif(self, request: Request) -> Response:
         wanted, limits = await self._message(request, WhatIfRequest), self._limits
         if check_count(wanted.up_to, "up_to") > limits.up_to:
-            raise RefusalError(f"up_to is {wanted.up_to}; the limit is {limits.up_to}.", 422)
+            raise ServiceError(f"up_to is {wanted.up_to}; the limit is {limits.up_to}.", 422)
         if len(wanted.after) > limits.after:
             text = f"after names {len(wanted.after)} jobs; at most {limits.after}."
-            raise RefusalError(text, 422)
+            raise ServiceError(text, 422)
         return await self._solved(wanted)
 
     async def _solved(self, request: SolveRequest | WhatIfRequest) -> Response:
@@ -297,7 +297,7 @@ class _Graphs:
     def get(self, digest: str) -> str:
         with self._lock:
             if digest not in self._texts:
-                raise RefusalError(
+                raise ServiceError(
                     f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
                     "was restarted or dropped it. Send it to /v1/graphs first.",
                     404,
@@ -355,7 +355,7 @@ async def _of_ledger(ask: Callable[..., _T], *args: Any, **options: Any) -> _T:
     try:
         return await run_in_threadpool(ask, *args, **options)
     except FormatError as error:
-        raise RefusalError(str(error), 503) from error
+        raise ServiceError(str(error), 503) from error
 
 
 def _content(kind: Any) -> dict[str, Any]:
@@ -369,7 +369,7 @@ def _error_response(error: BaechiError | TimeoutError) -> Response:
     match error:
         case TimeoutError():
             status, name, text = 408, "limit", "the body did not arrive in time."
-        case RefusalError():
+        case ServiceError():
             status, name = error.status, _NAMES.get(error.status, "limit")
         case ReservationError(reason="unavailable"):
             status, name = 503, "busy"

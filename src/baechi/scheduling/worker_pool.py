@@ -27,7 +27,7 @@ from baechi.scheduling.decision import choose, explore
 from baechi.scheduling.messages import (
     GraphAnswer,
     Limits,
-    RefusalError,
+    ServiceError,
     SolveAnswer,
     SolveRequest,
     WhatIfRequest,
@@ -77,16 +77,16 @@ class Workers:
         """The answer, as a message.
 
         Raises:
-            RefusalError: It takes too long, or too many wait already.
+            ServiceError: It takes too long, or too many wait already.
             BaechiError: The error that answers the question.
         """
         if not self._seats.acquire(blocking=False):
-            raise RefusalError("the service is overloaded; try again in a second.", 503)
+            raise ServiceError("the service is overloaded; try again in a second.", 503)
         try:
             try:
                 worker = self._idle.get(timeout=self._seconds)
             except queue.Empty:
-                raise RefusalError("no worker was free in time; try again.", 503) from None
+                raise ServiceError("no worker was free in time; try again.", 503) from None
             try:
                 answer = worker.answer(question, self._seconds)
             except (EOFError, OSError, TimeoutError) as error:
@@ -97,7 +97,7 @@ class Workers:
                     if isinstance(error, TimeoutError)
                     else "ended the worker that computed it; was it out of memory?"
                 )
-                raise RefusalError(f"the answer {why}.", 503) from error
+                raise ServiceError(f"the answer {why}.", 503) from error
             finally:
                 self._idle.put(worker)
         finally:
@@ -161,14 +161,14 @@ def _work(pipe: Connection, site: Site, limits: Limits) -> None:
             except BaechiError as error:
                 answer = error
             except MemoryError:
-                answer = RefusalError("there is not enough memory for this question.", 503)
+                answer = ServiceError("there is not enough memory for this question.", 503)
             pipe.send(answer)
 
 
 def _read(limits: Limits, text: str) -> OpGraph:
     graph = loads(text, OpGraph, source="graph")
     if len(graph.ops) > limits.ops:
-        raise RefusalError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
+        raise ServiceError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
     return graph
 
 

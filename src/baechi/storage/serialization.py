@@ -76,7 +76,7 @@ def dumps(value: object) -> str:
 def load(path: str | os.PathLike[str]) -> Any: ...
 @typing_overload
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
-def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
+def load(path: str | os.PathLike[str], expect: Any = None) -> Any:
     """The value in a JSON file, written by `dump` or by hand.
 
     Args:
@@ -108,7 +108,7 @@ def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
 def loads(text: str, *, source: str = ...) -> Any: ...
 @typing_overload
 def loads(text: str, expect: type[_T], *, source: str = ...) -> _T: ...
-def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any:
+def loads(text: str, expect: Any = None, *, source: str = "text") -> Any:
     """The value in `text`; `source` names it in errors. Raises `FormatError` as `load` does."""
     try:
         raw = parse_json(text)
