@@ -20,11 +20,11 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, final
+from functools import cache
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import anyio
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -61,6 +61,7 @@ from baechi.scheduling.worker_pool import Question, Workers
 from baechi.validation import check_count
 
 _T = TypeVar("_T")
+_Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 _JSON: Final = "application/json"
 # Meanings of statuses, for the OpenAPI document.
 _FAILURES: Final = {
@@ -110,15 +111,21 @@ class _Service:
             redoc_url=None,
         )
         self.app.middleware("http")(self._guarded)
-        self._route("POST", "/v1/graphs", self._upload, {"type": "object"}, GraphAnswer)
-        self._route("POST", "/v1/solve", self._solve, SolveRequest, SolveAnswer)
-        self._route("POST", "/v1/whatif", self._whatif, WhatIfRequest, WhatIf)
-        self._route("POST", "/v1/reserve", self._reserve, ReserveRequest, Reservation)
-        self._route("POST", "/v1/release", self._release, ReleaseRequest, Reservation)
-        self._route("GET", "/v1/snapshot", self._snapshot, None, SnapshotAnswer)
-        self._route("GET", "/healthz", self._healthz, None, None)
-        self._route("GET", "/metrics", self._scrape, None, None)
-        self.app.openapi = self._openapi  # type: ignore[method-assign]
+        # Path, what answers, the message that is asked, and the one that is answered.
+        self._routes: tuple[tuple[str, _Endpoint, Any, Any], ...] = (
+            ("/v1/graphs", self._upload, {"type": "object"}, GraphAnswer),
+            ("/v1/solve", self._solve, SolveRequest, SolveAnswer),
+            ("/v1/whatif", self._whatif, WhatIfRequest, WhatIf),
+            ("/v1/reserve", self._reserve, ReserveRequest, Reservation),
+            ("/v1/release", self._release, ReleaseRequest, Reservation),
+            ("/v1/snapshot", self._snapshot, None, SnapshotAnswer),
+            ("/healthz", self._healthz, None, None),
+            ("/metrics", self._scrape, None, None),
+        )
+        for path, endpoint, asked, _ in self._routes:
+            method = "GET" if asked is None else "POST"
+            self.app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        self.app.openapi = cache(self._openapi)  # type: ignore[method-assign]
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
@@ -133,9 +140,7 @@ class _Service:
         finally:
             await run_in_threadpool(self._workers.close)
 
-    async def _guarded(
-        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
+    async def _guarded(self, request: Request, answer: _Endpoint) -> Response:
         """Checks the token of a request, measures its time, and turns errors into responses."""
         start = time.perf_counter()
         path = request.url.path
@@ -224,57 +229,38 @@ class _Service:
         page = await _of_ledger(self._metrics.page)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def _route(
-        self,
-        method: str,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        asked: Any,
-        answered: Any,
-    ) -> None:
-        failures = {
-            status: {"description": text, "content": _content(Failure)}
-            for status, text in _FAILURES.items()
-            if asked is not None or status in (401, 503)
-        }
-        good: dict[str, Any] = {"description": "The answer."}
-        if answered is not None:
-            good["content"] = _content(answered)
-        extra: dict[str, Any] = {}
-        if asked is not None:
-            extra["requestBody"] = {"required": True, "content": _content(asked)}
-        if self._token and path not in _OPEN:
-            extra["security"] = [{"token": []}]
-        self.app.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            response_class=Response,
-            responses={200: good, **failures},  # type: ignore[dict-item]
-            openapi_extra=extra,
-            operation_id=path.strip("/").replace("/", "_"),
-        )
-
     def _openapi(self) -> dict[str, Any]:
-        app = self.app
-        if app.openapi_schema is None:
-            page = get_openapi(
-                title=app.title, version=app.version, summary=app.summary, routes=app.routes
-            )
-            parts = page.setdefault("components", {})
-            kinds = (SolveRequest, WhatIfRequest, ReserveRequest, ReleaseRequest)
-            parts["schemas"] = {}
-            for kind in (*kinds, *messages.ANSWERS):
-                schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
-                parts["schemas"].update(schema.pop("$defs", {}))
-                version = {"const": messages.SCHEMA, "type": "integer", "title": "Schema"}
-                schema["properties"] = {"schema": version, **schema.get("properties", {})}
-                schema["required"] = ["schema", *schema.get("required", [])]
-                parts["schemas"][f"{kind.__name__}Message"] = schema
-            if self._token:
-                parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            app.openapi_schema = page
-        return app.openapi_schema
+        """The OpenAPI document: the routes, and the schemas of their messages."""
+        paths: dict[str, Any] = {}
+        for path, endpoint, asked, answered in self._routes:
+            responses = {"200": {"description": "The answer.", **_content(answered)}}
+            for status, text in _FAILURES.items():
+                if asked is not None or status in (401, 503):
+                    responses[str(status)] = {"description": text, **_content(Failure)}
+            operation: dict[str, Any] = {
+                "summary": endpoint.__name__.replace("_", " ").title(),
+                "operationId": path.strip("/").replace("/", "_"),
+            }
+            if asked is not None:
+                operation["requestBody"] = {**_content(asked), "required": True}
+            operation["responses"] = responses
+            if self._token and path not in _OPEN:
+                operation["security"] = [{"token": []}]
+            paths[path] = {"get" if asked is None else "post": operation}
+        schemas: dict[str, Any] = {}
+        requests = (SolveRequest, WhatIfRequest, ReserveRequest, ReleaseRequest)
+        for kind in (*requests, *messages.ANSWERS):
+            schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            version = {"const": messages.SCHEMA, "type": "integer", "title": "Schema"}
+            schema["properties"] = {"schema": version, **schema.get("properties", {})}
+            schema["required"] = ["schema", *schema.get("required", [])]
+            schemas[f"{kind.__name__}Message"] = schema
+        parts = {"schemas": schemas}
+        if self._token:
+            parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        about = {"title": self.app.title, "summary": self.app.summary, "version": self.app.version}
+        return {"openapi": "3.1.0", "info": about, "paths": paths, "components": parts}
 
 
 @final
@@ -359,9 +345,11 @@ async def _of_ledger(ask: Callable[..., _T], *args: Any, **options: Any) -> _T:
 
 
 def _content(kind: Any) -> dict[str, Any]:
-    if isinstance(kind, dict):
-        return {_JSON: {"schema": kind}}
-    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Message"}}}
+    if kind is None:
+        return {}
+    named = not isinstance(kind, dict)
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}Message"} if named else kind
+    return {"content": {_JSON: {"schema": schema}}}
 
 
 def _error_response(error: BaechiError | TimeoutError) -> Response:
