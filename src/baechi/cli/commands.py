@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from baechi import __version__
+import baechi
 from baechi.cli import cost_commands
 from baechi.cli.cluster_commands import cluster as simulate_jobs
 from baechi.cli.cluster_commands import serve
@@ -65,7 +65,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"baechi {__version__}")
+        say(f"baechi {baechi.__version__}")
         raise typer.Exit
 
 
@@ -178,7 +178,6 @@ def solve(
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
-    import baechi
     from baechi.reporting import text_report
 
     if cluster is None and devices is None:
@@ -229,7 +228,6 @@ def simulate(
         baechi simulate gpt2.graph.json cluster.json gpt2.placement.json \
           -o gpt2.schedule.json
     """
-    import baechi
     from baechi.problem.simulation import overflows
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
@@ -275,7 +273,6 @@ def report(
         baechi report gpt2.graph.json cluster.json gpt2.placement.json \
           -o plan.html --trace plan.trace.json
     """
-    import baechi
     from baechi.reporting import text_report, write_html, write_trace
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)

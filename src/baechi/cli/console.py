@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+import baechi
 from baechi.errors import BaechiError, InfeasibleError, InputError, reason_of
 from baechi.storage.serialization import dump
 from baechi.traced.step_graph import units_of
@@ -87,8 +88,6 @@ def trace_model(
     checkpoint: list[str] | None = None,
 ) -> Traced:
     """The traced model behind a name on the command line; printed, and written to `out`."""
-    import baechi
-
     module, args, kwargs = load_model(model)
     traced: Traced = baechi.trace(module, args, kwargs)
     say(f"{traced.name}: {len(traced.ops)} operators, traced by {traced.rung}")

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+import baechi
 from baechi.cli.console import (
     MODEL_HELP,
     OutOption,
@@ -127,8 +128,6 @@ def profile(
     if cache is not None and no_cache:
         raise InputError("give --cache FILE or --no-cache, and not both.")
 
-    import baechi
-
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
@@ -188,8 +187,6 @@ def estimate(
             "model as file.py:function (on the meta device it needs no memory)."
         )
     fitted = load(calibration, Calibration) if calibration is not None else None
-    import baechi
-
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
     _say_costs(f"computed for {row.name}", computed)
@@ -230,8 +227,6 @@ def calibrate(
         if not model or not file:
             raise InputError(f"{text!r} names no profile; write MODEL=PROFILE.")
     measured = [load(file, Profile) for _, _, file in named]
-    import baechi
-
     pairs = [
         (baechi.trace(*load_model(model)), p)
         for (model, _, _), p in zip(named, measured, strict=True)

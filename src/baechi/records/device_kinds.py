@@ -156,12 +156,12 @@ class Calibration:
             errors = (fit.before, fit.worst_before, fit.after, fit.worst_after)
             percents = tuple(f"{error:.1%}" for error in errors)
             rows.append((fit.op_class, fit.dtype, str(fit.n), *percents))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = []
-        for row in rows:
-            words = [row[i].ljust(widths[i]) for i in (0, 1)]
-            words += [row[i].rjust(widths[i]) for i in range(2, len(head))]
-            lines.append("  ".join(words).rstrip())
+        for op_class, dtype, *numbers in rows:
+            words = [op_class.ljust(widths[0]), dtype.ljust(widths[1])]
+            words += map(str.rjust, numbers, widths[2:])
+            lines.append("  ".join(words))
         return "\n".join(lines)
 
 
