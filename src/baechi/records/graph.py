@@ -285,8 +285,7 @@ class OpGraph(StepStructure):
             ((twice, _),) = Counter(op.name for op in self.ops).most_common(1)
             raise InputError(f"two ops are named {twice!r}; names must be unique.")
         self._check_tensors()
-        self._check_late()
-        self._check_reused()
+        self._check_parts()
         self._check_phases()
         times = {}
         if not isinstance(self.times, Mapping):
@@ -317,37 +316,34 @@ class OpGraph(StepStructure):
                     "index order is not topological. Sort the ops so that producers come first."
                 )
 
-    def _check_late(self) -> None:
-        if not any(op.late_bytes for op in self.ops):
+    def _check_parts(self) -> None:
+        """Late bytes are a part of their group's persistent ones, reused bytes of what is made."""
+        if not any(op.late_bytes or op.reused_bytes for op in self.ops):
             return
+        owners = self._owners()
         left: dict[str | int, int] = {}
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            left[group] = left.get(group, 0) + op.persistent_bytes - op.late_bytes
-        for index, op in enumerate(self.ops):
-            short = -left[index if op.group is None else op.group]
-            if op.late_bytes and short > 0:
+        for op, owner in zip(self.ops, owners, strict=True):
+            left[owner] = left.get(owner, 0) + op.persistent_bytes - op.late_bytes
+        made = [op.late_bytes for op in self.ops]
+        for tensor in self.tensors:
+            made[tensor.producer] += tensor.nbytes
+        for op, owner, nbytes in zip(self.ops, owners, made, strict=True):
+            if op.late_bytes and left[owner] < 0:
                 whose = "its" if op.group is None else f"group {op.group!r}'s"
                 raise InputError(
                     f"late_bytes of op {op.name!r} is {op.late_bytes}, but {whose} persistent "
-                    f"bytes are {short} too few for all that comes late; late bytes are a part "
-                    "of them."
+                    f"bytes are {-left[owner]} too few for all that comes late; late bytes are a "
+                    "part of them."
                 )
-
-    def _check_reused(self) -> None:
-        made = {index: op.late_bytes for index, op in enumerate(self.ops) if op.reused_bytes}
-        if not made:
-            return
-        for tensor in self.tensors:
-            if tensor.producer in made:
-                made[tensor.producer] += tensor.nbytes
-        for index, nbytes in made.items():
-            op = self.ops[index]
             if op.reused_bytes > nbytes:
                 raise InputError(
                     f"reused_bytes of op {op.name!r} is {op.reused_bytes}, but it makes {nbytes} "
                     "bytes of tensors and late bytes; reused bytes are a part of them."
                 )
+
+    def _owners(self) -> list[str | int]:
+        """The group of every op, or the index of an op that is alone."""
+        return [index if op.group is None else op.group for index, op in enumerate(self.ops)]
 
     def _check_phases(self) -> None:
         n, twins = self.n_forward, set[int]()
@@ -374,15 +370,14 @@ class OpGraph(StepStructure):
         """
         if not any(op.late_bytes for op in self.ops):
             return self
+        owners = self._owners()
         late: dict[str | int, int] = {}
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            late[group] = late.get(group, 0) + op.late_bytes
+        for op, owner in zip(self.ops, owners, strict=True):
+            late[owner] = late.get(owner, 0) + op.late_bytes
         ops = []
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            taken = min(late[group], op.persistent_bytes)
-            late[group] -= taken
+        for op, owner in zip(self.ops, owners, strict=True):
+            taken = min(late[owner], op.persistent_bytes)
+            late[owner] -= taken
             left = op.persistent_bytes - taken
             rest = replace(op, persistent_bytes=left, late_bytes=0)
             ops.append(rest if taken or op.late_bytes else op)
