@@ -7,7 +7,7 @@ from typing import Final, final
 
 from benchmarks.prediction.rows import MODES, Row
 
-from baechi.records.measurement import error_of
+from baechi.records.placement import error_of
 
 # (median, worst) of the step time's error, as shares of what was measured.
 TIME_TARGETS: Final = {"cpu": (0.10, 0.25), "cuda": (0.05, 0.15)}

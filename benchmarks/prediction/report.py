@@ -16,7 +16,7 @@ from benchmarks.prediction.checks import (
 )
 from benchmarks.prediction.rows import Row
 
-from baechi.records.measurement import Measurement, error_of
+from baechi.records.placement import Measurement, error_of
 from baechi.units import format_ns
 
 FAMILY_HEADER = ("mode", "devices", "placement", "rows", "time, median", "time, worst",

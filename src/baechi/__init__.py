@@ -42,19 +42,19 @@ if TYPE_CHECKING:
     from baechi.records.cluster import Cluster as Cluster
     from baechi.records.cluster import Device as Device
     from baechi.records.cluster import Link as Link
+    from baechi.records.cluster import Topology as Topology
     from baechi.records.constraints import Constraints as Constraints
-    from baechi.records.efficiency import Calibration as Calibration
+    from baechi.records.device_kinds import Calibration as Calibration
     from baechi.records.graph import Op as Op
     from baechi.records.graph import OpGraph as OpGraph
     from baechi.records.graph import Tensor as Tensor
-    from baechi.records.measurement import Measurement as Measurement
     from baechi.records.op_costs import OpCost as OpCost
     from baechi.records.op_costs import Profile as Profile
+    from baechi.records.placement import Measurement as Measurement
     from baechi.records.placement import Placement as Placement
     from baechi.records.placement import Schedule as Schedule
     from baechi.records.placement import Span as Span
     from baechi.records.placement import Transfer as Transfer
-    from baechi.records.topology import Topology as Topology
     from baechi.runtime.placed_module import PlacedModule as PlacedModule
     from baechi.runtime.placed_module import apply as apply
     from baechi.storage.serialization import dump as dump
@@ -69,8 +69,8 @@ _HOMES = {
     "baechi.checkpointing": ("choose_checkpoint", "within_memory"),
     "baechi.records.constraints": ("Constraints",),
     "baechi.records.op_costs": ("OpCost", "Profile"),
-    "baechi.records.cluster": ("Cluster", "Device", "Link"),
-    "baechi.records.efficiency": ("Calibration",),
+    "baechi.records.cluster": ("Cluster", "Device", "Link", "Topology"),
+    "baechi.records.device_kinds": ("Calibration",),
     "baechi.errors": (
         "BaechiError",
         "ExecutionError",
@@ -82,8 +82,7 @@ _HOMES = {
     ),
     "baechi.costs.estimation": ("estimate",),
     "baechi.records.graph": ("Op", "OpGraph", "Tensor"),
-    "baechi.records.measurement": ("Measurement",),
-    "baechi.records.placement": ("Placement", "Schedule", "Span", "Transfer"),
+    "baechi.records.placement": ("Measurement", "Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
     "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
     "baechi.placers.contiguous": ("Contiguous",),
@@ -100,7 +99,6 @@ _HOMES = {
     "baechi.storage.serialization": ("dump", "load"),
     "baechi.problem.simulation": ("Timeline", "simulate"),
     "baechi.placers.solving": ("solve",),
-    "baechi.records.topology": ("Topology",),
     "baechi.traced.traced_model": ("Traced",),
     "baechi.tracing.ladder": ("trace",),
 }

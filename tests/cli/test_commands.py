@@ -23,7 +23,7 @@ from baechi import (
     Tensor,
 )
 from baechi.cli.commands import app
-from baechi.cli.named_models import load_model
+from baechi.cli.console import load_model
 from baechi.placers.placer_names import PLACERS
 from baechi.records.optimizer_state import OPTIMIZERS
 from baechi.traced.traced_model import Traced

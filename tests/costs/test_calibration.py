@@ -12,8 +12,7 @@ from torch import nn
 import baechi
 from baechi.costs.calibration import calibrate
 from baechi.costs.estimation import estimate
-from baechi.records.device_kinds import find
-from baechi.records.efficiency import Calibration, Efficiency
+from baechi.records.device_kinds import Calibration, Efficiency, find
 from baechi.traced.traced_model import Traced
 
 # What the made-up device does, against the peaks of `cpu`.

@@ -19,8 +19,7 @@ from torch.nn import functional
 import baechi
 from baechi.costs.estimation import rounded_classes
 from baechi.costs.workload import SEEN, UNSEEN, UNSEEN_BACKWARD, workloads
-from baechi.records.device_kinds import find
-from baechi.records.efficiency import Kernel
+from baechi.records.device_kinds import Kernel, find
 
 KIND = "H100-SXM-80GB"
 

@@ -6,8 +6,7 @@ import pytest
 
 from baechi import Calibration, InputError, Link
 from baechi.records import device_kinds
-from baechi.records.device_kinds import DeviceKind, find, known
-from baechi.records.efficiency import OP_CLASSES, Efficiency, Kernel
+from baechi.records.device_kinds import OP_CLASSES, DeviceKind, Efficiency, Kernel, find, known
 
 ROW = """
 [[kind]]
@@ -195,8 +194,6 @@ def test_a_cluster_of_a_kind_has_its_memory_less_its_context():
     assert {device.kind for device in cluster.devices} == {"H100-SXM-80GB"}
     assert cluster.uniform_link == LINK
     assert device_kinds.cluster("2xcpu", LINK).devices[1].name == "cpu:1"
-    named = device_kinds.cluster("1xT4", LINK, kind="Tesla T4")
-    assert named.devices[0].kind == "Tesla T4"
 
 
 @pytest.mark.parametrize("text", ["H200", "x", "2x", "-1xT4", "0xT4", "2 T4"])

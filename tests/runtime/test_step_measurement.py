@@ -15,7 +15,7 @@ from torch import nn
 
 import baechi
 from baechi import InputError, Measurement
-from baechi.records.measurement import error_of
+from baechi.records.placement import error_of
 from baechi.runtime import step_measurement as measuring
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.step_function import Runner

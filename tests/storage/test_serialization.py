@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from baechi.errors import FormatError, InputError
 from baechi.records.cluster import PORTS, Cluster, Device, Link
 from baechi.records.graph import Op, OpGraph, Tensor
-from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
-from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer
 from baechi.storage.codec import codec
 from baechi.storage.serialization import TYPES, VERSION, dump, dumps, load, loads, write_whole
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor

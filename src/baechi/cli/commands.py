@@ -4,48 +4,53 @@ Everything that needs torch, plotly or the core is imported by the command that 
 `baechi --help` comes at once.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from baechi import __version__
+import baechi
 from baechi.cli import cost_commands
 from baechi.cli.cluster_commands import cluster as simulate_jobs
+from baechi.cli.cluster_commands import serve
 from baechi.cli.console import (
-    ClusterArgument,
-    ConstraintsOption,
-    EffortOption,
-    GraphArgument,
+    MODEL_HELP,
     Group,
-    LatencyOption,
-    MaxDevicesOption,
-    ModelArgument,
     OutOption,
-    OverheadOption,
-    PinOption,
-    PlacementArgument,
-    PlacerOption,
-    RateOption,
-    cluster_of,
-    is_counted,
-    limits_of,
-    refuse,
     say,
     show,
     trace_model,
     writable,
     write,
 )
-from baechi.cli.serve_command import serve
 from baechi.errors import InputError
 from baechi.probing.link_fit import FREE_BYTES_PER_S
+from baechi.records import device_kinds
 from baechi.records.cluster import Cluster, Link
+from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Schedule
 from baechi.storage.serialization import load
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
+
+GraphArgument = Annotated[Path, typer.Argument(metavar="GRAPH", help="A graph file.")]
+ClusterArgument = Annotated[Path, typer.Argument(metavar="CLUSTER", help="A cluster file.")]
+PlacementArgument = Annotated[Path, typer.Argument(metavar="PLACEMENT", help="A placement file.")]
+ConstraintsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="A constraints file: pins, forbidden devices, margins. `--max-devices` and `--pin` "
+        "go on top of it."
+    ),
+]
+MaxDevicesOption = Annotated[int | None, typer.Option(help="Use at most this many devices.")]
+PinOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="OP=DEVICE", help="Run an op or a group there; may be given repeatedly."),
+]
 
 app = typer.Typer(
     cls=Group,
@@ -60,7 +65,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        say(f"baechi {__version__}")
+        say(f"baechi {baechi.__version__}")
         raise typer.Exit
 
 
@@ -87,7 +92,9 @@ def _options(
 
 
 @app.command()
-def trace(model: ModelArgument, out: OutOption = None) -> None:
+def trace(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)], out: OutOption = None
+) -> None:
     """Find the operators of a model and the tensors between them.
 
     Prints the rung that worked, and why earlier ones failed. The file holds the operators
@@ -125,16 +132,33 @@ def solve(
         ),
     ] = None,
     *,
-    placer: PlacerOption = "auto",
-    effort: EffortOption = "balanced",
+    placer: Annotated[
+        str,
+        typer.Option(
+            help="auto, m-topo, m-etf, m-sct, heft, peft, contiguous, metis, local-search, single, "
+            "round-robin or random; auto takes the best of them and searches on."
+        ),
+    ] = "auto",
+    effort: Annotated[
+        str,
+        typer.Option(help="How long auto searches: fast, balanced (seconds), thorough (a minute)."),
+    ] = "balanced",
     out: OutOption = None,
     devices: Annotated[
         int | None, typer.Option(min=1, help="Instead of CLUSTER: this many equal devices.")
     ] = None,
     memory: Annotated[str, typer.Option(help="Their memory.")] = "16GiB",
-    latency_us: LatencyOption = 10.0,
-    overhead_us: OverheadOption = 0.0,
-    gbytes_per_s: RateOption = 12.0,
+    # The maxima leave out what is endless and what an integer of ns or bytes cannot hold.
+    latency_us: Annotated[float, typer.Option(min=0, max=1e9, help="Their links' latency.")] = 10.0,
+    overhead_us: Annotated[
+        float,
+        typer.Option(
+            min=0, max=1e9, help="How long each transfer keeps the receiving device busy."
+        ),
+    ] = 0.0,
+    gbytes_per_s: Annotated[
+        float, typer.Option(min=1e-9, max=1e9, help="Their links' rate.")
+    ] = 12.0,
     save_cluster: Annotated[
         Path | None, typer.Option(help="Write the cluster here, for `report`.", callback=writable)
     ] = None,
@@ -154,27 +178,27 @@ def solve(
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
-    import baechi
     from baechi.reporting import text_report
 
     if cluster is None and devices is None:
         raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
     if cluster is not None and devices is not None:
         raise InputError(f"give {cluster} or --devices, and not both.")
-    if cluster is not None:
-        refuse(ctx, ("memory",), f"it is that of --devices, and {cluster} says its own.")
-    if cluster is not None and not is_counted(cluster):
-        options = ("latency_us", "overhead_us", "gbytes_per_s")
-        refuse(ctx, options, f"the links are those of {cluster}.")
     link = Link(
         round(latency_us * 1e3), round(gbytes_per_s * 1e9), overhead_ns=round(overhead_us * 1e3)
     )
-    if cluster is not None:
-        target = cluster_of(cluster, link)
-    else:
+    if cluster is None:
         target = Cluster.uniform(devices or 1, memory, link)
+    else:
+        _refuse(ctx, ("memory",), f"it is that of --devices, and {cluster} says its own.")
+        if str(cluster).partition("x")[0].isdigit() and not cluster.exists():
+            target = device_kinds.cluster(str(cluster), link)
+        else:
+            options = ("latency_us", "overhead_us", "gbytes_per_s")
+            _refuse(ctx, options, f"the links are those of {cluster}.")
+            target = load(cluster, Cluster)
     operators = load(graph, OpGraph)
-    limits = limits_of(constraints, max_devices, pin)
+    limits = _limits_of(constraints, max_devices, pin)
     placement = baechi.solve(operators, target, placer, effort=effort, constraints=limits)
     schedule = baechi.simulate(operators, target, placement, limits)
     show(text_report(operators, target, placement, schedule))
@@ -204,11 +228,10 @@ def simulate(
         baechi simulate gpt2.graph.json cluster.json gpt2.placement.json \
           -o gpt2.schedule.json
     """
-    import baechi
     from baechi.problem.simulation import overflows
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
-    limits = limits_of(constraints, max_devices, pin)
+    limits = _limits_of(constraints, max_devices, pin)
     schedule = baechi.simulate(operators, target, load(placement, Placement), limits)
     gap = f"{schedule.gap:.1%} above the lower bound" if schedule.lower_bound_ns else "no bound"
     say(f"one step takes {format_ns(schedule.makespan_ns)} ({gap})")
@@ -250,7 +273,6 @@ def report(
         baechi report gpt2.graph.json cluster.json gpt2.placement.json \
           -o plan.html --trace plan.trace.json
     """
-    import baechi
     from baechi.reporting import text_report, write_html, write_trace
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
@@ -344,6 +366,32 @@ def _targets(devices: list[str]) -> Any:
             raise InputError(f"device {name!r} is named twice.")
         limits[name] = memory
     return limits
+
+
+def _refuse(ctx: typer.Context, names: Sequence[str], why: str) -> None:
+    """Raises an error for options that mean nothing beside the others."""
+    for name in names:
+        source = ctx.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise InputError(f"--{name.replace('_', '-')} means nothing here: {why}")
+
+
+def _limits_of(
+    file: Path | None, max_devices: int | None, pins: list[str] | None
+) -> Constraints | None:
+    """The constraints of a file, and those of the options on top; `None` where there are none."""
+    limits = load(file, Constraints) if file is not None else Constraints()
+    if max_devices is not None:
+        limits = replace(limits, max_devices=max_devices)
+    pinned = dict(limits.pins)
+    for pin in pins or []:
+        name, equals, device = pin.rpartition("=")
+        if not equals:
+            raise InputError(f"pin {pin!r} names no device; write OP=DEVICE.")
+        if pinned.setdefault(name, device) != device:
+            raise InputError(f"{name!r} is pinned to {pinned[name]!r} and to {device!r}.")
+    limits = replace(limits, pins=pinned)
+    return None if limits == Constraints() else limits
 
 
 def main() -> None:

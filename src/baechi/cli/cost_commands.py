@@ -5,38 +5,76 @@ from typing import Annotated
 
 import typer
 
+import baechi
 from baechi.cli.console import (
-    CheckpointOption,
-    GraphOption,
-    InferenceOption,
-    MaybeModelArgument,
-    OptimizerOption,
+    MODEL_HELP,
     OutOption,
-    TraceOption,
-    no_folder,
+    load_model,
     say,
-    say_costs,
     show,
     trace_model,
+    writable,
     write,
 )
-from baechi.cli.named_models import load_model
 from baechi.costs.profile_cache import ProfileStore, default_path
 from baechi.errors import InputError
 from baechi.records import device_kinds
-from baechi.records.efficiency import DTYPES, Calibration
+from baechi.records.device_kinds import DTYPES, Calibration
 from baechi.records.op_costs import Profile
+from baechi.records.optimizer_state import OPTIMIZERS, check_optimizer
 from baechi.storage.serialization import load
+from baechi.traced.traced_model import Traced
 from baechi.units import format_ns
 from baechi.validation import MAX_THREADS
 
+
+def _known_optimizer(name: str) -> str:
+    """The name, if it is an optimizer's: checked before operators are measured."""
+    check_optimizer(name)
+    return name
+
+
+def _no_folder(path: Path | None) -> Path | None:
+    """The path of a file that is made where there is none."""
+    if path is not None and path.is_dir():
+        raise InputError(f"{path} is a folder; name a file in it.")
+    return path
+
+
+ModelArgument = Annotated[str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP)]
+GraphOption = Annotated[
+    Path | None,
+    typer.Option("--graph", help="Write the operator graph here.", callback=writable),
+]
+TraceOption = Annotated[
+    Path | None, typer.Option("--trace", help="Write the traced model here.", callback=writable)
+]
+InferenceOption = Annotated[
+    bool, typer.Option("--inference", help="The graph of a forward alone, not of training.")
+]
+OptimizerOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Whose state a training step holds: {', '.join(OPTIMIZERS)}; with `+master` an "
+        "fp32 copy of the parameters, too, or `+amsgrad`.",
+        callback=_known_optimizer,
+    ),
+]
+CheckpointOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SUBMODULE",
+        help="Run this submodule's forward again in the backward instead of keeping what it made: "
+        "a path or a pattern such as 'h.*'; may be given repeatedly.",
+    ),
+]
 KindsOption = Annotated[
     Path | None, typer.Option("--kinds", help="A TOML file with more device kinds.")
 ]
 
 
 def profile(
-    model: MaybeModelArgument = None,
+    model: ModelArgument = None,
     *,
     device: Annotated[str, typer.Option(help="Where to measure, as torch names it.")] = "cpu",
     threads: Annotated[
@@ -55,7 +93,7 @@ def profile(
         Path | None,
         typer.Option(
             help="Keep measured costs in this file, not in the user's cache directory.",
-            callback=no_folder,
+            callback=_no_folder,
         ),
     ] = None,
     no_cache: Annotated[
@@ -90,14 +128,11 @@ def profile(
     if cache is not None and no_cache:
         raise InputError("give --cache FILE or --no-cache, and not both.")
 
-    import baechi
-
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     where: bool | Path = not no_cache if cache is None else cache
     measured: Profile = baechi.profile(traced, device=device, threads=threads, cache=where)
-    say_costs(f"measured on {device}", measured)
-    names = [op.name for op in traced.ops]
-    _say_remarks(list(zip(names, (cost.remark for cost in measured.costs), strict=True)))
+    _say_costs(f"measured on {device}", measured)
+    _say_remarks(traced, measured)
     write(measured, out)
     if graph is not None:
         kept = checkpoint or None
@@ -106,7 +141,7 @@ def profile(
 
 
 def estimate(
-    model: MaybeModelArgument = None,
+    model: ModelArgument = None,
     *,
     kind: Annotated[
         str | None, typer.Option(help="The device kind; `--list` prints those that are known.")
@@ -152,11 +187,9 @@ def estimate(
             "model as file.py:function (on the meta device it needs no memory)."
         )
     fitted = load(calibration, Calibration) if calibration is not None else None
-    import baechi
-
     traced = trace_model(model, trace_file, inference=inference, checkpoint=checkpoint)
     computed: Profile = baechi.estimate(traced, kind, kinds_file=kinds, calibration=fitted)
-    say_costs(f"computed for {row.name}", computed)
+    _say_costs(f"computed for {row.name}", computed)
     unseen = sum(bool(cost.remark) for cost in computed.costs)
     if unseen:
         say(f"  {unseen} operators depend on values; their times are a guess from their bytes")
@@ -194,8 +227,6 @@ def calibrate(
         if not model or not file:
             raise InputError(f"{text!r} names no profile; write MODEL=PROFILE.")
     measured = [load(file, Profile) for _, _, file in named]
-    import baechi
-
     pairs = [
         (baechi.trace(*load_model(model)), p)
         for (model, _, _), p in zip(named, measured, strict=True)
@@ -206,12 +237,12 @@ def calibrate(
     write(fitted, out)
 
 
-def _say_remarks(rows: list[tuple[str, str]]) -> None:
+def _say_remarks(traced: Traced, measured: Profile) -> None:
     """Every remark once, with the first operator that it is about."""
     by_remark: dict[str, list[str]] = {}
-    for name, remark in rows:
-        if remark:
-            by_remark.setdefault(remark, []).append(name)
+    for op, cost in zip(traced.ops, measured.costs, strict=True):
+        if cost.remark:
+            by_remark.setdefault(cost.remark, []).append(op.name)
     for remark, names in by_remark.items():
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         say(f"  {names[0]}{more}: {remark}")
@@ -257,3 +288,13 @@ def _table(kinds: tuple[device_kinds.DeviceKind, ...]) -> object:
 
 def _short(number: float) -> str:
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
+def _say_costs(heading: str, profile: Profile) -> None:
+    """Prints the costs of all operators together, and their source."""
+    forward_ns = sum(cost.forward_ns for cost in profile.costs)
+    backward_ns = sum(cost.backward_ns for cost in profile.costs)
+    say(
+        f"{heading} ({profile.environment}): forward {format_ns(forward_ns)}, "
+        f"backward {format_ns(backward_ns)}, one op after the other"
+    )

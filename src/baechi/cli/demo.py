@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import baechi
-from baechi.cli.named_models import import_file
+from baechi.cli.console import import_file
 from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
@@ -52,11 +52,7 @@ class Job(NamedTuple):
 
 
 def demo_jobs(*, quick: bool = False) -> tuple[Job, ...]:
-    """The two models of the demo; small ones of the same make if `quick`.
-
-    Raises:
-        InputError: torch, transformers or the Inception model's file is missing.
-    """
+    """The two models of the demo; small ones of the same make if `quick`."""
     for package in ("torch", "transformers"):
         if importlib.util.find_spec(package) is None:
             raise InputError(f"the demo needs {package}: pip install {package}")
@@ -106,11 +102,7 @@ def _cross_entropy(logits: Any) -> Any:
 
 
 def run(out: Path, *, quick: bool = False) -> None:
-    """Shows both models and writes their reports into `out`.
-
-    Raises:
-        InputError: Something that the demo needs is not installed, or `out` cannot be made.
-    """
+    """Shows both models and writes their reports into `out`."""
     from rich.console import Console
 
     jobs = demo_jobs(quick=quick)
@@ -136,11 +128,7 @@ def run(out: Path, *, quick: bool = False) -> None:
 
 
 def show(job: Job, out: Path, console: "Console") -> None:
-    """Places, runs, trains and reports one model.
-
-    Raises:
-        ExecutionError: A placed model's results are not the unsplit model's.
-    """
+    """Places, runs, trains and reports one model; raises where the results differ."""
     import torch
 
     from baechi.torch_support.torch_devices import torch_threads
@@ -155,7 +143,8 @@ def show(job: Job, out: Path, console: "Console") -> None:
     costs = _table(COSTS, "placer", "", "step", *(d.name for d in cluster.devices), "moved")
     results = _table(RESULTS, "placer", "placed in", "equal", *LOSSES)
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    known: dict[object, Run] = {}  # by placement: placers may find the same
+    # By placement, since placers may find the same.
+    known: dict[object, tuple[str, Schedule, Training, bool]] = {}
     wrong, remarks = [], []
     with _bar(console) as bar, torch_threads(threads):
         task = bar.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
@@ -172,7 +161,7 @@ def show(job: Job, out: Path, console: "Console") -> None:
             placed_in = f"{(time.perf_counter() - before) * 1e3:.0f} ms"
             key = placement.devices, placement.order
             if key in known:
-                equal = f"as {known[key].placer}"
+                equal = f"as {known[key][0]}"
                 bar.advance(task, STEPS + 1)
             else:
                 placed = baechi.apply(
@@ -180,22 +169,20 @@ def show(job: Job, out: Path, console: "Console") -> None:
                 )
                 training = _train(job, placed, args, kwargs, advance)
                 placed.unplace()
-                equal, close = _compare(training.values, reference.values)
+                equal, is_close = _compare(training.values, reference.values)
                 training = training._replace(values={})  # the tensors may go
-                known[key] = Run(
-                    placer, baechi.simulate(graph, cluster, placement), training, close
-                )
-            row = known[key]
-            wrong += [] if row.is_close else [placer]
-            _add(costs, placer, *row.costs(graph))
-            results.add_row(placer, placed_in, equal, *row.training.losses)
+                schedule = baechi.simulate(graph, cluster, placement)
+                known[key] = placer, schedule, training, is_close
+            _, schedule, training, is_close = known[key]
+            wrong += [] if is_close else [placer]
+            _add_step(costs, placer, graph, schedule, training.measured)
+            results.add_row(placer, placed_in, equal, *training.losses)
             if "fallback" in placement.stats:
                 remarks.append(FALLBACK.format(placer, placement.stats["fallback"]))
-    console.print(costs)
-    console.print(results)
+    console.print(costs, results)
     for remark in remarks:
         _say(console, remark)
-    _write(job, out, traced, (graph, cluster, placement, row.schedule), row.training.measured)
+    _write(job, out, traced, (graph, cluster, placement, schedule), training.measured)
     if wrong:
         raise ExecutionError(
             f"{job.title} placed by {', '.join(wrong)} does not equal the unsplit model."
@@ -215,8 +202,8 @@ def _problem(
     cluster: Cluster = baechi.probe({f"cpu:{index}": share_bytes for index in range(job.devices)})
     needed, limit = format_bytes(alone.peak_bytes[0]), format_bytes(share_bytes)
     names = ", ".join(device.name for device in cluster.devices)
-    text = f"Training it with {job.optimizer} needs {needed} on one device; {names} have {limit}"
-    _say(console, f"{text} each.")
+    have = f"{names} have {limit} each."
+    _say(console, f"Training it with {job.optimizer} needs {needed} on one device; {have}")
     try:
         baechi.solve(graph, cluster, placer="single")
     except InfeasibleError as error:
@@ -231,24 +218,6 @@ class Training(NamedTuple):
     values: dict[str, Any]
     step_ns: int
     measured: Any  # by `PlacedModule.measure`
-
-
-class Run(NamedTuple):
-    """The first run of a placement."""
-
-    placer: str
-    schedule: Schedule
-    training: Training
-    is_close: bool
-
-    def costs(self, graph: OpGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Step, peaks and moved bytes, as predicted and as measured."""
-        schedule, measured = self.schedule, self.training.measured
-        moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
-        return (
-            (schedule.makespan_ns, *schedule.peak_bytes, moved),
-            (measured.step_ns, *measured.peak_bytes, measured.moved_bytes),
-        )
 
 
 def _train(
@@ -272,12 +241,12 @@ def _train(
         times.append(time.perf_counter_ns() - before)
         losses.append(f"{loss.item():.4f}")
         if not values:
-            outputs = output if isinstance(output, dict) else {"output": output}
-            values = {name: value.detach().clone() for name, value in outputs.items()}
+            named = output.items() if isinstance(output, dict) else [("output", output)]
+            values = {name: value.detach().clone() for name, value in named}
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     values[f"gradient of {name}"] = parameter.grad.clone()
-            del outputs
+            del named
         del output, loss
         optimizer.step()
         advance()
@@ -303,12 +272,17 @@ def _compare(placed: dict[str, Any], reference: dict[str, Any]) -> tuple[str, bo
 
 def _add(table: "Table", name: str, predicted: Sequence[int], measured: Sequence[int]) -> None:
     """Three rows: what was predicted, what was measured, and the error in percent."""
-    for first, what, (step_ns, *sizes) in (
-        (name, "predicted", predicted),
-        ("", "measured", measured),
-    ):
+    rows = ((name, "predicted", predicted), ("", "measured", measured))
+    for first, what, (step_ns, *sizes) in rows:
         table.add_row(first, what, format_ns(step_ns), *map(format_bytes, sizes))
     table.add_row("", "error", *map(error_text, predicted, measured))
+
+
+def _add_step(table: "Table", name: str, graph: OpGraph, plan: Schedule, measured: Any) -> None:
+    """The rows of a placed step: its time, peaks and moved bytes."""
+    moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in plan.transfers)
+    found = (measured.step_ns, *measured.peak_bytes, measured.moved_bytes)
+    _add(table, name, (plan.makespan_ns, *plan.peak_bytes, moved), found)
 
 
 def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: Any) -> None:

@@ -36,8 +36,7 @@ from baechi.costs.estimation import as_run, rounded_classes
 from baechi.costs.workload import UNSEEN, UNSEEN_BACKWARD, workloads
 from baechi.errors import InputError
 from baechi.placers.linear_programs import Highs, LinearProgram
-from baechi.records.device_kinds import DeviceKind, find
-from baechi.records.efficiency import Calibration, Efficiency, Fit, Kernel
+from baechi.records.device_kinds import Calibration, DeviceKind, Efficiency, Fit, Kernel, find
 from baechi.records.op_costs import Profile
 from baechi.traced.traced_model import Traced
 from baechi.validation import check_row

@@ -17,8 +17,7 @@ import torch
 
 from baechi.costs.workload import Workload, workloads
 from baechi.errors import InputError
-from baechi.records.device_kinds import DeviceKind, find
-from baechi.records.efficiency import Calibration, Kernel
+from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.traced.traced_model import Traced

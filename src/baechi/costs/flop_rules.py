@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch.utils.flop_counter import flop_registry
 
-from baechi.records.efficiency import Kernel
+from baechi.records.device_kinds import Kernel
 from baechi.tracing.pytrees import tensors_in
 
 _DTYPES: Final = {

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from baechi.costs.example_inputs import real_inputs
 from baechi.costs.flop_rules import kernel_of
 from baechi.errors import InputError
-from baechi.records.efficiency import Kernel
+from baechi.records.device_kinds import Kernel
 from baechi.torch_support.memory_meter import Meter
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet

@@ -12,6 +12,7 @@ from typing import final
 from baechi.errors import InputError
 from baechi.program.cutting import Arrival, Clock, Event, Piece, cut, tapes_of
 from baechi.program.emission import Writer
+from baechi.records.graph import StepStructure
 from baechi.records.instructions import (
     Copy,
     Lane,
@@ -22,7 +23,6 @@ from baechi.records.instructions import (
     Tape,
 )
 from baechi.records.placement import Placement, Schedule
-from baechi.records.step_structure import StepStructure
 
 
 def compile_program(

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
+from baechi.records.graph import StepStructure
 from baechi.records.placement import Schedule
-from baechi.records.step_structure import StepStructure
 from baechi.validation import FrozenDict
 
 

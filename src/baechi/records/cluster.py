@@ -1,17 +1,19 @@
-"""Devices, links and clusters: the *free* capacity of machines, as plain numbers."""
+"""Devices, links, clusters and topologies: the *free* capacity of machines, as plain numbers."""
 
-import math
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Final, final
+from typing import Any, Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.validation import check_count, check_name, check_row
+from baechi.validation import check_count, check_name, check_positive, check_row
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
+# The levels at which devices may be required to be together, from the nearest.
+LEVELS: Final = ("node", "switch")
 
 
 @final
@@ -42,16 +44,12 @@ class Device:
         check_name(self.name, "device name")
         memory_bytes = parse_bytes(self.memory_bytes, what=f"memory of device {self.name!r}")
         object.__setattr__(self, "memory_bytes", memory_bytes)
-        numeric = isinstance(self.speed, int | float) and not isinstance(self.speed, bool)
-        if not numeric or not _is_finite(self.speed) or self.speed <= 0:
-            raise InputError(
-                f"speed of device {self.name!r} is {self.speed!r}; it must be a positive, finite "
-                "number (1.0 is a whole device). Leave out a device that has no compute left."
-            )
-        object.__setattr__(self, "speed", float(self.speed))
+        hint = " 1.0 is a whole device; leave out a device that has no compute left."
+        speed = check_positive_float(self.speed, f"speed of device {self.name!r}", hint)
+        object.__setattr__(self, "speed", speed)
         for attribute in ("kind", "pool"):
-            if not isinstance(getattr(self, attribute), str):
-                value = getattr(self, attribute)
+            value = getattr(self, attribute)
+            if not isinstance(value, str):
                 raise InputError(f"{attribute} of device {self.name!r} is {value!r}, no string.")
 
 
@@ -81,7 +79,7 @@ class Link:
             object.__setattr__(self, name, check_count(getattr(self, name), f"{name} of a link"))
         rate = self.bytes_per_s
         numeric = isinstance(rate, float) or hasattr(rate, "__index__")
-        if not numeric or isinstance(rate, bool) or not _is_finite(rate) or rate < 1:
+        if not numeric or isinstance(rate, bool) or not 1 <= rate <= sys.float_info.max:
             raise InputError(
                 f"bytes_per_s of a link is {rate!r}; it must be a finite rate of at least 1. "
                 "Where there is no path, give None instead of a Link."
@@ -114,20 +112,9 @@ class Cluster:
     ports: str = "duplex"
 
     def __post_init__(self) -> None:
-        devices = check_row(self.devices, "devices", Device)
+        devices = _check_devices(self)
         links = tuple(check_row(row, "links of a device") for row in check_row(self.links, "links"))
-        object.__setattr__(self, "devices", devices)
         object.__setattr__(self, "links", links)
-        if not devices:
-            raise InputError("a cluster has no devices; give at least one.")
-        names: set[str] = set()
-        for name in (device.name for device in devices):
-            if name in names:
-                raise InputError(
-                    f"two devices are named {name!r}; names must be unique. For two logical "
-                    f"devices on one torch device write {name + '/a'!r} and {name + '/b'!r}."
-                )
-            names.add(name)
         if len(links) != len(devices) or any(len(row) != len(devices) for row in links):
             shape = [len(row) for row in links]
             raise InputError(
@@ -141,9 +128,6 @@ class Cluster:
             if not set(map(type, row[src : src + 1] if equal else row)) <= {Link, NoneType}:
                 wrong = next(link for link in row if type(link) not in (Link, NoneType))
                 raise InputError(f"a link is {wrong!r}; give a baechi.Link or None.")
-        if self.ports not in PORTS:
-            raise InputError(f"ports is {self.ports!r}; it must be one of {', '.join(PORTS)}.")
-        check_pools(devices)
 
     @property
     def uniform_link(self) -> Link | None:
@@ -184,30 +168,115 @@ class Cluster:
         return Cluster(tuple(devices), tuple(links), ports)
 
 
-def check_pools(devices: Iterable[Device]) -> None:
-    """Check that the devices of each pool have the same memory.
+@final
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """Devices with their nodes and switches, and the link for each level that two may share.
+
+    Attributes:
+        devices: The devices, as in a `Cluster`.
+        nodes: The node of every device.
+        switches: The switch of every device; a node is under one.
+        node_link: Between two devices of a node.
+        switch_link: Between two devices of two nodes under one switch; `None` is no path.
+        site_link: Between two devices under two switches; `None` is no path.
+        ports: As in a `Cluster`.
 
     Raises:
-        InputError: Two devices of a pool differ in their memory.
+        InputError: No devices, two of one name, a list of another length, a node under two
+            switches, an unknown `ports`, or devices of one pool with different memory.
     """
-    memory_of_pool: dict[str, Device] = {}
-    for device in devices:
-        if device.pool:
-            first = memory_of_pool.setdefault(device.pool, device)
-            if first.memory_bytes != device.memory_bytes:
+
+    devices: tuple[Device, ...]
+    nodes: tuple[str, ...]
+    switches: tuple[str, ...]
+    node_link: Link
+    switch_link: Link | None = None
+    site_link: Link | None = None
+    ports: str = "duplex"
+
+    def __post_init__(self) -> None:
+        devices = _check_devices(self)
+        for attribute in ("nodes", "switches"):
+            row = check_row(getattr(self, attribute), attribute)
+            object.__setattr__(self, attribute, row)
+            if len(row) != len(devices):
                 raise InputError(
-                    f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
-                    f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
-                    "give both the pool's memory."
+                    f"{attribute} has {len(row)} entries for {len(devices)} devices; give the "
+                    "name for every device."
                 )
+        switch_of: dict[str, str] = {}
+        for device, node, switch in zip(devices, self.nodes, self.switches, strict=True):
+            check_name(node, f"the node of {device.name!r}")
+            check_name(switch, f"the switch of {device.name!r}")
+            if switch_of.setdefault(node, switch) != switch:
+                raise InputError(
+                    f"node {node!r} is under switches {switch_of[node]!r} and {switch!r}; a node "
+                    "is under one."
+                )
+        if not isinstance(self.node_link, Link):
+            raise InputError(f"node_link is {self.node_link!r}; give a baechi.Link.")
+        for link, what in ((self.switch_link, "switch_link"), (self.site_link, "site_link")):
+            if link is not None and not isinstance(link, Link):
+                raise InputError(f"{what} is {link!r}; give a baechi.Link or None.")
+
+    def cluster(self, where: Sequence[int] | None = None) -> Cluster:
+        """The cluster of the devices at these places, in this order; of all if absent.
+
+        O(devices + nodes * devices): devices of a node share a row of links.
+        """
+        places = range(len(self.devices)) if where is None else where
+        return Cluster(
+            tuple(self.devices[place] for place in places), self.links(places), self.ports
+        )
+
+    def links(self, places: Sequence[int]) -> tuple[tuple[Link | None, ...], ...]:
+        """`Cluster.links` of the devices at these places; the diagonal holds the node's link."""
+        of_node: dict[str, list[int]] = {}
+        of_switch: dict[str, list[int]] = {}
+        for index, place in enumerate(places):
+            of_node.setdefault(self.nodes[place], []).append(index)
+            of_switch.setdefault(self.switches[place], []).append(index)
+        rows: dict[str, tuple[Link | None, ...]] = {}
+        for node, members in of_node.items():
+            row = [self.site_link] * len(places)
+            for index in of_switch[self.switches[places[members[0]]]]:
+                row[index] = self.switch_link
+            for index in members:
+                row[index] = self.node_link
+            rows[node] = tuple(row)
+        return tuple(rows[self.nodes[place]] for place in places)
+
+    @staticmethod
+    def grid(
+        switches: int,
+        nodes_per_switch: int,
+        devices_per_node: int,
+        memory: int | str,
+        *,
+        node_link: Link,
+        switch_link: Link | None = None,
+        site_link: Link | None = None,
+        kind: str = "",
+        speed: float = 1.0,
+    ) -> "Topology":
+        """Equal devices named `node0/0`, `node0/1`, ... under `switch0`, `switch1`, ..."""
+        check_positive(switches, "switches")
+        check_positive(nodes_per_switch, "nodes_per_switch")
+        check_positive(devices_per_node, "devices_per_node")
+        memory_bytes = parse_bytes(memory, what="memory")
+        devices, at_node, at_switch = [], [], []
+        for node in range(switches * nodes_per_switch):
+            for index in range(devices_per_node):
+                devices.append(Device(f"node{node}/{index}", memory_bytes, speed, kind))
+                at_node.append(f"node{node}")
+                at_switch.append(f"switch{node // nodes_per_switch}")
+        links = (node_link, switch_link, site_link)
+        return Topology(tuple(devices), tuple(at_node), tuple(at_switch), *links)
 
 
 def check_size(n: object) -> int:
-    """`n`, checked as a number of devices of a cluster.
-
-    Raises:
-        InputError: It is not from 1 to `MAX_DEVICES`.
-    """
+    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise InputError(f"a cluster of {n!r} devices; give at least one.")
     if n > MAX_DEVICES:
@@ -218,11 +287,40 @@ def check_size(n: object) -> int:
     return n
 
 
-def _is_finite(value: float) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
+def check_positive_float(value: object, what: str, hint: str = "") -> float:
+    """`value` as a float, if it is a positive, finite number."""
+    numeric = isinstance(value, int | float) and not isinstance(value, bool)
+    if not numeric or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise InputError(f"{what} is {value!r}; it must be a positive, finite number.{hint}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def _check_devices(group: Any) -> tuple[Device, ...]:
+    """The devices of a cluster or topology, checked together with its ports, and set as a tuple."""
+    devices = check_row(group.devices, "devices", Device)
+    object.__setattr__(group, "devices", devices)
+    if not devices:
+        raise InputError(f"a {type(group).__name__.lower()} has no devices; give at least one.")
+    names: set[str] = set()
+    first_of_pool: dict[str, Device] = {}
+    for device in devices:
+        if device.name in names:
+            raise InputError(
+                f"two devices are named {device.name!r}; names must be unique. For two logical "
+                f"devices on one torch device write {device.name + '/a'!r} and "
+                f"{device.name + '/b'!r}."
+            )
+        names.add(device.name)
+        first = first_of_pool.setdefault(device.pool, device) if device.pool else device
+        if first.memory_bytes != device.memory_bytes:
+            raise InputError(
+                f"devices {first.name!r} and {device.name!r} share pool {device.pool!r} "
+                f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
+                "give both the pool's memory."
+            )
+    if group.ports not in PORTS:
+        raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
+    return devices
 
 
 def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:

@@ -1,7 +1,13 @@
-"""Device kinds with known peaks, from `device_kinds.toml` or a file of the user's.
+"""Device kinds with known peaks, and the shares of them that operators reach.
 
-A row holds the peaks of a kind; `kernel_ns` computes the time of a kernel from them. Nothing here
-needs torch or a device. A row without a source is refused: numbers must be verifiable.
+    time of a kernel = max(FLOPs / (compute * peak), bytes / (memory * bandwidth)) + launch
+
+`compute` and `memory` are shares of the datasheet's peaks, one pair per class of operator and
+element type. The shape of the model is the roofline's (Williams, Waterman and Patterson, "Roofline:
+an insightful visual performance model", CACM 52(4), 2009) with a launch added.
+
+The rows are those of `device_kinds.toml` or of a file of the user's. One without a source is
+refused: numbers must be verifiable. Nothing here needs torch or a device.
 """
 
 import difflib
@@ -12,26 +18,151 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster, Device, Link, check_size
-from baechi.records.efficiency import (
-    ANY,
-    DTYPES,
-    Calibration,
-    Efficiency,
-    Kernel,
-    check_positive_float,
-)
+from baechi.records.cluster import Cluster, Device, Link, check_positive_float, check_size
 from baechi.units import parse_bytes
 from baechi.validation import FrozenDict, check_count, check_name, check_path
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
-_NEEDED: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
-_MAY: Final = ("aliases",)
+_FIELDS: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
+_EFFICIENCY_FIELDS: Final = ("op_class", "dtype", "compute", "memory", "source")
 _COUNTED: Final = re.compile(r"(\d+)x(.+)", re.IGNORECASE)
-_EFFICIENCY: Final = ("op_class", "dtype", "compute", "memory", "source", "kind")
+# Classes of kernels. Those of the first row may be bound by FLOPs; those of the second are bound by
+# memory.
+OP_CLASSES: Final = (
+    *("matmul", "convolution", "attention", "recurrent", "pooling"),
+    *("elementwise", "transcendental", "reduction", "normalization", "gather", "copy"),
+)
+DTYPES: Final = ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "int8")
+ANY: Final = "any"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Work of one kernel, independent of the device.
+
+    Attributes:
+        op_class: One of `OP_CLASSES`.
+        dtype: Element type of the computation, one of `DTYPES`.
+        flops: Floating-point operations; 0 where only bytes count.
+        nbytes: Bytes that it reads and writes, each once.
+    """
+
+    op_class: str
+    dtype: str
+    flops: int
+    nbytes: int
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of the peaks that a class of operators reaches.
+
+    Attributes:
+        op_class: One of `OP_CLASSES`.
+        dtype: One of `DTYPES`, or `"any"` for types without a row of their own.
+        compute: Share of the peak FLOP/s. Above 1 where the row's peak is for less than is used,
+            such as for one core of several.
+        memory: Share of the peak bytes/s.
+        source: Source of the two shares.
+
+    Raises:
+        InputError: An unknown class or type, a share that is not positive and finite, no source.
+    """
+
+    op_class: str
+    dtype: str
+    compute: float
+    memory: float
+    source: str
+
+    def __post_init__(self) -> None:
+        what = f"the efficiency of {self.op_class!r} in {self.dtype!r}"
+        for name, choices in (("op_class", OP_CLASSES), ("dtype", (*DTYPES, ANY))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choices)
+                raise InputError(f"{name} of {what} is unknown; it must be one of {known}.")
+        for attribute in ("compute", "memory"):
+            share = check_positive_float(getattr(self, attribute), f"{attribute} of {what}")
+            object.__setattr__(self, attribute, share)
+        check_name(self.source, f"source of {what}")
+
+
+_Share: TypeAlias = tuple[str | None, Efficiency]  # the kind that it is for; `None` is all
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Quality of a calibration: errors of computed times for the operators of one class.
+
+    Attributes:
+        op_class: The class that takes most of their time; `"all"` for the sum over all operators.
+        dtype: Its element type.
+        n: Number of distinct operators, counting forward and backward separately.
+        before: Median relative error before the fit; of `"all"`, that of the sum.
+        worst_before: The largest.
+        after: Median relative error after it.
+        worst_after: The largest.
+    """
+
+    op_class: str
+    dtype: str
+    n: int
+    before: float
+    worst_before: float
+    after: float
+    worst_after: float
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Efficiencies and a launch floor that were fitted to measured profiles.
+
+    Attributes:
+        kind: Name of the device kind whose peaks the efficiencies are shares of.
+        efficiencies: Those that the profiles determine; others stay as in the table of kinds.
+        launch_ns: Minimum time of a kernel.
+        fits: Errors of the fit, per class and element type; the last row is over all operators.
+        environment: Environment of the measured profiles.
+
+    Raises:
+        InputError: No kind, or a negative launch floor.
+    """
+
+    kind: str
+    efficiencies: tuple[Efficiency, ...]
+    launch_ns: int
+    fits: tuple[Fit, ...] = ()
+    environment: str = ""
+
+    def __post_init__(self) -> None:
+        check_name(self.kind, "kind of a calibration")
+        launch_ns = check_count(self.launch_ns, "launch_ns of a calibration")
+        object.__setattr__(self, "launch_ns", launch_ns)
+        object.__setattr__(self, "efficiencies", tuple(self.efficiencies))
+        object.__setattr__(self, "fits", tuple(self.fits))
+
+    def table(self) -> str:
+        """The errors of the fit, as a readable table."""
+        head = ("class", "dtype", "n", "median before", "worst", "median after", "worst")
+        rows: list[tuple[str, ...]] = [head]
+        for fit in self.fits:
+            errors = (fit.before, fit.worst_before, fit.after, fit.worst_after)
+            percents = tuple(f"{error:.1%}" for error in errors)
+            rows.append((fit.op_class, fit.dtype, str(fit.n), *percents))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = []
+        for op_class, dtype, *numbers in rows:
+            words = [op_class.ljust(widths[0]), dtype.ljust(widths[1])]
+            words += map(str.rjust, numbers, widths[2:])
+            lines.append("  ".join(words))
+        return "\n".join(lines)
 
 
 @final
@@ -153,13 +284,17 @@ def known(file: str | os.PathLike[str] | None = None) -> tuple[DeviceKind, ...]:
     kinds, efficiencies = _read(_TABLE)
     tables = [efficiencies]
     if file is not None:
-        check_path(file)
-        more, own = _read(Path(file))
-        names = {_plain(row["name"]) for row in more}
-        kinds = [*more, *(row for row in kinds if _plain(row["name"]) not in names)]
+        more, own = _read(Path(check_path(file)))
+        kinds = {**more, **{name: row for name, row in kinds.items() if name not in more}}
         tables = [own, efficiencies]
-        _check_owners(own, {row["name"] for row in kinds}, file)
-    return tuple(_kind(row, tables) for row in kinds)
+        names = {row["name"] for row in kinds.values()}
+        for kind, share in own:
+            if kind is not None and kind not in names:
+                raise InputError(
+                    f"efficiency {share.op_class!r} in {os.fspath(file)} is for kind {kind!r}, "
+                    "which is in no table; write the name as its row has it."
+                )
+    return tuple(_kind(row, tables) for row in kinds.values())
 
 
 def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
@@ -170,49 +305,42 @@ def find(kind: str, file: str | os.PathLike[str] | None = None) -> DeviceKind:
     """
     kinds = known(file)
     named = {_plain(name): row for row in reversed(kinds) for name in (*row.aliases, row.name)}
-    if not isinstance(kind, str) or _plain(kind) not in named:
-        near = {named[name].name for name in _near(str(kind), named)}
-        hint = f" Did you mean {' or '.join(sorted(near))}?" if near else ""
-        raise InputError(
-            f"device kind {kind!r} is unknown.{hint} The kinds are "
-            f"{', '.join(row.name for row in kinds)}; a file of your own may add others."
-        )
-    return named[_plain(kind)]
+    plain = _plain(str(kind))
+    if plain in named:
+        return named[plain]
+    within = [name for name in named if plain and plain in name]
+    similar = within or difflib.get_close_matches(plain, list(named), n=3)
+    near = {named[name].name for name in similar}
+    hint = f" Did you mean {' or '.join(sorted(near))}?" if near else ""
+    raise InputError(
+        f"device kind {kind!r} is unknown.{hint} The kinds are "
+        f"{', '.join(row.name for row in kinds)}; a file of your own may add others."
+    )
 
 
-def cluster(
-    text: str, link: Link, *, file: str | os.PathLike[str] | None = None, kind: str | None = None
-) -> Cluster:
+def cluster(text: str, link: Link) -> Cluster:
     """Equal devices of a kind, such as `"8xH100-SXM-80GB"`, each pair joined by `link`.
 
     Each has the kind's memory less what its context takes.
 
-    Args:
-        text: A count, an `x`, and a kind.
-        link: The link of every pair.
-        file: A file of the user's with more kinds.
-        kind: What to write into `Device.kind`; the name in the table if absent.
-
     Raises:
-        InputError: The text cannot be read, or the kind is unknown.
+        InputError: The text is not a count, an `x`, and a known kind.
     """
     match = _COUNTED.fullmatch(text.strip())
     if match is None:
         raise InputError(f"cluster {text!r} cannot be read; write a count and a kind: 8xA100-...")
-    row = find(match[2], file)
-    memory_bytes = row.memory_bytes - row.context_bytes
+    row = find(match[2])
     count = int(match[1])
     if count < 1:
         raise InputError(f"cluster {text!r} has no devices; give at least one.")
-    check_size(count)
-    devices = [Device(f"cuda:{i}", memory_bytes, kind=kind or row.name) for i in range(count)]
-    if row.name == "cpu":
-        devices = [replace(device, name=f"cpu:{i}") for i, device in enumerate(devices)]
+    place = "cpu" if row.name == "cpu" else "cuda"
+    free_bytes = row.memory_bytes - row.context_bytes
+    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(check_size(count))]
     return Cluster.connected(devices, link)
 
 
-def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The raw rows of a file, checked for what they must and may have."""
+def _read(file: Path) -> tuple[dict[str, dict[str, Any]], list[_Share]]:
+    """The kinds of a file, raw and by plain name, and its efficiencies."""
     try:
         raw = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -225,44 +353,33 @@ def _read(file: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if wrong or not lists or not all(isinstance(row, dict) for row in (*kinds, *efficiencies)):
         has = f"has {wrong[0]!r}" if wrong else "has no lists of tables"
         raise InputError(f"{file} {has}; it may have [[kind]] and [[efficiency]] tables.")
+    found: dict[str, dict[str, Any]] = {}
     for i, row in enumerate(kinds):
         title = f"device kind {row.get('name', f'number {i + 1}')!r} in {file}"
-        _check_fields(row, _NEEDED, _MAY, title)
-        check_name(row["name"], f"name of {title}")
-    names = [_plain(row["name"]) for row in kinds]
-    for row in kinds:
-        if names.count(_plain(row["name"])) > 1:
+        _check_fields(row, _FIELDS, "aliases", title)
+        name = _plain(check_name(row["name"], f"name of {title}"))
+        if name in found:
             raise InputError(f"device kind {row['name']!r} is in {file} twice; leave one out.")
+        found[name] = row
+    shares = []
     for i, row in enumerate(efficiencies):
         title = f"efficiency {row.get('op_class', f'number {i + 1}')!r} in {file}"
-        _check_fields(row, _EFFICIENCY[:-1], _EFFICIENCY[-1:], title)
-    return kinds, efficiencies
+        _check_fields(row, _EFFICIENCY_FIELDS, "kind", title)
+        shares.append((row.get("kind"), Efficiency(*(row[name] for name in _EFFICIENCY_FIELDS))))
+    return found, shares
 
 
-def _check_owners(
-    efficiencies: Sequence[dict[str, Any]], names: set[str], file: str | os.PathLike[str]
-) -> None:
-    """Check that every efficiency of a single kind names a known kind."""
-    for row in efficiencies:
-        if "kind" in row and row["kind"] not in names:
-            raise InputError(
-                f"efficiency {row['op_class']!r} in {os.fspath(file)} is for kind "
-                f"{row['kind']!r}, which is in no table; write the name as its row has it."
-            )
-
-
-def _check_fields(
-    row: dict[str, Any], needed: Sequence[str], may: Sequence[str], title: str
-) -> None:
+def _check_fields(row: dict[str, Any], needed: Sequence[str], optional: str, title: str) -> None:
     for name in needed:
         if name not in row:
             raise InputError(f"{title} has no {name}; a row needs {', '.join(needed)}.")
     for name in row:
-        if name not in (*needed, *may):
-            raise InputError(f"{title} has {name!r}; a row may have {', '.join((*needed, *may))}.")
+        if name not in (*needed, optional):
+            may = ", ".join((*needed, optional))
+            raise InputError(f"{title} has {name!r}; a row may have {may}.")
 
 
-def _kind(row: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> DeviceKind:
+def _kind(row: dict[str, Any], tables: Sequence[Sequence[_Share]]) -> DeviceKind:
     """One row with the efficiencies that apply to it: the first table's that names the class.
 
     Of one table, the rows for the kind alone go before those for all.
@@ -271,15 +388,13 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> De
     aliases = row.get("aliases", [])
     if not isinstance(aliases, list) or not all(isinstance(a, str) and a for a in aliases):
         raise InputError(f"aliases of device kind {name!r} are {aliases!r}; give a list of names.")
-    # The first table with rows for a class is the only one read for it.
     chosen: dict[str, list[Efficiency]] = {}
-    for own in tables:
-        for special in (True, False):
-            applies = [e for e in own if e.get("kind") == (name if special else None)]
+    for table in tables:
+        for owner in (name, None):
             found: dict[str, list[Efficiency]] = {}
-            for share in applies:
-                row_of = Efficiency(*(share[field] for field in _EFFICIENCY[:-1]))
-                found.setdefault(row_of.op_class, []).append(row_of)
+            for kind, share in table:
+                if kind == owner:
+                    found.setdefault(share.op_class, []).append(share)
             chosen = {**found, **chosen}
     return DeviceKind(
         name=name,
@@ -296,10 +411,3 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[dict[str, Any]]]) -> De
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
-
-
-def _near(kind: str, named: Mapping[str, DeviceKind]) -> list[str]:
-    """Names that contain the requested one, or resemble it."""
-    plain = _plain(kind)
-    within = [name for name in named if plain and plain in name]
-    return within or difflib.get_close_matches(plain, list(named), n=3)

@@ -1,19 +1,27 @@
-"""The operator graph, the input of a placement.
+"""The operator graph, the input of a placement, and its structure without costs.
 
 An `OpGraph` is a directed acyclic hypergraph. A vertex is an operator with its time and memory. A
 hyperedge is a tensor: one producer, any number of consumers, sent at most once to each device.
 Nothing here needs torch, so a scheduler can build, save and load graphs by itself.
+
+    forward ops   0 ... n-1
+    loss          n                  where the step trains; the caller computes it
+    backward ops  n+1 ...            each of one forward op
+    recompute ops among these        each runs the forward ops of a checkpointed unit again
+
+A traced model has such a `StepStructure` without costs (`Traced.structure`). Programs are made of
+the structure alone, so that they do not depend on costs.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.step_structure import Phase, StepStructure
 from baechi.units import check_bytes
 from baechi.validation import (
     INT64_MAX,
@@ -29,7 +37,7 @@ if TYPE_CHECKING:
 
     from baechi.records.graph_arrays import GraphArrays
 
-
+Phase: TypeAlias = Literal["forward", "loss", "backward", "recompute"]
 _NONE: tuple[int, ...] = ()
 
 
@@ -67,30 +75,24 @@ class Op:
 
     def __post_init__(self) -> None:
         # Checked one by one only if something is unusual: a graph may have a million ops.
+        held, used = self.persistent_bytes, self.workspace_bytes
+        amounts = (self.time_ns, held, used, self.late_bytes, self.reused_bytes)
         if (
             type(self.name) is str
             and self.name
-            and type(self.time_ns) is int
-            and type(self.persistent_bytes) is int
-            and type(self.workspace_bytes) is type(self.late_bytes) is int
-            and 0 <= self.time_ns <= INT64_MAX
-            and 0 <= self.persistent_bytes <= INT64_MAX
-            and 0 <= self.workspace_bytes <= INT64_MAX
-            and 0 <= self.late_bytes <= INT64_MAX
-            and type(self.reused_bytes) is int
-            and 0 <= self.reused_bytes <= INT64_MAX
+            and type(self.time_ns) is type(held) is type(used) is int
+            and type(self.late_bytes) is type(self.reused_bytes) is int
+            and min(amounts) >= 0
+            and max(amounts) <= INT64_MAX
             and (self.group is None or (type(self.group) is str and self.group))
             and ((self.phase == "forward" and self.forward is _NONE) or self._has_phase())
         ):
             return
         check_name(self.name, "op name")
         for attribute in self.__slots__:
-            if not attribute.endswith(("_ns", "_bytes")):
-                continue
-            value = getattr(self, attribute)
-            if type(value) is not int or not 0 <= value <= INT64_MAX:
+            if attribute.endswith(("_ns", "_bytes")):
                 check = check_count if attribute.endswith("_ns") else check_bytes
-                count = check(value, f"{attribute} of op {self.name!r}")
+                count = check(getattr(self, attribute), f"{attribute} of op {self.name!r}")
                 object.__setattr__(self, attribute, count)
         if self.group is not None:
             check_name(self.group, f"group of op {self.name!r}")
@@ -170,6 +172,92 @@ def _ascends(values: tuple[Any, ...]) -> bool:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class PlainOp:
+    """An op without costs; its fields are as those of an `Op`."""
+
+    name: str
+    group: str | None = None
+    phase: Phase = "forward"
+    forward: tuple[int, ...] = ()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class PlainTensor:
+    """A tensor without a size; its fields are as those of a `Tensor`."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    kept: bool = False
+
+
+@dataclass(frozen=True)
+class StepStructure:
+    """The ops of a step and the tensors between them; index order is a topological order.
+
+    Attributes:
+        ops: The ops. `op` means an index into them everywhere.
+        tensors: The tensors. `tensor` means an index into them everywhere.
+    """
+
+    ops: Sequence[Op | PlainOp]
+    tensors: Sequence[Tensor | PlainTensor]
+
+    @cached_property
+    def n_forward(self) -> int:
+        """Number of forward ops; in a training step also the index of the loss."""
+        return next((i for i, op in enumerate(self.ops) if op.phase != "forward"), len(self.ops))
+
+    @property
+    def is_training(self) -> bool:
+        """True if it has a loss and a backward."""
+        return self.n_forward < len(self.ops)
+
+    @cached_property
+    def twins(self) -> tuple[int, ...]:
+        """The backward op of every forward op, or -1."""
+        twins = [-1] * self.n_forward
+        for index in range(self.n_forward, len(self.ops)):
+            if self.ops[index].phase == "backward":
+                twins[self.ops[index].forward[0]] = index
+        return tuple(twins)
+
+    @cached_property
+    def units(self) -> Mapping[int, tuple[int, ...]]:
+        """The recompute ops, and the forward ops that each of them runs again."""
+        later = range(self.n_forward, len(self.ops))
+        rows = {op: self.ops[op].forward for op in later if self.ops[op].phase == "recompute"}
+        return FrozenDict(rows)
+
+    @cached_property
+    def op_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors that each op consumes, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            for consumer in tensor.consumers:
+                rows[consumer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def op_outputs(self) -> tuple[tuple[int, ...], ...]:
+        """The tensors that each op produces, ascending."""
+        rows: list[list[int]] = [[] for _ in self.ops]
+        for index, tensor in enumerate(self.tensors):
+            rows[tensor.producer].append(index)
+        return tuple(map(tuple, rows))
+
+    @cached_property
+    def groups(self) -> Mapping[str, tuple[int, ...]]:
+        """Each group's ops, in the order of their first op."""
+        rows: dict[str, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            if op.group is not None:
+                rows.setdefault(op.group, []).append(index)
+        return FrozenDict({group: tuple(members) for group, members in rows.items()})
+
+
+@final
 @dataclass(frozen=True)
 class OpGraph(StepStructure):
     """Operators and the tensors between them; index order is a topological order.
@@ -193,10 +281,11 @@ class OpGraph(StepStructure):
     def __post_init__(self) -> None:
         object.__setattr__(self, "ops", check_row(self.ops, "ops", Op))
         object.__setattr__(self, "tensors", check_row(self.tensors, "tensors", Tensor))
-        self._check_names()
+        if len({op.name for op in self.ops}) < len(self.ops):
+            ((twice, _),) = Counter(op.name for op in self.ops).most_common(1)
+            raise InputError(f"two ops are named {twice!r}; names must be unique.")
         self._check_tensors()
-        self._check_late()
-        self._check_reused()
+        self._check_parts()
         self._check_phases()
         times = {}
         if not isinstance(self.times, Mapping):
@@ -212,64 +301,49 @@ class OpGraph(StepStructure):
             times[check_name(kind, "device kind")] = row
         object.__setattr__(self, "times", FrozenDict(times))
 
-    def _check_names(self) -> None:
-        seen: set[str] = set()
-        if len({op.name for op in self.ops}) == len(self.ops):
-            return
-        for op in self.ops:
-            if op.name in seen:
-                raise InputError(f"two ops are named {op.name!r}; names must be unique.")
-            seen.add(op.name)
-
     def _check_tensors(self) -> None:
         n = len(self.ops)
         for index, tensor in enumerate(self.tensors):
-            consumers = tensor.consumers
-            if consumers and tensor.producer < consumers[0] and consumers[-1] < n:
-                continue
-            if tensor.producer >= n or (tensor.consumers and tensor.consumers[-1] >= n):
-                worst = max(tensor.producer, *tensor.consumers, tensor.producer)
+            first, last = (tensor.consumers or (n,))[0], (tensor.consumers or (-1,))[-1]
+            if max(tensor.producer, last) >= n:
+                worst = max(tensor.producer, last)
                 raise InputError(f"tensor {index} names op {worst}, but there are {n} ops.")
-            if tensor.consumers and tensor.consumers[0] <= tensor.producer:
-                producer = self.ops[tensor.producer].name
-                consumer = self.ops[tensor.consumers[0]].name
+            if first <= tensor.producer:
+                producer, consumer = self.ops[tensor.producer].name, self.ops[first].name
                 raise InputError(
                     f"tensor {index} goes from op {producer!r} (index {tensor.producer}) to op "
-                    f"{consumer!r} (index {tensor.consumers[0]}): the graph has a cycle, or its "
+                    f"{consumer!r} (index {first}): the graph has a cycle, or its "
                     "index order is not topological. Sort the ops so that producers come first."
                 )
 
-    def _check_late(self) -> None:
-        if not any(op.late_bytes for op in self.ops):
+    def _check_parts(self) -> None:
+        """Late bytes are a part of their group's persistent ones, reused bytes of what is made."""
+        if not any(op.late_bytes or op.reused_bytes for op in self.ops):
             return
+        owners = self._owners()
         left: dict[str | int, int] = {}
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            left[group] = left.get(group, 0) + op.persistent_bytes - op.late_bytes
-        for index, op in enumerate(self.ops):
-            short = -left[index if op.group is None else op.group]
-            if op.late_bytes and short > 0:
+        for op, owner in zip(self.ops, owners, strict=True):
+            left[owner] = left.get(owner, 0) + op.persistent_bytes - op.late_bytes
+        made = [op.late_bytes for op in self.ops]
+        for tensor in self.tensors:
+            made[tensor.producer] += tensor.nbytes
+        for op, owner, nbytes in zip(self.ops, owners, made, strict=True):
+            if op.late_bytes and left[owner] < 0:
                 whose = "its" if op.group is None else f"group {op.group!r}'s"
                 raise InputError(
                     f"late_bytes of op {op.name!r} is {op.late_bytes}, but {whose} persistent "
-                    f"bytes are {short} too few for all that comes late; late bytes are a part "
-                    "of them."
+                    f"bytes are {-left[owner]} too few for all that comes late; late bytes are a "
+                    "part of them."
                 )
-
-    def _check_reused(self) -> None:
-        made = {index: op.late_bytes for index, op in enumerate(self.ops) if op.reused_bytes}
-        if not made:
-            return
-        for tensor in self.tensors:
-            if tensor.producer in made:
-                made[tensor.producer] += tensor.nbytes
-        for index, nbytes in made.items():
-            op = self.ops[index]
             if op.reused_bytes > nbytes:
                 raise InputError(
                     f"reused_bytes of op {op.name!r} is {op.reused_bytes}, but it makes {nbytes} "
                     "bytes of tensors and late bytes; reused bytes are a part of them."
                 )
+
+    def _owners(self) -> list[str | int]:
+        """The group of every op, or the index of an op that is alone."""
+        return [index if op.group is None else op.group for index, op in enumerate(self.ops)]
 
     def _check_phases(self) -> None:
         n, twins = self.n_forward, set[int]()
@@ -296,15 +370,14 @@ class OpGraph(StepStructure):
         """
         if not any(op.late_bytes for op in self.ops):
             return self
+        owners = self._owners()
         late: dict[str | int, int] = {}
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            late[group] = late.get(group, 0) + op.late_bytes
+        for op, owner in zip(self.ops, owners, strict=True):
+            late[owner] = late.get(owner, 0) + op.late_bytes
         ops = []
-        for index, op in enumerate(self.ops):
-            group = index if op.group is None else op.group
-            taken = min(late[group], op.persistent_bytes)
-            late[group] -= taken
+        for op, owner in zip(self.ops, owners, strict=True):
+            taken = min(late[owner], op.persistent_bytes)
+            late[owner] -= taken
             left = op.persistent_bytes - taken
             rest = replace(op, persistent_bytes=left, late_bytes=0)
             ops.append(rest if taken or op.late_bytes else op)

@@ -59,8 +59,6 @@ class GraphArrays:
     @cached_property
     def group_persistent(self) -> NDArray[np.int64]:
         """The persistent bytes of every group."""
-        if self.groups == len(self.persistent):
-            return self.persistent  # every op is alone
         sums = np.zeros(self.groups, np.int64)
         np.add.at(sums, self.op_group, self.persistent)
         return sums
@@ -106,17 +104,20 @@ def arrays_of(
     workspace = np.array([op.workspace_bytes - op.reused_bytes for op in ops], np.int64)
     nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
     sizes = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
+    consumers = (consumer for tensor in tensors for consumer in tensor.consumers)
+    keys = (index if op.group is None else op.group for index, op in enumerate(ops))
+    groups: dict[int | str, int] = {}
     columns = GraphArrays(
         times=np.array([op.time_ns for op in ops], np.int64),
         kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
         persistent=persistent,
         workspace=workspace,
-        op_group=_op_groups(ops),
+        op_group=np.array([groups.setdefault(key, len(groups)) for key in keys], np.int32),
         producer=np.array([tensor.producer for tensor in tensors], np.int32),
         nbytes=nbytes,
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
-        consumers=_consumers(tensors, int(sizes.sum())),
+        consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
         total_op_bytes=exact_sum(persistent) + exact_sum(np.maximum(workspace, 0)),
         total_tensor_bytes=exact_sum(nbytes),
     )
@@ -136,22 +137,3 @@ def exact_sum(values: NDArray[np.int64]) -> int:
     if float(values.sum(dtype=np.float64)) < _SAFE:
         return int(values.sum())
     return sum(values.tolist())
-
-
-def _op_groups(ops: Sequence[Any]) -> NDArray[np.int32]:
-    names = [op.group for op in ops]
-    if names.count(None) == len(names):
-        return np.arange(len(names), dtype=np.int32)
-    groups: dict[str, int] = {}
-    row: list[int] = []
-    count = 0
-    for name in names:
-        group = count if name is None else groups.setdefault(name, count)
-        row.append(group)
-        count += group == count
-    return np.array(row, np.int32)
-
-
-def _consumers(tensors: Sequence[Any], size: int) -> NDArray[np.int32]:
-    flat = (consumer for tensor in tensors for consumer in tensor.consumers)
-    return np.fromiter(flat, np.int32, size)

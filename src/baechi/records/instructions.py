@@ -218,10 +218,9 @@ class Program:
         """The program as readable text: every lane, line by line."""
         lines = []
         for number, phase in enumerate(self.phases):
-            tapes = sum(len(segment.tapes) for segment in phase.segments)
+            tapes = _many(sum(len(segment.tapes) for segment in phase.segments), "tape")
             what = "backward" if number else "forward"
-            counts = f"{_many(len(phase.segments), 'segment')}, {_many(tapes, 'tape')}"
-            lines.append(f"{what}: {counts}")
+            lines.append(f"{what}: {_many(len(phase.segments), 'segment')}, {tapes}")
             for lane, rows in enumerate(phase.lanes):
                 if rows:
                     lines.append(f"  {self.lane_name(lane)}")
@@ -242,12 +241,13 @@ class Program:
                 ops = [op for tape in segment.tapes for op in self.tapes[tape].ops]
                 forward = phase == 0 or segment.again
                 ends = [self.names[op] for op in (ops if forward else reversed(ops))]
-                what = _span(ends) if ends else "nothing"
+                what = " ... ".join(dict.fromkeys([ends[0], ends[-1]])) if ends else "nothing"
                 tapes = f", {len(segment.tapes)} tapes" if len(segment.tapes) > 1 else ""
                 verb = "recompute" if segment.again else "run"
                 text = f"{verb} segment {row.segment}: {what} ({_many(len(ops), 'op')}{tapes})"
                 if segment.writes:
-                    text += f" -> {_list(segment.writes)}"
+                    more = ", ..." if len(segment.writes) > 6 else ""
+                    text += f" -> tensors {', '.join(map(str, segment.writes[:6]))}{more}"
             case Copy():
                 text = f"copy tensor {row.tensor} from device {row.src} to device {row.dst}"
             case Wait():
@@ -259,12 +259,3 @@ class Program:
 
 def _many(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count != 1 else ''}"
-
-
-def _span(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} ... {names[-1]}"
-
-
-def _list(tensors: Sequence[int]) -> str:
-    shown = ", ".join(map(str, tensors[:6]))
-    return f"tensors {shown}{', ...' if len(tensors) > 6 else ''}"

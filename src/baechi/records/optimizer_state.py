@@ -14,10 +14,9 @@ compares with the classes themselves.
 
 import math
 from dataclasses import dataclass
-from typing import Final, final
+from typing import Final, NamedTuple, final
 
 from baechi.errors import InputError
-from baechi.validation import FrozenDict
 
 # Step counters are fp32 scalars unless torch's default type is a wider one.
 _SCALAR_BYTES: Final = 4
@@ -43,9 +42,7 @@ class TrainedParameter:
         return math.prod(self.shape) * self.itemsize
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Rule:
+class _Rule(NamedTuple):
     """State that an optimizer keeps for a parameter.
 
     Attributes:
@@ -60,22 +57,20 @@ class _Rule:
     factored: bool = False
 
 
-_RULES: Final = FrozenDict(
-    {
-        "none": _Rule(0, 0),
-        "sgd": _Rule(0, 0),
-        "momentum": _Rule(0, 1),
-        "adam": _Rule(1, 2),
-        "adamw": _Rule(1, 2),
-        "adamax": _Rule(1, 2),
-        "nadam": _Rule(2, 2),
-        "radam": _Rule(1, 2),
-        "adadelta": _Rule(1, 2),
-        "adagrad": _Rule(1, 1),
-        "rmsprop": _Rule(1, 1),
-        "adafactor": _Rule(1, 1, factored=True),
-    }
-)
+_RULES: Final = {
+    "none": _Rule(0, 0),
+    "sgd": _Rule(0, 0),
+    "momentum": _Rule(0, 1),
+    "adam": _Rule(1, 2),
+    "adamw": _Rule(1, 2),
+    "adamax": _Rule(1, 2),
+    "nadam": _Rule(2, 2),
+    "radam": _Rule(1, 2),
+    "adadelta": _Rule(1, 2),
+    "adagrad": _Rule(1, 1),
+    "rmsprop": _Rule(1, 1),
+    "adafactor": _Rule(1, 1, factored=True),
+}
 OPTIMIZERS: Final = tuple(_RULES)
 _AMSGRAD: Final = ("adam", "adamw")
 
@@ -105,11 +100,7 @@ def optimizer_state_bytes(optimizer: str | None, parameter: TrainedParameter) ->
 
 
 def check_optimizer(optimizer: str | None) -> tuple[str, frozenset[str]]:
-    """The name and the options of an optimizer.
-
-    Raises:
-        InputError: One of them is unknown.
-    """
+    """The name and the options of an optimizer, if they are known."""
     if not isinstance(optimizer, str | None):
         raise InputError(f"optimizer is {optimizer!r}; give its name, such as 'adamw', or None.")
     name, *options = ("none" if optimizer is None else optimizer).lower().split("+")

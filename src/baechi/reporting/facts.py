@@ -9,8 +9,7 @@ from baechi.errors import InputError
 from baechi.placers.placer_names import PLACERS
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement, error_of
-from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer, error_of
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 

@@ -9,8 +9,7 @@ from typing import Any, Final
 from baechi.problem.memory_profile import peak_holdings
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.storage.serialization import write_whole

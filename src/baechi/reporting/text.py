@@ -10,8 +10,7 @@ from rich.text import Text
 
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes

@@ -14,10 +14,9 @@ from baechi.program.compilation import compile_program
 from baechi.program.memory_fitting import instant_ops, scheduled
 from baechi.program.race_proof import check_program
 from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
+from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
-from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step_state import Step
 from baechi.runtime.call_guards import SharingGuard, StateGuard

@@ -12,8 +12,7 @@ from baechi.errors import ExecutionError, InputError
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement, Schedule
+from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.placed_methods import Methods

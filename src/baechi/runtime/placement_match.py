@@ -6,9 +6,8 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.records.graph import OpGraph
+from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
-from baechi.records.step_structure import StepStructure
 from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 

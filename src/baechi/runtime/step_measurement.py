@@ -28,8 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement
+from baechi.records.placement import Measurement, Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads

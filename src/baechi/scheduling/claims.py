@@ -44,6 +44,7 @@ class Profile(NamedTuple):
         return ((1 << self.memory) - 1) << start
 
 
+# The largest first.
 PROFILES: Final[dict[str, Profile]] = {
     "7g": Profile(7, 8, (0,)),
     "4g": Profile(4, 4, (0,)),
@@ -84,11 +85,7 @@ class Claim:
 
 
 def check_share(value: object, device: str) -> int:
-    """A share of compute in thousandths, 1 to 1000.
-
-    Raises:
-        InputError: It is out of range, or no integer.
-    """
+    """A share of compute in thousandths, if it is one from 1 to 1000."""
     share = check_count(value, f"share_milli of {device!r}")
     if not 1 <= share <= WHOLE_MILLI:
         raise InputError(
@@ -145,7 +142,7 @@ def rooms(
 
 
 def _instances(place: int, device: Device, use: Use, share_milli: int | None) -> list[Room]:
-    profiles = sorted(PROFILES.items(), key=lambda item: (-item[1].compute, -item[1].memory))
+    profiles = list(PROFILES.items())
     if share_milli is not None:
         enough = [item for item in profiles if item[1].share_milli >= share_milli]
         least = min(item[1].compute for item in enough)
@@ -164,11 +161,7 @@ def _instances(place: int, device: Device, use: Use, share_milli: int | None) ->
 
 
 def split_name(name: str) -> tuple[str, str, int | None]:
-    """Device, profile and start of an instance's name.
-
-    Raises:
-        InputError: It is not of the form `gpu/3g@4` or `gpu/3g`.
-    """
+    """Device, profile and start of an instance's name: `gpu/3g@4`, or `gpu/3g` without a start."""
     device, _, rest = name.rpartition("/")
     label, at, start = rest.partition("@")
     profile = PROFILES.get(label)

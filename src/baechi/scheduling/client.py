@@ -22,10 +22,10 @@ from baechi.scheduling.messages import (
     GraphAnswer,
     ReleaseRequest,
     ReserveRequest,
+    ServiceError,
     SnapshotAnswer,
     SolveAnswer,
     SolveRequest,
-    StatusError,
     WhatIfRequest,
     decode,
     encode,
@@ -37,11 +37,6 @@ from baechi.storage.serialization import dumps
 
 _T = TypeVar("_T")
 _REASONS: Final = ("capacity", "stale", "duplicate", "unknown")
-
-
-@final
-class ServiceError(StatusError):
-    """The service did not answer (status 0), refused the token, or is overloaded."""
 
 
 @final

@@ -20,10 +20,9 @@ from typing import Final, final
 from baechi.errors import InputError
 from baechi.problem.problem_arrays import LIMIT, Problem
 from baechi.problem.simulation import replay
-from baechi.records.cluster import Cluster, Device
+from baechi.records.cluster import Cluster, Device, Topology
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
-from baechi.records.topology import Topology
 from baechi.scheduling.claims import Room
 from baechi.scheduling.request import Wish
 from baechi.scheduling.snapshot import Site

@@ -6,15 +6,11 @@ and equal values give equal bytes. A graph is uploaded as the file that `baechi.
 """
 
 import json
-import re
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar, final
 
-import numpy as np
-
 from baechi.errors import BaechiError, FormatError, InputError
-from baechi.records.cluster import Device
-from baechi.records.topology import Topology
+from baechi.records.cluster import Device, Topology
 from baechi.scheduling.claims import Claim
 from baechi.scheduling.decision import Decision
 from baechi.scheduling.request import Wish
@@ -22,13 +18,9 @@ from baechi.scheduling.snapshot import Reservation, Snapshot
 from baechi.scheduling.whatif import WhatIf
 from baechi.storage.codec import Refusal, codec
 from baechi.storage.serialization import parse_json
-from baechi.validation import check_count
 
 SCHEMA: Final = 1
 _T = TypeVar("_T")
-# A string, or what is left of the text from an open quote on: so that no text takes long.
-_STRING: Final = re.compile(rb'"(?:[^"\\]++|\\.)*+\\?"?', re.DOTALL)
-_NO_BRACKETS: Final = bytes(set(range(256)) - set(b"[]{}"))
 
 
 @final
@@ -39,7 +31,6 @@ class Limits:
     Attributes:
         body_bytes: Size of a graph's file.
         message_bytes: Size of any other request.
-        depth: Nesting of its JSON.
         ops: Ops of a graph.
         seconds: Time for one answer.
         waiting: Requests that may wait for a worker.
@@ -50,7 +41,6 @@ class Limits:
 
     body_bytes: int = 64 * 2**20
     message_bytes: int = 4 * 2**20
-    depth: int = 32
     ops: int = 100_000
     seconds: int = 30
     waiting: int = 24
@@ -59,24 +49,19 @@ class Limits:
     after: int = 64
 
 
-class StatusError(BaechiError):
-    """An error with its HTTP status.
+@final
+class ServiceError(BaechiError):
+    """A service refuses a request, or did not answer.
 
     Attributes:
-        status: The HTTP status.
+        status: The HTTP status. A request has no token (401), names an unknown graph (404) or
+            exceeds a limit (413, 422); or the service is overloaded or cannot use its ledger (503).
+            0 where there was no answer.
     """
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message, status)
         self.status = status
-
-
-class LimitError(StatusError):
-    """A request exceeds a limit, or the service is overloaded: status 413, 422 or 503."""
-
-
-class UnknownGraphError(BaechiError):
-    """No graph of this digest was uploaded, or it was dropped."""
 
 
 @final
@@ -213,32 +198,6 @@ def decode(body: bytes, kind: type[_T]) -> _T:
     hint: Any = kind
     value: _T = codec(hint).read(raw)
     return value
-
-
-def check_depth(body: bytes, most: int) -> None:
-    """Checks the nesting of JSON.
-
-    Raises:
-        LimitError: It is nested deeper than `most`.
-    """
-    brackets = _STRING.sub(b"", body).translate(None, _NO_BRACKETS)
-    opens = np.isin(np.frombuffer(brackets, np.uint8), np.frombuffer(b"[{", np.uint8))
-    deepest = int(np.cumsum(np.where(opens, 1, -1)).max(initial=0))
-    if deepest > most:
-        raise LimitError(f"the JSON is nested {deepest} deep; the limit is {most}.", 422)
-
-
-def check_request(request: WhatIfRequest, limits: Limits) -> None:
-    """Checks the numbers of a request.
-
-    Raises:
-        LimitError: It asks for too much.
-        InputError: A number is out of range.
-    """
-    if check_count(request.up_to, "up_to") > limits.up_to:
-        raise LimitError(f"up_to is {request.up_to}; the limit is {limits.up_to}.", 422)
-    if len(request.after) > limits.after:
-        raise LimitError(f"after names {len(request.after)} jobs; at most {limits.after}.", 422)
 
 
 def snapshot_answer(snapshot: Snapshot) -> SnapshotAnswer:

@@ -20,11 +20,11 @@ import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar, final
+from functools import cache
+from typing import Any, Final, TypeAlias, TypeVar, final
 
 import anyio
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -43,26 +43,25 @@ from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.messages import (
     Failure,
     GraphAnswer,
-    LimitError,
     Limits,
     ReleaseRequest,
     ReserveRequest,
+    ServiceError,
     SnapshotAnswer,
     SolveAnswer,
     SolveRequest,
-    UnknownGraphError,
     WhatIfRequest,
-    check_depth,
-    check_request,
     decode,
     encode,
     snapshot_answer,
 )
 from baechi.scheduling.snapshot import Reservation
 from baechi.scheduling.whatif import WhatIf
-from baechi.scheduling.worker_pool import Question, State, Workers
+from baechi.scheduling.worker_pool import Question, Workers
+from baechi.validation import check_count
 
 _T = TypeVar("_T")
+_Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 _JSON: Final = "application/json"
 # Meanings of statuses, for the OpenAPI document.
 _FAILURES: Final = {
@@ -74,6 +73,8 @@ _FAILURES: Final = {
     422: "The request cannot be read, is nested too deeply, or asks for too much.",
     503: "The service is overloaded, or the answer takes too long. Try again, or ask for less.",
 }
+_NAMES: Final = {401: "unauthorized", 404: "unknown-graph", 503: "busy"}
+_HEADERS: Final = {401: {"WWW-Authenticate": "Bearer"}, 503: {"Retry-After": "1"}}
 _PATHS: Final = ("/v1/graphs", "/v1/solve", "/v1/whatif", "/v1/reserve", "/v1/release",
                  "/v1/snapshot", "/healthz", "/metrics")  # fmt: skip
 # Paths that need no token.
@@ -110,22 +111,26 @@ class _Service:
             redoc_url=None,
         )
         self.app.middleware("http")(self._guarded)
-        self._route("POST", "/v1/graphs", self._upload, {"type": "object"}, GraphAnswer)
-        self._route("POST", "/v1/solve", self._solve, SolveRequest, SolveAnswer)
-        self._route("POST", "/v1/whatif", self._whatif, WhatIfRequest, WhatIf)
-        self._route("POST", "/v1/reserve", self._reserve, ReserveRequest, Reservation)
-        self._route("POST", "/v1/release", self._release, ReleaseRequest, Reservation)
-        self._route("GET", "/v1/snapshot", self._snapshot, None, SnapshotAnswer)
-        self._route("GET", "/healthz", self._healthz, None, None)
-        self._route("GET", "/metrics", self._scrape, None, None)
-        self.app.openapi = self._openapi  # type: ignore[method-assign]
+        # Path, what answers, the message that is asked, and the one that is answered.
+        self._routes: tuple[tuple[str, _Endpoint, Any, Any], ...] = (
+            ("/v1/graphs", self._upload, {"type": "object"}, GraphAnswer),
+            ("/v1/solve", self._solve, SolveRequest, SolveAnswer),
+            ("/v1/whatif", self._whatif, WhatIfRequest, WhatIf),
+            ("/v1/reserve", self._reserve, ReserveRequest, Reservation),
+            ("/v1/release", self._release, ReleaseRequest, Reservation),
+            ("/v1/snapshot", self._snapshot, None, SnapshotAnswer),
+            ("/healthz", self._healthz, None, None),
+            ("/metrics", self._scrape, None, None),
+        )
+        for path, endpoint, asked, _ in self._routes:
+            method = "GET" if asked is None else "POST"
+            self.app.add_api_route(path, endpoint, methods=[method], include_in_schema=False)
+        self.app.openapi = cache(self._openapi)  # type: ignore[method-assign]
 
     @asynccontextmanager
     async def _lifespan(self, _: FastAPI) -> AsyncIterator[None]:
         limits = self._limits
-        self._workers = await run_in_threadpool(
-            Workers, self._count, self._ledger.site, limits.seconds, limits.waiting
-        )
+        self._workers = await run_in_threadpool(Workers, self._count, self._ledger.site, limits)
         # A thread for every question that may wait, and some for the ledger.
         anyio.to_thread.current_default_thread_limiter().total_tokens = (
             self._count + limits.waiting + 16
@@ -135,28 +140,24 @@ class _Service:
         finally:
             await run_in_threadpool(self._workers.close)
 
-    async def _guarded(
-        self, request: Request, answer: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
+    async def _guarded(self, request: Request, answer: _Endpoint) -> Response:
         """Checks the token of a request, measures its time, and turns errors into responses."""
         start = time.perf_counter()
         path = request.url.path
         try:
-            if path in _OPEN or self._is_known(request):
-                response = await answer(request)
-            else:
-                response = _failure(401, "unauthorized", "give the header 'Authorization: Bearer "
-                                    "TOKEN' with the service's token.")  # fmt: skip
-                response.headers["WWW-Authenticate"] = "Bearer"
+            if path not in _OPEN:
+                self._check_token(request)
+            response = await answer(request)
         except (BaechiError, TimeoutError) as error:
             response = _error_response(error)
         self._metrics.count(path, response.status_code, time.perf_counter() - start)
         return response
 
-    def _is_known(self, request: Request) -> bool:
-        given = request.headers.get("authorization", "")
-        wanted = f"Bearer {self._token}"
-        return not self._token or hmac.compare_digest(given.encode(), wanted.encode())
+    def _check_token(self, request: Request) -> None:
+        given = request.headers.get("authorization", "").encode()
+        if self._token and not hmac.compare_digest(given, f"Bearer {self._token}".encode()):
+            text = "give the header 'Authorization: Bearer TOKEN' with the service's token."
+            raise ServiceError(text, 401)
 
     async def _body(self, request: Request, most: int) -> bytes:
         """The body; raises an error if it is too large or too slow."""
@@ -165,22 +166,20 @@ class _Service:
             async for chunk in request.stream():
                 size += len(chunk)
                 if size > most:
-                    raise LimitError(f"the body has more than {most} bytes, the limit.", 413)
+                    raise ServiceError(f"the body has more than {most} bytes, the limit.", 413)
                 chunks.append(chunk)
         return b"".join(chunks)
 
     async def _message(self, request: Request, kind: type[_T]) -> _T:
-        body = await self._body(request, self._limits.message_bytes)
-        check_depth(body, self._limits.depth)
-        return decode(body, kind)
+        return decode(await self._body(request, self._limits.message_bytes), kind)
 
     async def _upload(self, request: Request) -> Response:
         body = await self._body(request, self._limits.body_bytes)
         try:
             text = body.decode()
         except UnicodeDecodeError as error:
-            raise LimitError(f"byte {error.start} is not UTF-8.", 422) from error
-        answer = await self._answer(Question(text, self._limits))
+            raise ServiceError(f"byte {error.start} is not UTF-8.", 422) from error
+        answer = await self._answer(Question(text))
         self._graphs.add(decode(answer, GraphAnswer).digest, text)
         return Response(answer, media_type=_JSON)
 
@@ -188,16 +187,19 @@ class _Service:
         return await self._solved(await self._message(request, SolveRequest))
 
     async def _whatif(self, request: Request) -> Response:
-        question = await self._message(request, WhatIfRequest)
-        check_request(question, self._limits)
-        return await self._solved(question)
+        wanted, limits = await self._message(request, WhatIfRequest), self._limits
+        if check_count(wanted.up_to, "up_to") > limits.up_to:
+            raise ServiceError(f"up_to is {wanted.up_to}; the limit is {limits.up_to}.", 422)
+        if len(wanted.after) > limits.after:
+            text = f"after names {len(wanted.after)} jobs; at most {limits.after}."
+            raise ServiceError(text, 422)
+        return await self._solved(wanted)
 
     async def _solved(self, request: SolveRequest | WhatIfRequest) -> Response:
         text = self._graphs.get(request.graph)
         now = await _of_ledger(self._ledger.snapshot)
         jobs = now.jobs if isinstance(request, WhatIfRequest) and request.after else {}
-        state = State(now.version, now.uses, dict(jobs))
-        question = Question(text, self._limits, request, state)
+        question = Question(text, request, (now.version, now.uses, dict(jobs)))
         return Response(await self._answer(question), media_type=_JSON)
 
     async def _answer(self, question: Question) -> bytes:
@@ -206,21 +208,14 @@ class _Service:
 
     async def _reserve(self, request: Request) -> Response:
         wanted = await self._message(request, ReserveRequest)
-        return await self._changed(
-            lambda: self._ledger.reserve(
-                wanted.job, wanted.claims, version=wanted.version, request_id=wanted.request_id
-            )
-        )
+        options = {"version": wanted.version, "request_id": wanted.request_id}
+        made = await _of_ledger(self._ledger.reserve, wanted.job, wanted.claims, **options)
+        return Response(encode(made), media_type=_JSON)
 
     async def _release(self, request: Request) -> Response:
         wanted = await self._message(request, ReleaseRequest)
-        return await self._changed(
-            lambda: self._ledger.release(wanted.job, request_id=wanted.request_id)
-        )
-
-    async def _changed(self, change: Callable[[], Reservation]) -> Response:
-        reservation = await _of_ledger(change)
-        return Response(encode(reservation), media_type=_JSON)
+        ended = await _of_ledger(self._ledger.release, wanted.job, request_id=wanted.request_id)
+        return Response(encode(ended), media_type=_JSON)
 
     async def _snapshot(self, _: Request) -> Response:
         now = await _of_ledger(self._ledger.snapshot)
@@ -234,57 +229,38 @@ class _Service:
         page = await _of_ledger(self._metrics.page)
         return Response(page, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    def _route(
-        self,
-        method: str,
-        path: str,
-        endpoint: Callable[[Request], Awaitable[Response]],
-        asked: Any,
-        answered: Any,
-    ) -> None:
-        failures = {
-            status: {"description": text, "content": _content(Failure)}
-            for status, text in _FAILURES.items()
-            if asked is not None or status in (401, 503)
-        }
-        good: dict[str, Any] = {"description": "The answer."}
-        if answered is not None:
-            good["content"] = _content(answered)
-        extra: dict[str, Any] = {}
-        if asked is not None:
-            extra["requestBody"] = {"required": True, "content": _content(asked)}
-        if self._token and path not in _OPEN:
-            extra["security"] = [{"token": []}]
-        self.app.add_api_route(
-            path,
-            endpoint,
-            methods=[method],
-            response_class=Response,
-            responses={200: good, **failures},  # type: ignore[dict-item]
-            openapi_extra=extra,
-            operation_id=path.strip("/").replace("/", "_"),
-        )
-
     def _openapi(self) -> dict[str, Any]:
-        app = self.app
-        if app.openapi_schema is None:
-            page = get_openapi(
-                title=app.title, version=app.version, summary=app.summary, routes=app.routes
-            )
-            parts = page.setdefault("components", {})
-            kinds = (SolveRequest, WhatIfRequest, ReserveRequest, ReleaseRequest)
-            parts["schemas"] = {}
-            for kind in (*kinds, *messages.ANSWERS):
-                schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
-                parts["schemas"].update(schema.pop("$defs", {}))
-                version = {"const": messages.SCHEMA, "type": "integer", "title": "Schema"}
-                schema["properties"] = {"schema": version, **schema.get("properties", {})}
-                schema["required"] = ["schema", *schema.get("required", [])]
-                parts["schemas"][f"{kind.__name__}Message"] = schema
-            if self._token:
-                parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
-            app.openapi_schema = page
-        return app.openapi_schema
+        """The OpenAPI document: the routes, and the schemas of their messages."""
+        paths: dict[str, Any] = {}
+        for path, endpoint, asked, answered in self._routes:
+            responses = {"200": {"description": "The answer.", **_content(answered)}}
+            for status, text in _FAILURES.items():
+                if asked is not None or status in (401, 503):
+                    responses[str(status)] = {"description": text, **_content(Failure)}
+            operation: dict[str, Any] = {
+                "summary": endpoint.__name__.replace("_", " ").title(),
+                "operationId": path.strip("/").replace("/", "_"),
+            }
+            if asked is not None:
+                operation["requestBody"] = {**_content(asked), "required": True}
+            operation["responses"] = responses
+            if self._token and path not in _OPEN:
+                operation["security"] = [{"token": []}]
+            paths[path] = {"get" if asked is None else "post": operation}
+        schemas: dict[str, Any] = {}
+        requests = (SolveRequest, WhatIfRequest, ReserveRequest, ReleaseRequest)
+        for kind in (*requests, *messages.ANSWERS):
+            schema = TypeAdapter(kind).json_schema(ref_template="#/components/schemas/{model}")
+            schemas.update(schema.pop("$defs", {}))
+            version = {"const": messages.SCHEMA, "type": "integer", "title": "Schema"}
+            schema["properties"] = {"schema": version, **schema.get("properties", {})}
+            schema["required"] = ["schema", *schema.get("required", [])]
+            schemas[f"{kind.__name__}Message"] = schema
+        parts = {"schemas": schemas}
+        if self._token:
+            parts["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        about = {"title": self.app.title, "summary": self.app.summary, "version": self.app.version}
+        return {"openapi": "3.1.0", "info": about, "paths": paths, "components": parts}
 
 
 @final
@@ -307,9 +283,10 @@ class _Graphs:
     def get(self, digest: str) -> str:
         with self._lock:
             if digest not in self._texts:
-                raise UnknownGraphError(
+                raise ServiceError(
                     f"no graph has digest {digest[:80]!r}: it was never uploaded, or the service "
-                    "was restarted or dropped it. Send it to /v1/graphs first."
+                    "was restarted or dropped it. Send it to /v1/graphs first.",
+                    404,
                 )
             self._texts.move_to_end(digest)
             return self._texts[digest]
@@ -331,16 +308,16 @@ class _Metrics:
             buckets=(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30),
             registry=self._registry,
         )
-        gauges = {
-            name: Gauge(f"baechi_{name}", text, registry=self._registry)
+        self._ledger = ledger
+        self._gauges = [
+            Gauge(f"baechi_{name}", text, registry=self._registry)
             for name, text in (
                 ("ledger_version", "Changes of the ledger."),
                 ("jobs", "Jobs with a reservation."),
                 ("claimed_bytes", "Memory that is claimed."),
                 ("claimed_devices", "Devices or instances that are claimed, by their shares."),
             )
-        }
-        self._ledger, self._gauges = ledger, gauges
+        ]
 
     def count(self, path: str, status: int, seconds: float) -> None:
         # Paths that do not exist are one, so that nobody can fill the memory with them.
@@ -351,46 +328,41 @@ class _Metrics:
     def page(self) -> bytes:
         now = self._ledger.snapshot()
         claims = [claim for row in now.jobs.values() for claim in row.claims]
-        self._gauges["ledger_version"].set(now.version)
-        self._gauges["jobs"].set(len(now.jobs))
-        self._gauges["claimed_bytes"].set(sum(claim.memory_bytes for claim in claims))
-        self._gauges["claimed_devices"].set(sum(claim.share_milli for claim in claims) / 1000)
+        nbytes = sum(claim.memory_bytes for claim in claims)
+        shares = sum(claim.share_milli for claim in claims) / 1000
+        values = (now.version, len(now.jobs), nbytes, shares)
+        for gauge, value in zip(self._gauges, values, strict=True):
+            gauge.set(value)
         return generate_latest(self._registry)
 
 
-async def _of_ledger(ask: Callable[[], _T]) -> _T:
+async def _of_ledger(ask: Callable[..., _T], *args: Any, **options: Any) -> _T:
     """A result of the ledger; a damaged file is an error of the service, not of the request."""
     try:
-        return await run_in_threadpool(ask)
+        return await run_in_threadpool(ask, *args, **options)
     except FormatError as error:
-        raise LimitError(str(error), 503) from error
+        raise ServiceError(str(error), 503) from error
 
 
 def _content(kind: Any) -> dict[str, Any]:
-    if isinstance(kind, dict):
-        return {_JSON: {"schema": kind}}
-    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{kind.__name__}Message"}}}
-
-
-def _failure(status: int, error: str, message: str) -> Response:
-    return Response(encode(Failure(error, message)), status_code=status, media_type=_JSON)
+    if kind is None:
+        return {}
+    named = not isinstance(kind, dict)
+    schema = {"$ref": f"#/components/schemas/{kind.__name__}Message"} if named else kind
+    return {"content": {_JSON: {"schema": schema}}}
 
 
 def _error_response(error: BaechiError | TimeoutError) -> Response:
-    """The response for an error."""
-    if isinstance(error, TimeoutError):
-        return _failure(408, "limit", "the body did not arrive in time.")
     text = str(error)
-    if isinstance(error, LimitError):
-        busy = error.status == 503
-        response = _failure(error.status, "busy" if busy else "limit", text)
-        if busy:
-            response.headers["Retry-After"] = "1"
-        return response
-    if isinstance(error, UnknownGraphError):
-        return _failure(404, "unknown-graph", text)
-    if isinstance(error, ReservationError) and error.reason == "unavailable":
-        return _error_response(LimitError(text, 503))
-    if isinstance(error, ReservationError):
-        return _failure(404 if error.reason == "unknown" else 409, error.reason, text)
-    return _failure(422, "input", text)
+    match error:
+        case TimeoutError():
+            status, name, text = 408, "limit", "the body did not arrive in time."
+        case ServiceError():
+            status, name = error.status, _NAMES.get(error.status, "limit")
+        case ReservationError(reason="unavailable"):
+            status, name = 503, "busy"
+        case ReservationError():
+            status, name = 404 if error.reason == "unknown" else 409, error.reason
+        case _:
+            status, name = 422, "input"
+    return Response(encode(Failure(name, text)), status, _HEADERS.get(status), _JSON)

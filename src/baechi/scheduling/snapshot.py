@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import final
 
 from baechi.errors import InputError, ReservationError
-from baechi.records.cluster import Cluster
+from baechi.records.cluster import Cluster, Topology
 from baechi.records.placement import Placement
-from baechi.records.topology import Topology
 from baechi.scheduling.claims import (
     PROFILES,
     SHARINGS,

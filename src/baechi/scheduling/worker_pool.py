@@ -16,7 +16,7 @@ import queue
 import signal
 import threading
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, Final, NamedTuple, final
 
@@ -26,39 +26,33 @@ from baechi.scheduling.claims import Use
 from baechi.scheduling.decision import choose, explore
 from baechi.scheduling.messages import (
     GraphAnswer,
-    LimitError,
     Limits,
+    ServiceError,
     SolveAnswer,
     SolveRequest,
     WhatIfRequest,
-    check_depth,
     encode,
 )
 from baechi.scheduling.snapshot import Reservation, Site, Snapshot
-from baechi.scheduling.whatif import whatif
+from baechi.scheduling.whatif import WhatIf, whatif
 from baechi.storage.serialization import loads
 
-# Graphs that a worker keeps parsed.
-_PARSED: Final = 64
+_PARSED: Final = 64  # graphs that a worker keeps parsed
 _START_SECONDS: Final = 60.0
-_STOP_SECONDS: Final = 5.0
-
-
-class State(NamedTuple):
-    """A snapshot without its site, which every worker has already."""
-
-    version: int
-    uses: tuple[Use, ...]
-    jobs: Mapping[str, Reservation]
 
 
 class Question(NamedTuple):
-    """A question about a graph; without a request and a state, whether the graph can be read."""
+    """A question about a graph; without a request, whether the graph can be read.
+
+    Attributes:
+        text: The graph's file.
+        request: What is wanted of it.
+        state: Version, uses and jobs of the snapshot; every worker has its site already.
+    """
 
     text: str
-    limits: Limits
     request: SolveRequest | WhatIfRequest | None = None
-    state: State | None = None
+    state: tuple[int, tuple[Use, ...], Mapping[str, Reservation]] = (0, (), {})
 
 
 @final
@@ -68,44 +62,42 @@ class Workers:
     Args:
         count: How many.
         site: The devices that questions are about.
-        seconds: Time for one answer, and as much to wait for a worker before.
-        waiting: Questions that may wait.
+        limits: `seconds` holds for one answer, and as much for waiting for a worker before.
     """
 
-    def __init__(self, count: int, site: Site, seconds: int, waiting: int) -> None:
-        self._context = multiprocessing.get_context("spawn")
-        self._site, self._seconds = site, seconds
-        self._seats = threading.Semaphore(count + waiting)
+    def __init__(self, count: int, site: Site, limits: Limits) -> None:
+        self._start = partial(_Worker, site, limits)
+        self._count, self._seconds = count, limits.seconds
+        self._seats = threading.Semaphore(count + limits.waiting)
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for _ in range(count):
-            self._idle.put(_Worker(self._context, site))
-        self._count = count
+            self._idle.put(self._start())
 
     def answer(self, question: Question) -> bytes:
         """The answer, as a message.
 
         Raises:
-            LimitError: It takes too long, or too many wait already.
+            ServiceError: It takes too long, or too many wait already.
             BaechiError: The error that answers the question.
         """
         if not self._seats.acquire(blocking=False):
-            raise LimitError("the service is overloaded; try again in a second.", 503)
+            raise ServiceError("the service is overloaded; try again in a second.", 503)
         try:
             try:
                 worker = self._idle.get(timeout=self._seconds)
             except queue.Empty:
-                raise LimitError("no worker was free in time; try again.", 503) from None
+                raise ServiceError("no worker was free in time; try again.", 503) from None
             try:
                 answer = worker.answer(question, self._seconds)
             except (EOFError, OSError, TimeoutError) as error:
                 worker.kill()
-                worker = _Worker(self._context, self._site)
+                worker = self._start()
                 why = (
                     f"took longer than {self._seconds} s; use effort fast, or a coarser graph"
                     if isinstance(error, TimeoutError)
                     else "ended the worker that computed it; was it out of memory?"
                 )
-                raise LimitError(f"the answer {why}.", 503) from error
+                raise ServiceError(f"the answer {why}.", 503) from error
             finally:
                 self._idle.put(worker)
         finally:
@@ -118,24 +110,24 @@ class Workers:
         """Ends all workers, after the answers that are under way."""
         for _ in range(self._count):
             with contextlib.suppress(queue.Empty):
-                self._idle.get(timeout=self._seconds).close()
+                self._idle.get(timeout=self._seconds).kill()
 
 
 @final
 class _Worker:
     """One process and its pipe."""
 
-    def __init__(self, context: Any, site: Site) -> None:
+    def __init__(self, site: Site, limits: Limits) -> None:
+        context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, site), daemon=True)
+        self._process = context.Process(target=_work, args=(theirs, site, limits), daemon=True)
         self._process.start()
         theirs.close()
         self._started = False
 
     def answer(self, question: Question, seconds: float) -> bytes | BaechiError:
         """The answer, or the error of it; raises `TimeoutError`, `EOFError`, `OSError`."""
-        if not self._started:
-            # Its start is no part of the time for an answer.
+        if not self._started:  # its start is no part of the time for an answer
             self._received(_START_SECONDS)
             self._started = True
         self._pipe.send(question)
@@ -153,59 +145,46 @@ class _Worker:
         self._process.join()
         self._pipe.close()
 
-    def close(self) -> None:
-        """Lets it end."""
-        self._pipe.close()
-        self._process.join(_STOP_SECONDS)
-        if self._process.is_alive():
-            self.kill()
 
-
-def _work(pipe: Connection, site: Site) -> None:
+def _work(pipe: Connection, site: Site, limits: Limits) -> None:
     """The main function of a worker; returns when its pipe is closed."""
     # Ctrl-C in a terminal reaches all processes of the group; the service decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    read = lru_cache(_PARSED)(_read)
+    read = lru_cache(_PARSED)(partial(_read, limits))
     with contextlib.suppress(EOFError, OSError):  # the service has ended, or wants no answer
         pipe.send("started")
         while True:
             question: Question = pipe.recv()
             answer: bytes | BaechiError
             try:
-                answer = _answer(read(question.text, question.limits), site, question)
+                answer = encode(_answer(read(question.text), site, question))
             except BaechiError as error:
                 answer = error
             except MemoryError:
-                answer = LimitError("there is not enough memory for this question.", 503)
+                answer = ServiceError("there is not enough memory for this question.", 503)
             pipe.send(answer)
 
 
-def _read(text: str, limits: Limits) -> OpGraph:
-    check_depth(text.encode(), limits.depth)
+def _read(limits: Limits, text: str) -> OpGraph:
     graph = loads(text, OpGraph, source="graph")
     if len(graph.ops) > limits.ops:
-        raise LimitError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
+        raise ServiceError(f"the graph has {len(graph.ops)} ops; the limit is {limits.ops}.", 422)
     return graph
 
 
-def _answer(graph: OpGraph, site: Site, question: Question) -> bytes:
-    request, state = question.request, question.state
-    if request is None or state is None:
-        return encode(GraphAnswer(graph.digest, len(graph.ops)))
-    snapshot = Snapshot(site, *state)
+def _answer(graph: OpGraph, site: Site, question: Question) -> GraphAnswer | SolveAnswer | WhatIf:
+    request = question.request
+    if request is None:
+        return GraphAnswer(graph.digest, len(graph.ops))
+    snapshot = Snapshot(site, *question.state)
     if isinstance(request, WhatIfRequest):
-        return encode(
-            whatif(graph, snapshot, request.wish, after=request.after, up_to=request.up_to)
-        )
+        return whatif(graph, snapshot, request.wish, after=request.after, up_to=request.up_to)
     found = explore(graph, snapshot, request.wish)
     if not found:
-        return encode(
-            SolveAnswer(
-                "infeasible",
-                snapshot.version,
-                message="no placement was found on any tried set of free devices; try more effort, "
-                "see whatif for what is missing, or wait.",
-            )
+        message = (
+            "no placement was found on any tried set of free devices; try more effort, see whatif "
+            "for what is missing, or wait."
         )
+        return SolveAnswer("infeasible", snapshot.version, message=message)
     decision = choose(found, request.wish.slack_milli)
-    return encode(SolveAnswer("placed", snapshot.version, decision, decision.claims()))
+    return SolveAnswer("placed", snapshot.version, decision, decision.claims())

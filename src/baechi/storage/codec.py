@@ -7,20 +7,11 @@ path of the field. docs/design.md explains why no library is used.
 
 import math
 import types
+import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import (
-    Any,
-    Final,
-    Literal,
-    NamedTuple,
-    Union,
-    final,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Any, Final, Literal, NamedTuple, Union, final
 
 from baechi.errors import InputError
 from baechi.validation import INT64_MAX, FrozenDict
@@ -59,7 +50,7 @@ def codec(hint: Any) -> Codec:
     """
     if hint in _SCALARS:
         return _scalar(hint)
-    origin, arguments = get_origin(hint), get_args(hint)
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Sequence or (origin is tuple and len(arguments) == 2 and arguments[1] is Ellipsis):
         return _sequence(codec(arguments[0]), origin)
     if origin is Literal:
@@ -80,9 +71,12 @@ def _scalar(kind: Any) -> Codec:
     name = _SCALARS[kind]
 
     def check(value: Any) -> Any:
+        if kind is float and type(value) is int:
+            try:
+                return float(value)
+            except OverflowError:
+                raise Refusal(f"is {show(value)}, which is too large.") from None
         if type(value) is not kind:
-            if kind is float and type(value) is int:
-                return _as_float(value)
             raise Refusal(f"is {show(value)}; it must be {name}.")
         if kind is int and not -INT64_MAX <= value <= INT64_MAX:
             raise Refusal(f"is {show(value)}; it does not fit 64 bits.")
@@ -107,39 +101,30 @@ def _choice(options: tuple[str, ...]) -> Codec:
     return Codec(name, check, check)
 
 
-def _as_float(value: int) -> float:
-    try:
-        return float(value)
-    except OverflowError:
-        raise Refusal(f"is {show(value)}, which is too large.") from None
-
-
 def _union(members: tuple[Any, ...]) -> Codec:
     """One of several scalars, one of several dataclasses, or `None` and one other type."""
     if all(is_dataclass(member) for member in members):
         return _variant(members)
-    others = [codec(member) for member in members if member is not type(None)]
+    others = {member: codec(member) for member in members if member is not type(None)}
     optional = len(others) < len(members)
-    name = " or ".join([*(codec.name for codec in others), *(["null"] if optional else [])])
-    if len(others) == 1:
-        (inner,) = others
-        write, read = inner.write, inner.read
-    else:
-        by_kind = {member: codec(member) for member in members if member in _SCALARS}
-        if len(by_kind) != len(others):
-            raise TypeError(f"no JSON form is known for a union of {name}")
+    name = " or ".join(codec.name for codec in others.values()) + (" or null" if optional else "")
+    alone = next(iter(others.values())) if len(others) == 1 else None
+    if alone is None and not others.keys() <= _SCALARS.keys():
+        raise TypeError(f"no JSON form is known for a union of {name}")
 
-        def read(value: Any) -> Any:
-            if type(value) not in by_kind:
-                raise Refusal(f"is {show(value)}; it must be {name}.")
-            return by_kind[type(value)].read(value)
+    def member_of(value: Any) -> Codec:
+        found = others.get(type(value)) if alone is None else alone
+        if found is None:
+            raise Refusal(f"is {show(value)}; it must be {name}.")
+        return found
 
-        write = read
+    def write(value: Any) -> Any:
+        return None if optional and value is None else member_of(value).write(value)
 
-    def none_or(step: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return (lambda value: None if value is None else step(value)) if optional else step
+    def read(value: Any) -> Any:
+        return None if optional and value is None else member_of(value).read(value)
 
-    return Codec(name, none_or(write), none_or(read))
+    return Codec(name, write, read)
 
 
 def _variant(members: tuple[Any, ...]) -> Codec:
@@ -193,13 +178,14 @@ def _sequence(inner: Codec, kind: type) -> Codec:
 
 def _mapping(inner: Codec) -> Codec:
     def each(step: Callable[[Any], Any], items: Mapping[str, Any]) -> dict[str, Any]:
-        done = {}
-        for key, value in items.items():
-            try:
+        done: dict[str, Any] = {}
+        key = ""
+        try:
+            for key, value in items.items():
                 done[key] = step(value)
-            except Refusal as refusal:
-                refusal.path.append(f"[{key!r}]")
-                raise
+        except Refusal as refusal:
+            refusal.path.append(f"[{key!r}]")
+            raise
         return done
 
     def write(items: Any) -> dict[str, Any]:
@@ -217,45 +203,47 @@ def _mapping(inner: Codec) -> Codec:
 
 def _record(kind: type) -> Codec:
     """The codec of a dataclass: its fields in order, without those equal to their default."""
-    hints = get_type_hints(kind)
+    hints = typing.get_type_hints(kind)
     saved = [field for field in fields(kind) if field.metadata.get("json", True)]
     codecs = {field.name: codec(hints[field.name]) for field in saved}
-    defaults = {field.name: _default(field) for field in saved}
+    defaults = {
+        field.name: field.default if field.default_factory is MISSING else field.default_factory()
+        for field in saved
+    }
 
     def write(value: Any) -> dict[str, Any]:
         if type(value) is not kind:
             raise Refusal(f"is {show(value)}; it must be of type {kind.__name__}.")
-        raw = {}
-        for name, codec in codecs.items():
-            entry = getattr(value, name)
-            if defaults[name] is MISSING or entry != defaults[name]:
-                try:
+        raw: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, codec in codecs.items():
+                entry = getattr(value, name)
+                if defaults[name] is MISSING or entry != defaults[name]:
                     raw[name] = codec.write(entry)
-                except Refusal as refusal:
-                    refusal.path.append(f".{name}")
-                    raise
+        except Refusal as refusal:
+            refusal.path.append(f".{name}")
+            raise
         return raw
 
     def read(raw: Any) -> Any:
         if not isinstance(raw, dict):
             raise Refusal(f"is {show(raw)}; it must be an object of type {kind.__name__}.")
-        found = {}
-        for name, entry in raw.items():
-            codec = codecs.get(name)
-            try:
-                if codec is None:
+        found: dict[str, Any] = {}
+        name = ""
+        try:
+            for name, entry in raw.items():
+                if name not in codecs:
                     known = ", ".join(codecs)
                     raise Refusal(f"is unknown; the fields of {kind.__name__} are {known}.")
-                found[name] = codec.read(entry)
-            except Refusal as refusal:
-                # A wrong name may hold characters that cannot be written.
-                refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
-                raise
-        for name, default in defaults.items():
-            if default is MISSING and name not in found:
-                missing = Refusal(f"is missing; every {kind.__name__} has it.")
-                missing.path.append(f".{name}")
-                raise missing
+                found[name] = codecs[name].read(entry)
+            for name, default in defaults.items():
+                if default is MISSING and name not in found:
+                    raise Refusal(f"is missing; every {kind.__name__} has it.")
+        except Refusal as refusal:
+            # A wrong name may hold characters that cannot be written.
+            refusal.path.append(f".{name}" if name.isidentifier() else f"[{name!r}]")
+            raise
         try:
             return kind(**found)
         except InputError as error:
@@ -264,15 +252,13 @@ def _record(kind: type) -> Codec:
     return Codec(kind.__name__, write, read)
 
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
-
-
 def show(value: Any) -> str:
     """A wrong value as short text for an error, with its type."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
     kinds = {dict: "an object", list: "a list", type(None): "null", **_SCALARS}
     name = kinds.get(type(value), f"a {type(value).__name__}")
-    if value is None or isinstance(value, bool | dict | list):
-        return {True: "true", False: "false"}[value] if isinstance(value, bool) else name
+    if value is None or isinstance(value, dict | list):
+        return name
     text = repr(value)
     return f"{text if len(text) <= 40 else text[:37] + '...'}, {name}"

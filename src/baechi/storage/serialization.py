@@ -26,16 +26,13 @@ from typing import Any, Final, TypeVar
 from typing import overload as typing_overload
 
 from baechi.errors import FormatError, InputError
-from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.cluster import Cluster, Device, Link, Topology
 from baechi.records.constraints import Constraints
-from baechi.records.efficiency import Calibration
-from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.device_kinds import Calibration
+from baechi.records.graph import Op, OpGraph, Phase, Tensor
 from baechi.records.instructions import Program
-from baechi.records.measurement import Measurement
 from baechi.records.op_costs import OpCost, Profile
-from baechi.records.placement import Placement, Schedule, Span, Transfer
-from baechi.records.step_structure import Phase
-from baechi.records.topology import Topology
+from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer
 from baechi.storage.codec import Refusal, codec
 from baechi.traced.traced_model import Traced
 from baechi.validation import FrozenDict, check_path
@@ -79,7 +76,7 @@ def dumps(value: object) -> str:
 def load(path: str | os.PathLike[str]) -> Any: ...
 @typing_overload
 def load(path: str | os.PathLike[str], expect: type[_T]) -> _T: ...
-def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
+def load(path: str | os.PathLike[str], expect: Any = None) -> Any:
     """The value in a JSON file, written by `dump` or by hand.
 
     Args:
@@ -104,16 +101,24 @@ def load(path: str | os.PathLike[str], expect: type | None = None) -> Any:
         ) from error
     except OSError as error:
         raise InputError(f"cannot read {os.fspath(path)}: {error.strerror}.") from error
-    return _parse(text, expect, os.fspath(path))
+    return loads(text, expect, source=os.fspath(path))
 
 
 @typing_overload
 def loads(text: str, *, source: str = ...) -> Any: ...
 @typing_overload
 def loads(text: str, expect: type[_T], *, source: str = ...) -> _T: ...
-def loads(text: str, expect: type | None = None, *, source: str = "text") -> Any:
+def loads(text: str, expect: Any = None, *, source: str = "text") -> Any:
     """The value in `text`; `source` names it in errors. Raises `FormatError` as `load` does."""
-    return _parse(text, expect, source)
+    try:
+        raw = parse_json(text)
+        kind, value = _open_envelope(raw, expect)
+        found = codec(kind).read(value)
+        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
+    except (FormatError, Refusal) as error:
+        raise FormatError(f"{source}: {error}") from error
+    except RecursionError as error:
+        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
 def write_whole(path: str | os.PathLike[str], text: str) -> None:
@@ -145,18 +150,6 @@ def write_whole(path: str | os.PathLike[str], text: str) -> None:
             f"cannot write {os.fspath(path)}: a name in it is no Unicode text, since {half!r} ends "
             "in a lone surrogate; rename it."
         ) from error
-
-
-def _parse(text: str, expect: type | None, source: str) -> Any:
-    try:
-        raw = parse_json(text)
-        kind, value = _open_envelope(raw, expect)
-        found = codec(kind).read(value)
-        return _with_phases(found) if kind is OpGraph and raw["version"] == 1 else found
-    except (FormatError, Refusal) as error:
-        raise FormatError(f"{source}: {error}") from error
-    except RecursionError as error:
-        raise FormatError(f"{source}: the JSON is nested too deeply.") from error
 
 
 def parse_json(text: str) -> Any:

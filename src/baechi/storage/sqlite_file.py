@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, final
 
-# Time for which one statement waits for other processes, in seconds.
-PATIENCE: Final = 30.0
+PATIENCE: Final = 30.0  # for how many seconds one statement waits for other processes
 _PAUSE: Final = 0.01  # between two attempts to open a file, in seconds
 # Errors of an undamaged file: locked by another process, full, read-only, deleted.
 _PASSING: Final = {
@@ -123,11 +122,11 @@ class SqliteFile:
         ((application,),) = self.execute("PRAGMA application_id")
         ((version,),) = self.execute("PRAGMA user_version")
         ((tables,),) = self.execute("SELECT count(*) FROM sqlite_master")
-        if application != self._header[0] and (tables or application or version):
+        owner, known = self._header
+        if application != owner and (tables or application or version):
             raise SqliteFileError("it is another program's SQLite file", "foreign")
-        if tables and version != self._header[1]:
-            here = self._header[1]
-            text = f"its tables are of version {version}, and this Baechi reads version {here}"
+        if tables and version != known:
+            text = f"its tables are of version {version}, and this Baechi reads version {known}"
             raise SqliteFileError(text, "version")
         ((verdict,),) = self.execute("PRAGMA quick_check(1)")
         if verdict != "ok":

@@ -23,10 +23,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from baechi.errors import InputError
-from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.graph import Op, OpGraph, PlainOp, PlainTensor, StepStructure, Tensor
 from baechi.records.op_costs import OpCost, Profile
 from baechi.records.optimizer_state import TrainedParameter, check_optimizer, optimizer_state_bytes
-from baechi.records.step_structure import PlainOp, PlainTensor, StepStructure
 from baechi.traced.checkpoint_units import (
     Unit,
     backward_sequence,

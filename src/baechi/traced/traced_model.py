@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import Any, final
 
 from baechi.errors import InputError
-from baechi.records.graph import OpGraph
+from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.op_costs import Profile
-from baechi.records.step_structure import StepStructure
 from baechi.traced.operators import Attempt, TracedOperators
 from baechi.traced.step_graph import operator_graph, step_structure
 from baechi.validation import check_row

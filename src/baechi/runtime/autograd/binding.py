@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
+from baechi.records.graph import StepStructure
 from baechi.records.instructions import Copy, Free, Place, Program
-from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Recomputation

@@ -19,8 +19,8 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
+from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
-from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_strides import keeping_strides
 from baechi.runtime.autograd.graph_edges import Entry
 from baechi.tracing.lowering import TracedModule
