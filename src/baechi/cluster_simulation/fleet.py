@@ -3,7 +3,6 @@
 A cluster is switches of nodes of GPUs, or of slices of GPUs.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -158,44 +157,11 @@ class Fleet:
         return max(counts)
 
 
-class FreeDevices(ABC):
-    """The state of a cluster's devices.
-
-    Attributes:
-        held_bytes: The memory that jobs hold, where it is modeled.
-    """
-
-    held_bytes: int = 0
-
-    @abstractmethod
-    def place(self, job: Job) -> Grant | None:
-        """The GPUs on which the job could run now; changes nothing."""
-
-    @abstractmethod
-    def take(self, run: JobRun, grant: Grant) -> None:
-        """Puts a job on GPUs."""
-
-    @abstractmethod
-    def give(self, run: JobRun) -> None:
-        """Takes a job off its GPUs."""
-
-    @abstractmethod
-    def rate(self, grant: Grant, *, joins: bool = False) -> int:
-        """Its work per tick among those on its GPUs: the slowest GPU's.
-
-        Args:
-            grant: The place.
-            joins: Whether the job is not there yet, but would come.
-        """
-
-    @abstractmethod
-    def row(self) -> tuple[int, int, int, int, int]:
-        """Idle, partly busy and full nodes; idle and busy GPUs."""
-
-
 @final
-class DeviceCounter(FreeDevices):
+class DeviceCounter:
     """Counts free GPUs, as the published simulators' scheme `count`: GPUs are not told apart."""
+
+    held_bytes = 0
 
     def __init__(self, fleet: Fleet) -> None:
         self.total = self.free = len(fleet.gpus)
@@ -203,32 +169,35 @@ class DeviceCounter(FreeDevices):
         self._per_node = fleet.gpus_per_node
 
     def place(self, job: Job) -> Grant | None:
-        """On any GPUs, if enough are free."""
+        """The job's grant if enough are free; changes nothing."""
         return Grant() if job.gpus <= self.free else None
 
     def take(self, run: JobRun, grant: Grant) -> None:
-        """Fewer are free."""
+        """Gives GPUs to a job."""
         del grant
         self.free -= run.job.gpus
 
     def give(self, run: JobRun) -> None:
-        """More are free."""
+        """Takes its GPUs from a job."""
         self.free += run.job.gpus
 
     def rate(self, grant: Grant, *, joins: bool = False) -> int:
-        """Of a whole GPU."""
+        """The work per tick of a whole GPU."""
         del grant, joins
         return WORK
 
     def row(self) -> tuple[int, int, int, int, int]:
-        """As if all nodes but one were full or idle; the last counts as full and as busy."""
+        """Idle, partly busy and full nodes; idle and busy GPUs.
+
+        As if all nodes but one were full or idle; the last counts as full and as busy.
+        """
         busy = self.total - self.free
         nodes = -(-busy // self._per_node)
         return self._nodes - nodes, nodes, nodes, self.free, busy
 
 
 @final
-class DeviceStates(FreeDevices):
+class DeviceStates:
     """The jobs on every GPU.
 
     Attributes:
@@ -240,6 +209,7 @@ class DeviceStates(FreeDevices):
         random: For schemes that draw; seeded.
         memo: Answers of schemes; may be shared with other simulations.
         refused: Requests of this simulation that schemes found no room for.
+        held_bytes: The memory that jobs hold, where it is modeled.
     """
 
     def __init__(
@@ -255,6 +225,7 @@ class DeviceStates(FreeDevices):
         self.random = Random(seed)
         self.memo = memo
         self.refused: dict[object, list[tuple[int, ...]]] = {}
+        self.held_bytes = 0
         self._choose = choose
         self.owners: list[list[int]] = [[] for _ in fleet.gpus]
         self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
@@ -281,11 +252,11 @@ class DeviceStates(FreeDevices):
         return [gpu for gpu in range(len(self.owners)) if self.admits(gpu, part)]
 
     def place(self, job: Job) -> Grant | None:
-        """The scheme's choice."""
+        """The grant that the scheme chooses; changes nothing."""
         return self._choose(job, self)
 
     def take(self, run: JobRun, grant: Grant) -> None:
-        """Puts its parts on its GPUs."""
+        """Puts the parts of a job on GPUs."""
         for gpu, part in zip(grant.gpus, grant.parts, strict=True):
             if not self.owners[gpu]:
                 self._busy[self.fleet.gpus[gpu].node] += 1
@@ -294,7 +265,7 @@ class DeviceStates(FreeDevices):
             self._use_memory(gpu, part.memory_bytes)
 
     def give(self, run: JobRun) -> None:
-        """Takes its parts off its GPUs."""
+        """Takes the parts of a job off its GPUs."""
         for gpu in run.grant.gpus:
             place = self.owners[gpu].index(run.index)
             del self.owners[gpu][place]
@@ -303,7 +274,7 @@ class DeviceStates(FreeDevices):
                 self._busy[self.fleet.gpus[gpu].node] -= 1
 
     def rate(self, grant: Grant, *, joins: bool = False) -> int:
-        """That of its slowest GPU."""
+        """Its work per tick among those on its GPUs, or if it joined them: the slowest GPU's."""
         slowest = min(
             self.sharing.rate(
                 [*self.parts[gpu], part] if joins else self.parts[gpu],
@@ -320,7 +291,7 @@ class DeviceStates(FreeDevices):
         return {owner for gpu in grant.gpus for owner in self.owners[gpu]}
 
     def row(self) -> tuple[int, int, int, int, int]:
-        """From the busy GPUs of every node."""
+        """Idle, partly busy and full nodes; idle and busy GPUs."""
         idle, busy = self._busy.count(0), sum(self._busy)
         full = sum(0 < busy == size for busy, size in zip(self._busy, self._size, strict=True))
         return idle, len(self._busy) - idle - full, full, len(self.owners) - busy, busy
@@ -330,3 +301,6 @@ class DeviceStates(FreeDevices):
         if left is not None:
             self.memory_left[gpu] = left - nbytes
             self.held_bytes += nbytes
+
+
+FreeDevices = DeviceCounter | DeviceStates

@@ -20,7 +20,7 @@ from typing import Final
 
 from baechi.cluster_simulation.contention import WHOLE, Exclusive, Sharing
 from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, FreeDevices
-from baechi.cluster_simulation.jobs import Grant, Job, JobRun, Refusal
+from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun, Refusal
 from baechi.cluster_simulation.placement_schemes import Scheme
 from baechi.cluster_simulation.policies.policy import Offer, Policy
 from baechi.cluster_simulation.results import SimulationResult
@@ -86,11 +86,19 @@ def simulate_cluster(
             return DeviceCounter(fleet)
         return DeviceStates(fleet, shared, chooses, seed, known)
 
-    refused, admitted = _admission(jobs, empty(), len(fleet.gpus))
-    simulation = _Simulation(
-        fleet, copy.deepcopy(policy), empty(), admitted, refused, preempt_cost + restart_cost
+    gpus = len(fleet.gpus)
+    refused, admitted = _admission(jobs, empty(), gpus)
+    policy = copy.deepcopy(policy)
+    policy.begin(gpus)
+    events = policy.events(admitted, [row.job for row in refused])
+    simulation = _Simulation(policy, empty(), admitted, events, preempt_cost + restart_cost)
+    simulation.run(progress)
+    outcomes = tuple(run.outcome(resumes=policy.preemptive) for run in simulation.done)
+    memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
+    rows, byte_ticks = tuple(simulation.rows), simulation.byte_ticks
+    return SimulationResult(
+        policy.name, gpus, outcomes, tuple(refused), rows, memory_bytes, byte_ticks
     )
-    return simulation.run(progress)
 
 
 def _admission(
@@ -124,17 +132,18 @@ class _Simulation:
 
     def __init__(
         self,
-        fleet: Fleet,
         policy: Policy,
         devices: FreeDevices,
-        admitted: Sequence[Job],
-        refused: Sequence[Refusal],
+        jobs: Sequence[Job],
+        events: Events,
         restart_cost: int,
     ) -> None:
-        self._fleet = fleet
+        self.done: list[JobRun] = []
+        self.rows: list[tuple[int, ...]] = []
+        self.byte_ticks = 0
         self._policy = policy
         self._devices = devices
-        self._refused = refused
+        self._events = events
         self._restart_cost = restart_cost
         self._shared = (
             devices if isinstance(devices, DeviceStates) and devices.sharing.most > 1 else None
@@ -145,27 +154,22 @@ class _Simulation:
             and type(policy).select is not Policy.select
         )
         self._makes_offers = type(policy).accepts is not Policy.accepts
-        policy.begin(len(fleet.gpus))
-        self._runs = [JobRun(job, index) for index, job in enumerate(admitted)]
-        self._events = policy.events(admitted, [row.job for row in refused])
+        self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
         self._running: dict[int, JobRun] = {}
         self._wake: int | None = None
         self._waiting = 0
-        self._done: list[JobRun] = []
         self._hopeless: set[object] = set()  # shapes that found no room since a job last left
         self._still = 0  # events since the last arrival or end
         self._least: tuple[int, int] | None = None  # work, in all and of a job, in these events
 
-    def run(self, progress: Callable[[int, int], None] | None) -> SimulationResult:
+    def run(self, progress: Callable[[int, int], None] | None) -> None:
         """Runs until no job waits, runs or is still to arrive."""
-        runs, policy = self._runs, self._policy
-        rows: list[tuple[int, ...]] = []
-        byte_ticks = 0
+        runs, name = self._runs, self._policy.name
         now = self._events.arrival or 0
         place = 0
         while (moment := self._next()) is not None:
-            byte_ticks += self._devices.held_bytes * max(0, moment - now)
+            self.byte_ticks += self._devices.held_bytes * max(0, moment - now)
             before, now = now, max(now, moment)
             first = place
             while place < len(runs) and runs[place].job.submit_time <= now:
@@ -177,29 +181,20 @@ class _Simulation:
             self._decide(now, arrived, ended)
             if self._waiting and not self._running and place == len(runs) and self._wake is None:
                 raise InputError(
-                    f"policy {policy.name!r} leaves {self._waiting} jobs waiting on an idle "
+                    f"policy {name!r} leaves {self._waiting} jobs waiting on an idle "
                     "cluster for ever."
                 )
             if ended or arrived or place < len(runs):
                 self._still, self._least = 0, None
             elif self._is_stalled(now):
                 raise InputError(
-                    f"under policy {policy.name!r} jobs lose by preemptions what they get "
+                    f"under policy {name!r} jobs lose by preemptions what they get "
                     "done, and would never end; lower what preempting and restarting cost."
                 )
-            counts = self._waiting, len(self._running), len(self._done)
-            rows.append((now, *self._devices.row(), *counts))
+            counts = self._waiting, len(self._running), len(self.done)
+            self.rows.append((now, *self._devices.row(), *counts))
             if progress is not None and (ended or arrived):
-                progress(len(self._done), len(runs))
-        return SimulationResult(
-            policy.name,
-            len(self._fleet.gpus),
-            tuple(run.outcome(resumes=policy.preemptive) for run in self._done),
-            tuple(self._refused),
-            tuple(rows),
-            sum(gpu.free_bytes or 0 for gpu in self._fleet.gpus),
-            byte_ticks,
-        )
+                progress(len(self.done), len(runs))
 
     def _is_stalled(self, now: int) -> bool:
         """True if for many events the remaining work has not fallen, in all or of one job.
@@ -235,7 +230,7 @@ class _Simulation:
             run.end_time = now
         for run in ended:
             self._refresh(run, now)
-        self._done += ended
+        self.done += ended
         if ended and self._policy.preemptive and not self._selects:
             self._queue = [run for run in self._queue if not run.done]
 
@@ -251,13 +246,12 @@ class _Simulation:
         elif isinstance(devices, DeviceStates):
             self._deal_out(devices, now)
         else:
-            self._count_out(now)
+            self._count_out(devices.total, now)
         wake = policy.wake(self._queue, now)
         self._wake = None if wake is None else max(now + 1, wake)
 
-    def _count_out(self, now: int) -> None:
+    def _count_out(self, free: int, now: int) -> None:
         """With preemption, where GPUs are counted: stops jobs, then starts others."""
-        free = len(self._fleet.gpus)
         stops, starts = [], []
         for run in self._queue:
             if run.job.gpus <= free:

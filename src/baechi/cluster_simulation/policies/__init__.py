@@ -18,9 +18,6 @@ from baechi.cluster_simulation.policies.policy import (
     FewestGpusFirst,
     Fifo,
     FitJobFirst,
-    GandivaPacking,
-    LongestPending,
-    PackingFactor,
     Policy,
 )
 from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
@@ -40,7 +37,7 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "fifo": Fifo,
     "fjf": FitJobFirst,
     "sjf": FewestGpusFirst,
-    "lpjf": LongestPending,
+    "lpjf": partial(Fifo, "lpjf"),
     "shortest": ShortestTime,
     "shortest-gpu": ShortestGpuTime,
     "dlas": LeastAttained,
@@ -48,13 +45,13 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "dlas-gpu-gittins": Gittins,
     "gandiva": TimeSlicing,
     "themis": FinishTimeFairness,
-    "gandiva-packing": GandivaPacking,
-    "big-brain": PackingFactor,
+    "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
+    "big-brain": partial(Fifo, "big-brain"),
     "split-or-wait": SplitOrWait,
 }
 # Those in which the published simulator has defects that its results need.
 _PUBLISHED: Final[dict[str, Callable[..., Policy]]] = {
-    "lpjf": PublishedLongestPending,
+    "lpjf": partial(PublishedLongestPending, "lpjf"),
     "dlas": partial(LeastAttained, compat=True),
     "dlas-gpu": partial(LeastAttainedGpuTime, compat=True),
     "dlas-gpu-gittins": partial(Gittins, compat=True),

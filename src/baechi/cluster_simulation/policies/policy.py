@@ -65,7 +65,7 @@ class Policy(ABC):
         counts: Whether GPUs are only counted, whatever the scheme.
     """
 
-    name: ClassVar[str]
+    name: str
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
     counts: bool = False
@@ -109,19 +109,29 @@ class Policy(ABC):
         raise NotImplementedError
 
 
-@final
 class Fifo(Policy):
-    """In order of arrival, without overtaking."""
+    """In order of arrival, without overtaking.
 
-    name = "fifo"
+    That is also longest pending first: without preemption the longest waiting job is the first to
+    have arrived. And it is Big Brain's order: how many jobs are on a GPU, and on which, is the part
+    of the sharing model and the scheme (`policies.DEFAULTS`).
+    """
+
     blocking = True
+
+    def __init__(self, name: str = "fifo") -> None:
+        self.name = name
 
 
 @final
 class FitJobFirst(Policy):
-    """In order of arrival, but a job that finds room overtakes those that do not."""
+    """In order of arrival, but a job that finds room overtakes those that do not.
 
-    name = "fjf"
+    Also Gandiva's order where it packs a second job on a GPU while the compute of both fits.
+    """
+
+    def __init__(self, name: str = "fjf") -> None:
+        self.name = name
 
 
 @final
@@ -135,36 +145,3 @@ class FewestGpusFirst(Policy):
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
-
-
-class LongestPending(Policy):
-    """The longest waiting job first, without overtaking.
-
-    Without preemption the longest waiting job is the first to have arrived, as under `fifo`.
-    """
-
-    name = "lpjf"
-    blocking = True
-
-
-@final
-class GandivaPacking(Policy):
-    """In order of arrival, but jobs that fit overtake those that do not.
-
-    Gandiva packs a second job on a GPU while the compute of both fits: that is the sharing model's
-    part (`policies.DEFAULTS`).
-    """
-
-    name = "gandiva-packing"
-
-
-@final
-class PackingFactor(Policy):
-    """In order of arrival, without overtaking.
-
-    Big Brain puts up to k jobs on each GPU, on those with the fewest, in turns: that is the part of
-    the scheme and the sharing model (`policies.DEFAULTS`).
-    """
-
-    name = "big-brain"
-    blocking = True

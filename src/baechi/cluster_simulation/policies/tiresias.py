@@ -20,7 +20,7 @@ from itertools import accumulate
 from typing import ClassVar, Final, final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
-from baechi.cluster_simulation.policies.policy import LongestPending, Policy
+from baechi.cluster_simulation.policies.policy import Fifo, Policy
 from baechi.errors import InputError
 
 _LIMITS: Final = (3250, 7200)  # the service at which a job leaves each queue but the last
@@ -85,7 +85,7 @@ def _rounded(value: float, digits: int) -> float:
 
 
 @final
-class PublishedLongestPending(LongestPending):
+class PublishedLongestPending(Fifo):
     """As the published simulator: a misspelled field does not sort, and starts spoil the walk."""
 
     def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
