@@ -25,9 +25,9 @@ from typing import Any
 from baechi.cluster_simulation.contention import TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.placement_schemes import LeastLoaded
-from baechi.cluster_simulation.policies.policy import PackingFactor
+from baechi.cluster_simulation.policies.policy import Fifo
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.traces.generators import poisson_jobs
+from baechi.cluster_simulation.traces import poisson_jobs
 
 MEASURED = {1: (4.58, 12.44, 59), 2: (8.97, 13.27, 61), 3: (13.82, 11.58, 59)}
 END_MS = 100_000
@@ -42,7 +42,7 @@ def row(packing: int, per_s: float) -> tuple[float, float, float]:
     for seed in range(SEEDS):
         jobs = poisson_jobs(per_tick=per_s / 1000, durations=PROCESS_MS, seed=seed, until=END_MS)
         result = simulate_cluster(
-            *(jobs, Fleet.uniform(1, 3, 1), PackingFactor(), LeastLoaded()),
+            *(jobs, Fleet.uniform(1, 3, 1), Fifo("big-brain"), LeastLoaded()),
             sharing=TimeSliced(packing),
         )
         done = [each for each in result.outcomes if each.end_time <= END_MS]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi import Cluster, OpGraph
-from baechi.cluster_simulation.step_time import NEAR
+from baechi.cluster_simulation.placement_schemes import NEAR
 from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem
 

@@ -6,13 +6,20 @@ from typing import Final, final
 
 from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
 from baechi.cluster_simulation.fleet import Fleet
-from baechi.cluster_simulation.jobs import Job
-from baechi.cluster_simulation.placement_schemes import Consolidated, FirstFit, LeastLoaded, Scheme
+from baechi.cluster_simulation.jobs import Grant, Job
+from baechi.cluster_simulation.placement_schemes import (
+    LISTED,
+    AsPlaced,
+    Baechi,
+    Consolidated,
+    FirstFit,
+    LeastLoaded,
+    Scheme,
+)
 from baechi.cluster_simulation.policies.policy import FitJobFirst, Policy
-from baechi.cluster_simulation.policies.splitting import AsPlaced, Baechi, SplitOrWait
+from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
 from baechi.cluster_simulation.results import SimulationResult, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.step_time import LISTED
 
 
 @final
@@ -93,7 +100,7 @@ def row_of(
     seed: int,
     jobs: Sequence[Job],
     fleet: Fleet,
-    memo: dict[object, object],
+    memo: dict[object, Grant | None],
 ) -> Row:
     """Simulates."""
     result = simulate_cluster(

@@ -148,7 +148,7 @@ def test_simulating_a_cluster_loads_no_torch() -> None:
         "for package in (baechi.scheduling, baechi.cluster_simulation):\n"
         "    names = pkgutil.walk_packages(package.__path__, package.__name__ + '.')\n"
         "    for module in names: import_module(module.name)\n"
-        "from baechi.cluster_simulation.catalog import policy_named\n"
+        "from baechi.cluster_simulation.policies import policy_named\n"
         "from baechi.cluster_simulation.fleet import Fleet\n"
         "from baechi.cluster_simulation.jobs import Job\n"
         "from baechi.cluster_simulation.simulator import simulate_cluster\n"

@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 import baechi
 from baechi import Op, OpGraph
 from baechi.cli.commands import app
-from baechi.cluster_simulation.catalog import POLICIES
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.policies import POLICIES
 from baechi.cluster_simulation.policies.policy import Fifo
 from baechi.cluster_simulation.results import (
     JOB_COLUMNS,

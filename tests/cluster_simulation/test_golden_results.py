@@ -14,13 +14,13 @@ from cluster_oracle import expected
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baechi.cluster_simulation.catalog import PUBLISHED, policy_named, scheme_named
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.policies import PUBLISHED, policy_named, scheme_named
 from baechi.cluster_simulation.policies.tiresias import GittinsIndex, sampled_gpu_times
 from baechi.cluster_simulation.results import JOB_COLUMNS, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.traces.readers import read_trace
+from baechi.cluster_simulation.traces import read_trace
 
 FOLDER = Path(os.environ.get("BAECHI_TRACES", Path(__file__).parents[3] / "shared" / "traces"))
 published = pytest.mark.skipif(not FOLDER.is_dir(), reason="the published traces are not here")

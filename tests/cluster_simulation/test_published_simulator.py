@@ -7,11 +7,11 @@ seconds, ends that it does not take back, ties, and rows that are out of order.
 
 import pytest
 
-from baechi.cluster_simulation.catalog import policy_named
 from baechi.cluster_simulation.fleet import Fleet
 from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.policies import policy_named
 from baechi.cluster_simulation.simulator import simulate_cluster
-from baechi.cluster_simulation.traces.readers import read_trace
+from baechi.cluster_simulation.traces import read_trace
 
 TRACE = """job_id,num_gpu,submit_time,iterations,model_name,duration,interval
 a,4,1000,1,vgg16,3250,0

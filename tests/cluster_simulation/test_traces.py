@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baechi import InputError
 from baechi.cluster_simulation.jobs import Job
-from baechi.cluster_simulation.traces.readers import FORMATS, Skipped, read_trace
+from baechi.cluster_simulation.traces import FORMATS, Skipped, read_trace
 
 HEADER = "job_id,num_gpu,submit_time,iterations,model_name,duration,interval\n"
 

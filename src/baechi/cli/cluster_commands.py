@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from baechi.cluster_simulation.fleet import Fleet, Slice
     from baechi.cluster_simulation.jobs import Job
     from baechi.cluster_simulation.results import SimulationResult
-    from baechi.cluster_simulation.traces.readers import Trace
+    from baechi.cluster_simulation.traces import Trace
 
 
 def cluster(
@@ -102,17 +102,17 @@ def cluster(
         baechi cluster --trace jobs.csv --format tiresias --nodes 2 \
           --gpus-per-node 4 --policy dlas-gpu --scheme count --out results
     """
-    from baechi.cluster_simulation.catalog import (
+    from baechi.cluster_simulation.fleet import Fleet
+    from baechi.cluster_simulation.policies import (
         DEFAULTS,
         POLICIES,
         policy_named,
         scheme_named,
         sharing_named,
     )
-    from baechi.cluster_simulation.fleet import Fleet
     from baechi.cluster_simulation.results import write_comparison, write_result
     from baechi.cluster_simulation.simulator import simulate_cluster
-    from baechi.cluster_simulation.traces.readers import read_trace
+    from baechi.cluster_simulation.traces import read_trace
     from baechi.units import parse_bytes
 
     names = POLICIES if policy == "all" else (policy,)

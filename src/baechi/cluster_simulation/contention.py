@@ -8,7 +8,7 @@ use of its compute is never above the whole.
 |---|---|---|
 | exclusive | 1 | whole GPUs |
 | time-sliced | 1/n | the driver's turns; also schedulers that only keep books of fractions |
-| MPS-like | min(limit, 1 / sum of the jobs' compute) x (1 - overhead) | concurrent kernels |
+| MPS-like | min(limit, 1 / sum of the jobs' compute) | concurrent kernels |
 | exclusive on slices | min(1, share / compute) | MIG: every slice is a small GPU (`fleet.Slice`) |
 """
 
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, final
 
-from baechi.cluster_simulation.jobs import WHOLE
 from baechi.errors import InputError
 
+WHOLE: Final = 1000  # a GPU's compute, in the thousandths that shares are counted in
 WORK: Final = 720_720  # the least common multiple of 1 to 16
 
 
@@ -45,10 +45,17 @@ class Sharing(ABC):
     Attributes:
         most: At most so many jobs on one GPU.
         wants_whole: Whether a GPU that others hold memory of is left out.
+
+    Raises:
+        InputError: `most` is below 1.
     """
 
     most: int
     wants_whole: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.most < 1:
+            raise InputError(f"at most {self.most} jobs on a GPU; give at least 1.")
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """True if a job may join those that are there, memory apart."""
@@ -64,10 +71,6 @@ class Sharing(ABC):
             part: The job.
             share: What the device has of a GPU, in thousandths.
         """
-
-    def used(self, parts: Sequence[Part], share: int) -> int:
-        """The compute that the jobs use, in `WORK` units; at most `WORK * share / WHOLE`."""
-        return sum(self.rate(parts, part, share) * part.compute for part in parts) // WHOLE
 
 
 def _alone(part: Part, share: int) -> int:
@@ -92,16 +95,9 @@ class Exclusive(Sharing):
 @final
 @dataclass(frozen=True, slots=True)
 class TimeSliced(Sharing):
-    """Up to `most` jobs take turns: each runs at 1/n of its rate alone.
-
-    Raises:
-        InputError: `most` is below 1.
-    """
+    """Up to `most` jobs take turns: each runs at 1/n of its rate alone."""
 
     most: int = 2
-
-    def __post_init__(self) -> None:
-        _check_most(self.most)
 
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
         """The nth part of its rate alone."""
@@ -115,21 +111,11 @@ class SideBySide(Sharing):
 
     Attributes:
         most: At most so many jobs on one GPU.
-        overhead: What concurrency costs, in thousandths of every job's rate.
         packs: Whether jobs are admitted only while their compute fits the GPU (Gandiva's packing).
-
-    Raises:
-        InputError: `most` is below 1, or `overhead` is not in [0, 1000).
     """
 
     most: int = 2
-    overhead: int = 0
     packs: bool = False
-
-    def __post_init__(self) -> None:
-        _check_most(self.most)
-        if not 0 <= self.overhead < WHOLE:
-            raise InputError(f"overhead is {self.overhead}; give thousandths, 0 to {WHOLE - 1}.")
 
     def admits(self, parts: Sequence[Part], part: Part) -> bool:
         """As all, and within the GPU's compute where `packs`."""
@@ -137,13 +123,6 @@ class SideBySide(Sharing):
         return len(parts) < self.most and (not self.packs or not parts or wanted <= WHOLE)
 
     def rate(self, parts: Sequence[Part], part: Part, share: int) -> int:
-        """`min(limit, share / sum of compute)`, less the overhead where there is company."""
+        """`min(limit, share / sum of compute)`."""
         wanted = sum(other.compute for other in parts)
-        limited = WORK * min(part.limit, share) // part.compute
-        rate = min(WORK, limited, WORK * share // wanted)
-        return rate * (WHOLE - self.overhead) // WHOLE if len(parts) > 1 else rate
-
-
-def _check_most(most: int) -> None:
-    if most < 1:
-        raise InputError(f"at most {most} jobs on a GPU; give at least 1.")
+        return min(WORK, WORK * min(part.limit, share) // part.compute, WORK * share // wanted)

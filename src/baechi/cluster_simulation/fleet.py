@@ -1,9 +1,15 @@
-"""The machines of a simulated cluster: switches of nodes of GPUs, or of slices of GPUs."""
+"""The GPUs of a simulated cluster, and what is free of them: counted, or GPU by GPU.
 
+A cluster is switches of nodes of GPUs, or of slices of GPUs.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Final, final
 
-from baechi.cluster_simulation.jobs import WHOLE
+from baechi.cluster_simulation.contention import WHOLE, WORK, Part, Sharing
+from baechi.cluster_simulation.jobs import Grant, Job, JobRun
 from baechi.errors import InputError
 from baechi.validation import check_count
 
@@ -149,3 +155,152 @@ class Fleet:
         for gpu in self.gpus:
             counts[gpu.node] += 1
         return max(counts)
+
+
+@final
+class DeviceCounter:
+    """Counts free GPUs, as the published simulators' scheme `count`: GPUs are not told apart."""
+
+    held_bytes = 0
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.total = self.free = len(fleet.gpus)
+        self._nodes = fleet.nodes
+        self._per_node = fleet.gpus_per_node
+
+    def place(self, job: Job) -> Grant | None:
+        """The job's grant if enough are free; changes nothing."""
+        return Grant() if job.gpus <= self.free else None
+
+    def take(self, run: JobRun, grant: Grant) -> None:
+        """Gives GPUs to a job."""
+        del grant
+        self.free -= run.job.gpus
+
+    def give(self, run: JobRun) -> None:
+        """Takes its GPUs from a job."""
+        self.free += run.job.gpus
+
+    def rate(self, grant: Grant, *, joins: bool = False) -> int:
+        """The work per tick of a whole GPU."""
+        del grant, joins
+        return WORK
+
+    def row(self) -> tuple[int, int, int, int, int]:
+        """Idle, partly busy and full nodes; idle and busy GPUs.
+
+        As if all nodes but one were full or idle; the last counts as full and as busy.
+        """
+        busy = self.total - self.free
+        nodes = -(-busy // self._per_node)
+        return self._nodes - nodes, nodes, nodes, self.free, busy
+
+
+@final
+class DeviceStates:
+    """The jobs on every GPU.
+
+    Attributes:
+        fleet: The GPUs.
+        sharing: How jobs share one.
+        owners: The jobs on every GPU, by their indices.
+        parts: What each of them has there, in the same order.
+        memory_left: The memory that is left on every GPU; `None` where it is not modeled.
+        random: For schemes that draw; seeded.
+        memo: Answers of schemes; may be shared with other simulations.
+        refused: Requests of this simulation that schemes found no room for.
+        held_bytes: The memory that jobs hold, where it is modeled.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        sharing: Sharing,
+        choose: "Callable[[Job, DeviceStates], Grant | None]",
+        seed: int,
+        memo: dict[object, Grant | None],
+    ) -> None:
+        self.fleet = fleet
+        self.sharing = sharing
+        self.random = Random(seed)
+        self.memo = memo
+        self.refused: dict[object, list[tuple[int, ...]]] = {}
+        self.held_bytes = 0
+        self._choose = choose
+        self.owners: list[list[int]] = [[] for _ in fleet.gpus]
+        self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
+        self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
+        self._size = [0] * fleet.nodes
+        for gpu in fleet.gpus:
+            self._size[gpu.node] += 1
+        self._busy = [0] * fleet.nodes
+
+    def admits(self, gpu: int, part: Part) -> bool:
+        """True if a GPU has room for one more part."""
+        if self.sharing.wants_whole and self.fleet.gpus[gpu].held_bytes:
+            return False
+        left = self.memory_left[gpu]
+        fits = left is None or part.memory_bytes <= left
+        return fits and self.sharing.admits(self.parts[gpu], part)
+
+    def admits_all(self, grant: Grant) -> bool:
+        """True if its GPUs have room for all its parts."""
+        return all(map(self.admits, grant.gpus, grant.parts))
+
+    def open(self, part: Part) -> list[int]:
+        """The GPUs that have room for one more part."""
+        return [gpu for gpu in range(len(self.owners)) if self.admits(gpu, part)]
+
+    def place(self, job: Job) -> Grant | None:
+        """The grant that the scheme chooses; changes nothing."""
+        return self._choose(job, self)
+
+    def take(self, run: JobRun, grant: Grant) -> None:
+        """Puts the parts of a job on GPUs."""
+        for gpu, part in zip(grant.gpus, grant.parts, strict=True):
+            if not self.owners[gpu]:
+                self._busy[self.fleet.gpus[gpu].node] += 1
+            self.owners[gpu].append(run.index)
+            self.parts[gpu].append(part)
+            self._use_memory(gpu, part.memory_bytes)
+
+    def give(self, run: JobRun) -> None:
+        """Takes the parts of a job off its GPUs."""
+        for gpu in run.grant.gpus:
+            place = self.owners[gpu].index(run.index)
+            del self.owners[gpu][place]
+            self._use_memory(gpu, -self.parts[gpu].pop(place).memory_bytes)
+            if not self.owners[gpu]:
+                self._busy[self.fleet.gpus[gpu].node] -= 1
+
+    def rate(self, grant: Grant, *, joins: bool = False) -> int:
+        """Its work per tick among those on its GPUs, or if it joined them: the slowest GPU's."""
+        slowest = min(
+            self.sharing.rate(
+                [*self.parts[gpu], part] if joins else self.parts[gpu],
+                part,
+                self.fleet.gpus[gpu].share,
+            )
+            * self.fleet.gpus[gpu].speed
+            for gpu, part in zip(grant.gpus, grant.parts, strict=True)
+        )
+        return max(1, slowest * grant.rate // (WORK * WHOLE))
+
+    def neighbors(self, grant: Grant) -> set[int]:
+        """The indices of the jobs on the GPUs of a grant."""
+        return {owner for gpu in grant.gpus for owner in self.owners[gpu]}
+
+    def row(self) -> tuple[int, int, int, int, int]:
+        """Idle, partly busy and full nodes; idle and busy GPUs."""
+        idle, busy = self._busy.count(0), sum(self._busy)
+        full = sum(0 < busy == size for busy, size in zip(self._busy, self._size, strict=True))
+        return idle, len(self._busy) - idle - full, full, len(self.owners) - busy, busy
+
+    def _use_memory(self, gpu: int, nbytes: int) -> None:
+        left = self.memory_left[gpu]
+        if left is not None:
+            self.memory_left[gpu] = left - nbytes
+            self.held_bytes += nbytes
+
+
+FreeDevices = DeviceCounter | DeviceStates

@@ -1,15 +1,15 @@
-"""Jobs of a trace, and their outcomes."""
+"""Jobs of a trace, their state while they are simulated, and their outcomes."""
 
-from dataclasses import dataclass
-from typing import Final, final
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from typing import final
 
+from baechi.cluster_simulation.contention import WHOLE, WORK, Part
 from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.validation import check_count, check_name
-
-# A whole GPU's compute, in the thousandths that shares are counted in.
-WHOLE: Final = 1000
 
 
 @final
@@ -53,15 +53,15 @@ class Job:
     def __post_init__(self) -> None:
         check_name(self.name, "a job's name")
         counts = ("gpus", "submit_time", "duration", "memory_bytes", "step_ns", "most_gpus")
-        for field in counts:
-            check_count(getattr(self, field), f"{field} of job {self.name!r}")
+        for name in (*counts, "compute", "limit"):
+            check_count(getattr(self, name), f"{name} of job {self.name!r}")
         if self.gpus < 1:
             raise InputError(f"job {self.name!r} asks for {self.gpus} GPUs; give at least 1.")
-        for field in ("compute", "limit"):
-            share = check_count(getattr(self, field), f"{field} of job {self.name!r}")
+        for name in ("compute", "limit"):
+            share = getattr(self, name)
             if not 1 <= share <= WHOLE:
                 raise InputError(
-                    f"{field} of job {self.name!r} is {share}; give thousandths of a GPU, 1 to "
+                    f"{name} of job {self.name!r} is {share}; give thousandths of a GPU, 1 to "
                     f"{WHOLE}."
                 )
 
@@ -70,6 +70,175 @@ class Job:
         """All that a scheme looks at: jobs of equal shape fit on the same GPUs."""
         asked = self.gpus, self.memory_bytes, self.compute, self.limit
         return *asked, id(self.graph), id(self.placement), self.step_ns, self.most_gpus
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """The GPUs of a job.
+
+    Attributes:
+        gpus: Their indices; empty where they are only counted.
+        parts: Its share of each of them.
+        rate: Work per tick on whole GPUs: below `WORK` where being split slows the job down.
+    """
+
+    gpus: tuple[int, ...] = ()
+    parts: tuple[Part, ...] = ()
+    rate: int = WORK
+
+
+@final
+@dataclass(eq=False, slots=True)
+class JobRun:
+    """The state of a job, as policies see it.
+
+    Attributes:
+        job: The job; its `duration` is for policies that know the future.
+        index: Its rank by arrival time.
+        running: Whether it holds GPUs.
+        done: Whether it has ended.
+        grant: The GPUs that it holds or held last.
+        start_time: When it first held GPUs, -1 before.
+        end_time: When it ended, -1 before.
+        preempt: How often it lost them.
+        resume: How often it got them.
+        promote: How often a policy put it back into its first queue; the policy counts.
+        overhead: Ticks of work that restarts added.
+        rate: Its work per tick while it runs.
+        version: Counts changes of its end: an event of an older one is stale.
+    """
+
+    job: Job
+    index: int
+    running: bool = False
+    done: bool = False
+    grant: Grant = Grant()
+    start_time: int = -1
+    end_time: int = -1
+    preempt: int = 0
+    resume: int = 0
+    promote: int = 0
+    overhead: int = 0
+    rate: int = 0
+    version: int = 0
+    _remaining: int = field(init=False)
+    _since: int = field(init=False)
+    _ran: int = 0
+    _waited: int = 0
+
+    def __post_init__(self) -> None:
+        self._remaining = self.job.duration * WORK
+        self._since = self.job.submit_time
+
+    def attained(self, now: int) -> int:
+        """Ticks for which it has held GPUs."""
+        return self._ran + now - self._since if self.running else self._ran
+
+    def waited(self, now: int) -> int:
+        """Ticks that it has waited since it arrived."""
+        return self._waited if self.running else self._waited + now - self._since
+
+    def remaining(self, now: int) -> int:
+        """Ticks that it would still run on whole GPUs of speed 1, rounded up."""
+        work = self._remaining
+        if self.running:
+            work -= self.rate * (now - self._since)
+        return max(0, -(-work // WORK))
+
+    def settle(self, now: int) -> None:
+        """Books the time since the last change."""
+        passed = now - self._since
+        if self.running:
+            self._ran += passed
+            self._remaining = max(0, self._remaining - self.rate * passed)
+        else:
+            self._waited += passed
+        self._since = now
+
+    def add_overhead(self, ticks: int) -> None:
+        """Adds work, for a restart."""
+        self.overhead += ticks
+        self._remaining += ticks * WORK
+
+    def ends_at(self) -> int:
+        """The time of its end at its present rate; after `settle`."""
+        return self._since - (-self._remaining // self.rate)
+
+    def outcome(self, *, resumes: bool) -> "Outcome":
+        """Its outcome; after it is done."""
+        return Outcome(
+            self.job,
+            self.start_time,
+            self.end_time,
+            self._waited,
+            self.preempt,
+            self.resume if resumes else 0,
+            self.promote,
+            self.overhead,
+            self.grant.gpus,
+            tuple(part.memory_bytes for part in self.grant.parts),
+        )
+
+
+# The time of the end; index and version of the job, which break ties; the job.
+_End = tuple[int, int, int, JobRun]
+
+
+class Events:
+    """Arrivals, and the ends of running jobs: a heap, in which ends at former rates are stale.
+
+    Memory is linear in the jobs that have yet to arrive or run.
+    """
+
+    def __init__(self, arrivals: Iterable[int]) -> None:
+        self._arrivals = sorted(set(arrivals), reverse=True)
+        self._ends: list[_End] = []
+        self._most = 64  # entries, before the stale ones are dropped
+
+    @property
+    def arrival(self) -> int | None:
+        """The time of the next arrival."""
+        return self._arrivals[-1] if self._arrivals else None
+
+    @property
+    def end(self) -> int | None:
+        """The time of the next end."""
+        while self._ends and not _is_fresh(self._ends[0]):
+            heappop(self._ends)
+        return self._ends[0][0] if self._ends else None
+
+    def add(self, run: JobRun) -> None:
+        """The end of a job at its present rate; earlier entries become stale."""
+        heappush(self._ends, (run.ends_at(), run.index, run.version, run))
+        if len(self._ends) > self._most:
+            self._ends = list(filter(_is_fresh, self._ends))
+            heapify(self._ends)
+            self._most = 64 + 4 * len(self._ends)
+
+    def next(self) -> int | None:
+        """The time of the next arrival or end; `None` if none is left."""
+        return min((time for time in (self.arrival, self.end) if time is not None), default=None)
+
+    def take(self, now: int) -> list[JobRun]:
+        """Removes the jobs that have ended by now; by end, and at one time by arrival."""
+        if self._arrivals and self._arrivals[-1] <= now:
+            self._arrivals.pop()
+        ended = []
+        while self._ends and self._ends[0][0] <= now:
+            end = heappop(self._ends)
+            if _is_fresh(end):
+                ended.append(end[3])
+        return ended
+
+    def ending_at(self, time: int) -> list[JobRun]:
+        """The jobs that end at that time, by arrival."""
+        found = [end[3] for end in self._ends if end[0] == time and _is_fresh(end)]
+        return sorted(found, key=lambda run: run.index)
+
+
+def _is_fresh(end: _End) -> bool:
+    return end[3].version == end[2]
 
 
 @final

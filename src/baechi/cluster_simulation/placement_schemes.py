@@ -2,23 +2,47 @@
 
 | scheme | takes |
 |---|---|
-| `count` | any free GPUs, only counted (`free_devices.DeviceCounter`) |
+| `count` | any free GPUs, only counted (`fleet.DeviceCounter`) |
 | `first-fit` | the first GPUs that have room, in order |
 | `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
 | `random` | any GPUs with room |
 | `best-fit` | the node that would have the least left; else as few nodes as possible |
 | `least-loaded` | the GPUs with the fewest jobs |
-| `baechi` | what `baechi.solve` decides on what is left (`splitting.py`) |
+| `baechi` | for a job with a graph what `baechi.solve` decides on what is left: see `Baechi` |
+
+A job whose graph is placed has the rate of the predicted step, the predicted peaks as its memory,
+and keeps each GPU as busy as the op times there say. The rate is that on GPUs without other jobs;
+contention is the sharing model's matter. Where only a share of a GPU is left, an op takes as much
+longer as the job wants more than that share: `Job.compute` is what the job keeps busy of a whole
+GPU while an op of it runs.
 """
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, replace
+from typing import Final, final
 
-from baechi.cluster_simulation.contention import Part
-from baechi.cluster_simulation.free_devices import DeviceStates, Grant
-from baechi.cluster_simulation.jobs import Job
+from baechi.cluster_simulation.contention import WHOLE, WORK, Part
+from baechi.cluster_simulation.fleet import DeviceStates, Gpu
+from baechi.cluster_simulation.jobs import Grant, Job
+from baechi.placers.auto import best
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT
+from baechi.placers.solving import find
+from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import simulate
+from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Placement
+
+AMPLE: Final = 2**61  # bytes, where memory is not modeled
+# Between GPUs of a node 16 lanes of PCIe 4 and more; between nodes a network of 100 Gbit/s.
+NEAR: Final = Link(10_000, 50 * 10**9)
+FAR: Final = Link(30_000, 10 * 10**9)
+# Instead of an effort of `solve`: the better of two list schedules, as a service's fast decisions.
+# That takes milliseconds, whether something fits or nothing does, and may miss what `solve` finds.
+LISTED: Final = "list"
 
 
 class Scheme(ABC):
@@ -29,55 +53,59 @@ class Scheme(ABC):
         """The GPUs for a job, or `None` if it must wait; changes nothing."""
 
 
-def part_of(job: Job) -> Part:
-    """The part of a job that is not split on each of its GPUs."""
-    return Part(job.memory_bytes, job.compute, job.limit)
+class WholeScheme(Scheme):
+    """Chooses as many GPUs as a job asks for, with equal parts."""
+
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+        """What `choose` takes of the GPUs that have room, if they are enough."""
+        part = Part(job.memory_bytes, job.compute, job.limit)
+        free = devices.open(part)
+        chosen = self.choose(job.gpus, free, devices) if len(free) >= job.gpus else None
+        return None if chosen is None else Grant(tuple(sorted(chosen)), (part,) * job.gpus)
+
+    @abstractmethod
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int] | None:
+        """So many of at least as many free GPUs, which are given in order."""
 
 
-def granted(job: Job, gpus: Sequence[int]) -> Grant:
-    """The grant of equal parts on some GPUs."""
-    return Grant(tuple(gpus), (part_of(job),) * len(gpus))
-
-
-def by_node(devices: DeviceStates, gpus: Sequence[int]) -> dict[int, list[int]]:
+def _by_node(devices: DeviceStates, gpus: Sequence[int]) -> list[list[int]]:
     """GPUs by their node, in order."""
     nodes: dict[int, list[int]] = {}
     for gpu in gpus:
         nodes.setdefault(devices.fleet.gpus[gpu].node, []).append(gpu)
-    return nodes
+    return list(nodes.values())
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class FirstFit(Scheme):
+class FirstFit(WholeScheme):
     """On the first GPUs that have room, on any nodes."""
 
-    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
         """In the order of the cluster."""
-        free = devices.open(part_of(job))
-        return granted(job, free[: job.gpus]) if len(free) >= job.gpus else None
+        del devices
+        return free[:count]
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Consolidated(Scheme):
+class Consolidated(WholeScheme):
     """On one node where a node is enough, else on whole nodes and a rest, under one switch.
 
     The rule of the Tiresias simulator's scheme `yarn`; CPUs and host memory are not modeled here.
     """
 
-    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int] | None:
         """The first node or switch that has room; GPUs with fewer jobs before others."""
-        free = by_node(devices, devices.open(part_of(job)))
-        for row in free.values():
+        rows = _by_node(devices, free)
+        for row in rows:
             row.sort(key=lambda gpu: len(devices.owners[gpu]))
         per_node = devices.fleet.gpus_per_node
-        if job.gpus <= per_node:
-            found = next((row for row in free.values() if len(row) >= job.gpus), None)
-            return None if found is None else granted(job, sorted(found[: job.gpus]))
-        whole, rest = divmod(job.gpus, per_node)
+        if count <= per_node:
+            return next((row[:count] for row in rows if len(row) >= count), None)
+        whole, rest = divmod(count, per_node)
         switches: dict[int, list[list[int]]] = {}
-        for row in free.values():
+        for row in rows:
             switches.setdefault(devices.fleet.gpus[row[0]].switch, []).append(row)
         for nodes in switches.values():
             idle = [
@@ -87,57 +115,254 @@ class Consolidated(Scheme):
             ][:whole]
             last = next((row for row in nodes if len(row) >= rest and row not in idle), None)
             if len(idle) == whole and (last is not None or not rest):
-                chosen = [gpu for row in idle for gpu in row]
-                return granted(job, sorted(chosen + (last[:rest] if last and rest else [])))
+                return [*(gpu for row in idle for gpu in row), *(last or [])[:rest]]
         return None
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Random(Scheme):
+class Random(WholeScheme):
     """On any GPUs with room, drawn anew for each job."""
 
-    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
         """A uniform sample."""
-        free = devices.open(part_of(job))
-        if len(free) < job.gpus:
-            return None
-        return granted(job, sorted(devices.random.sample(free, job.gpus)))
+        return devices.random.sample(free, count)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class BestFit(Scheme):
+class BestFit(WholeScheme):
     """On the tightest node, and there on the fullest GPUs."""
 
-    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
         """One node if any has room for all; else the nodes with the most room, one by one."""
-        free = devices.open(part_of(job))
-        if len(free) < job.gpus:
-            return None
-        nodes = sorted(by_node(devices, free).values(), key=len)
-        tightest = next((row for row in nodes if len(row) >= job.gpus), None)
+
+        def left(gpu: int) -> tuple[int, int]:
+            return devices.memory_left[gpu] or 0, -len(devices.owners[gpu])
+
+        nodes = sorted(_by_node(devices, free), key=len)
+        tightest = next((row for row in nodes if len(row) >= count), None)
         chosen: list[int] = []
         for row in [tightest] if tightest else reversed(nodes):
-            fullest = sorted(row, key=lambda gpu: _left(devices, gpu))
-            chosen += fullest[: job.gpus - len(chosen)]
-        return granted(job, sorted(chosen))
-
-
-def _left(devices: DeviceStates, gpu: int) -> tuple[int, int]:
-    """A key that sorts GPUs from full to empty: free memory, then number of jobs."""
-    return devices.memory_left[gpu] or 0, -len(devices.owners[gpu])
+            chosen += sorted(row, key=left)[: count - len(chosen)]
+        return chosen
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class LeastLoaded(Scheme):
+class LeastLoaded(WholeScheme):
     """On the GPUs that have the fewest jobs."""
 
-    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+    def choose(self, count: int, free: list[int], devices: DeviceStates) -> Sequence[int]:
         """The first of those with the fewest jobs."""
-        free = devices.open(part_of(job))
-        if len(free) < job.gpus:
+        return sorted(free, key=lambda gpu: len(devices.owners[gpu]))[:count]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Baechi(Scheme):
+    """Places a job's graph on what is left of the GPUs that admit another job.
+
+    Whole on one GPU where that is possible, else on as few as possible, at most `Job.most_gpus`. A
+    job without a graph is placed as by `best-fit`.
+
+    A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops, more
+    where none fits. So answers are kept (`DeviceStates.memo`): whether a job fits whole is one for
+    all GPUs of a kind; memory that is left is rounded down to 32nds of a GPU's; where nothing
+    fitted, nothing is tried with less on every device; and nothing is tried where all devices
+    together have less than the whole job holds at its peak, which leaves out splits that would hold
+    less.
+
+    Attributes:
+        effort: As `solve`'s, or `LISTED` for simulations of many jobs.
+    """
+
+    effort: str = "fast"
+
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+        """The first of whole, two, three, ... GPUs that fits; `None` if none does."""
+        if job.graph is None:
+            return BestFit().place(job, devices)
+        rows = []
+        for index in devices.open(Part(0, 1, job.limit)):
+            memory = devices.memory_left[index]
+            nbytes = AMPLE if memory is None else memory
+            rows.append(_Residual(index, nbytes, devices.fleet.gpus[index]))
+        left = [row for row in rows if row.nbytes]
+        found = self._whole(job, devices, left)
+        for most in range(2, min(job.most_gpus or job.gpus, len(left)) + 1):
+            if found is None:
+                found = self._split(job, devices, left, most)
+        return found
+
+    def _whole(self, job: Job, devices: DeviceStates, left: list["_Residual"]) -> Grant | None:
+        """On one GPU: where it is fastest, and among those where the least memory is left."""
+        found = []
+        for row in left:
+            answer = self._alone(job, devices, row)
+            if answer is not None and devices.admits(row.index, answer.parts[0]):
+                grant = replace(answer, gpus=(row.index,))
+                found.append((-devices.rate(grant, joins=True), row.nbytes, row.index, grant))
+        return min(found)[-1] if found else None
+
+    def _alone(self, job: Job, devices: DeviceStates, row: "_Residual") -> Grant | None:
+        """On one GPU of its kind that has memory for anything."""
+        kind = row.gpu.speed, row.gpu.share, row.gpu.kind
+        return self._solved(job, devices, [_Residual(0, AMPLE, row.gpu)], kind)
+
+    def _split(
+        self, job: Job, devices: DeviceStates, left: list["_Residual"], most: int
+    ) -> Grant | None:
+        """On at most `most` GPUs, those with the most memory: of one node if that is enough."""
+        alone = self._alone(job, devices, left[0])
+        least = alone.parts[0].memory_bytes if alone is not None else 0
+        nodes: dict[int, list[_Residual]] = {}
+        for row in left:
+            nodes.setdefault(row.gpu.node, []).append(row)
+        offers = [
+            sorted(rows, key=lambda row: (-row.nbytes, row.index))[:most]
+            for rows in (*nodes.values(), left)
+        ]
+        enough = [rows for rows in offers if _total(rows) >= least]
+        if not enough:
             return None
-        free.sort(key=lambda gpu: len(devices.owners[gpu]))
-        return granted(job, sorted(free[: job.gpus]))
+        near = [rows for rows in enough[:-1] if len(rows) == most] or enough[-1:]
+        left = [row.rounded() for row in max(near, key=_total)]
+        memory = tuple(row.nbytes for row in left)
+        refused = devices.refused.setdefault((*self._key(job), most), [])
+        if any(
+            len(memory) <= len(before) and all(map(operator.le, memory, before))
+            for before in refused
+        ):
+            return None
+        answer = self._solved(job, devices, left, _shape_of(left))
+        if answer is None:
+            refused.append(memory)
+            return None
+        grant = replace(answer, gpus=tuple(left[place].index for place in answer.gpus))
+        return grant if devices.admits_all(grant) else None
+
+    def _key(self, job: Job) -> tuple[object, ...]:
+        """Everything but the GPUs that an answer depends on."""
+        return self, id(job.graph), job.step_ns, job.compute, job.limit
+
+    def _solved(
+        self, job: Job, devices: DeviceStates, left: list["_Residual"], shape: object
+    ) -> Grant | None:
+        """The grant of the placement that is found, one for every shape of what is left.
+
+        Its GPUs are indices into `left`.
+        """
+        question = (*self._key(job), shape)
+        if question not in devices.memo:
+            assert job.graph is not None, "only graphs are split"
+            cluster = _cluster_of(left, job)
+            problem = Problem(job.graph, cluster)
+            if self.effort == LISTED:
+                placers = METF(), HEFT()
+                rows = [(placer.name, placer.place(problem)) for placer in placers]
+                placement = best(rows, LISTED)
+            else:
+                placement = find(problem, self.effort)
+            devices.memo[question] = (
+                None if placement is None else _granted(job, job.graph, placement, cluster, left)
+            )
+        return devices.memo[question]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class AsPlaced(Scheme):
+    """Takes GPUs as another scheme does, and splits a graph over them as `Job.placement` says.
+
+    For comparison: it leaves a graph split as its user has split it.
+
+    Attributes:
+        scheme: Which GPUs; each has room for `Job.memory_bytes`.
+    """
+
+    scheme: Scheme
+
+    def place(self, job: Job, devices: DeviceStates) -> Grant | None:
+        """On the scheme's GPUs; the rate is that of the predicted step there."""
+        grant = self.scheme.place(job, devices)
+        if grant is None or job.graph is None or job.placement is None:
+            return grant
+        left = [_Residual(index, AMPLE, devices.fleet.gpus[index]) for index in grant.gpus]
+        asked = (id(job.graph), id(job.placement), job.step_ns, job.compute, job.limit)
+        question = (self, *asked, _shape_of(left))
+        if question not in devices.memo:
+            cluster = _cluster_of(left, job)
+            devices.memo[question] = _granted(job, job.graph, job.placement, cluster, left)
+        answer = devices.memo[question]
+        assert answer is not None, "a placement did not fit ample memory"
+        placed = replace(answer, gpus=tuple(grant.gpus[place] for place in answer.gpus))
+        return placed if devices.admits_all(placed) else None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Residual:
+    """A GPU with the memory that is left on it."""
+
+    index: int
+    nbytes: int
+    gpu: Gpu
+
+    def rounded(self) -> "_Residual":
+        """With memory in 32nds of the GPU's, rounded down, so that fewer questions differ."""
+        unit = (self.gpu.memory_bytes or 0) // 32
+        return replace(self, nbytes=self.nbytes // unit * unit) if unit else self
+
+
+def _total(left: Sequence[_Residual]) -> int:
+    return sum(row.nbytes for row in left)
+
+
+def _shape_of(left: Sequence[_Residual]) -> tuple[_Residual, ...]:
+    """Equal for GPUs on which a graph has the same answer: without indices, nodes renumbered."""
+    nodes = {node: rank for rank, node in enumerate(dict.fromkeys(row.gpu.node for row in left))}
+    return tuple(
+        _Residual(0, row.nbytes, replace(row.gpu, node=nodes[row.gpu.node], switch=0, held_bytes=0))
+        for row in left
+    )
+
+
+def _cluster_of(left: Sequence[_Residual], job: Job) -> Cluster:
+    """The cluster for `solve`: a share of a GPU is a slower GPU."""
+    devices = []
+    for place, row in enumerate(left):
+        speed = row.gpu.speed * min(row.gpu.share, job.compute) / (WHOLE * job.compute)
+        devices.append(Device(f"gpu{place}", row.nbytes, speed, row.gpu.kind))
+    links = tuple(
+        tuple(None if a is b else NEAR if a.gpu.node == b.gpu.node else FAR for b in left)
+        for a in left
+    )
+    return Cluster(tuple(devices), links)
+
+
+def _granted(
+    job: Job, graph: OpGraph, placement: Placement, cluster: Cluster, left: Sequence[_Residual]
+) -> Grant | None:
+    """The grant of a placement; its GPUs are indices into `left`. `None` if it does not fit."""
+    schedule = simulate(graph, cluster, placement)
+    if any(peak > row.nbytes for peak, row in zip(schedule.peak_bytes, left, strict=True)):
+        return None
+    step_ns = max(1, schedule.makespan_ns)
+    busy_ns = [0] * len(left)
+    for span in schedule.spans:
+        busy_ns[span.device] += span.end_ns - span.start_ns
+    used = sorted({span.device for span in schedule.spans})
+    parts = tuple(
+        Part(
+            schedule.peak_bytes[place],
+            max(1, -(-busy_ns[place] * min(job.compute, left[place].gpu.share) // step_ns)),
+            job.limit,
+        )
+        for place in used
+    )
+    whole_ns = job.step_ns or sum(op.time_ns for op in graph.ops)
+    # Speeds are in the predicted step; `DeviceStates.rate` multiplies by the slowest once more.
+    slowest = min(left[place].gpu.speed for place in used)
+    rate = WORK * whole_ns * WHOLE // (step_ns * slowest)
+    return Grant(tuple(used), parts, max(1, rate))

@@ -6,9 +6,8 @@ The files are CSV in the published simulators' columns, and JSON; the picture is
 import csv
 import io
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from html import escape
 from pathlib import Path
 from typing import Any, Final, final
@@ -22,11 +21,23 @@ ROW = (
     *("time", "idle_node", "busy_node", "full_node", "idle_gpu", "busy_gpu"),
     *("pending_job", "running_job", "completed_job"),
 )
-JOB_COLUMNS: Final = (
-    *("job_id", "num_gpu", "submit_time", "start_time", "end_time", "executed_time", "JCT"),
-    *("duration", "pending_time", "preempt", "resume", "promote"),
-)
-_POINTS = 2000  # of a curve at most: more than a screen is wide
+# The columns of `job_csv`. As published, `executed_time` is from first start to end.
+_JOB: Final[dict[str, Callable[[Outcome], object]]] = {
+    "job_id": lambda row: row.job.name,
+    "num_gpu": lambda row: row.job.gpus,
+    "submit_time": lambda row: row.job.submit_time,
+    "start_time": lambda row: row.start_time,
+    "end_time": lambda row: row.end_time,
+    "executed_time": lambda row: row.end_time - row.start_time,
+    "JCT": lambda row: row.completion_time,
+    "duration": lambda row: row.job.duration,
+    "pending_time": lambda row: row.pending_time,
+    "preempt": lambda row: row.preempt,
+    "resume": lambda row: row.resume,
+    "promote": lambda row: row.promote,
+}
+JOB_COLUMNS: Final = tuple(_JOB)
+_POINTS = 2000  # of a curve at most, every nth and the last: more than a screen is wide
 
 
 @final
@@ -54,24 +65,8 @@ class SimulationResult:
 
 
 def job_csv(result: SimulationResult) -> str:
-    """A row per job that ended. As published, `executed_time` is from first start to end."""
-    rows = (
-        (
-            outcome.job.name,
-            outcome.job.gpus,
-            outcome.job.submit_time,
-            outcome.start_time,
-            outcome.end_time,
-            outcome.end_time - outcome.start_time,
-            outcome.completion_time,
-            outcome.job.duration,
-            outcome.pending_time,
-            outcome.preempt,
-            outcome.resume,
-            outcome.promote,
-        )
-        for outcome in result.outcomes
-    )
+    """A row per job that ended."""
+    rows = ([read(outcome) for read in _JOB.values()] for outcome in result.outcomes)
     return _table(JOB_COLUMNS, rows)
 
 
@@ -87,11 +82,12 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     first arrival to the last end; `utilization` is the part of the GPU-time in between that was
     held, `memory_utilization` that of memory. Figures that no job contributes to are `None`.
     """
-    times = sorted(outcome.completion_time for outcome in result.outcomes)
+    outcomes = result.outcomes
+    times = sorted(outcome.completion_time for outcome in outcomes)
     count = len(times)
-    first = min((outcome.job.submit_time for outcome in result.outcomes), default=0)
-    last = max((outcome.end_time for outcome in result.outcomes), default=0)
-    makespan = last - first
+    first = min((outcome.job.submit_time for outcome in outcomes), default=0)
+    makespan = max((outcome.end_time for outcome in outcomes), default=0) - first
+    gpu_ticks, byte_ticks = makespan * result.gpus, makespan * result.memory_bytes
     return {
         "policy": result.policy,
         "gpus": result.gpus,
@@ -101,19 +97,11 @@ def summary(result: SimulationResult) -> dict[str, Any]:
         "mean_jct": sum(times) / count if count else None,
         "median_jct": (times[(count - 1) // 2] + times[count // 2]) / 2 if count else None,
         "p99_jct": times[-(-count * 99 // 100) - 1] if count else None,
-        "mean_pending": (
-            sum(outcome.pending_time for outcome in result.outcomes) / count if count else None
-        ),
+        "mean_pending": sum(row.pending_time for row in outcomes) / count if count else None,
         "makespan": makespan,
-        "preemptions": sum(outcome.preempt for outcome in result.outcomes),
-        "utilization": (
-            float(Fraction(held_gpu_time(result), makespan * result.gpus)) if makespan else None
-        ),
-        "memory_utilization": (
-            float(Fraction(result.byte_ticks, makespan * result.memory_bytes))
-            if makespan and result.memory_bytes
-            else None
-        ),
+        "preemptions": sum(outcome.preempt for outcome in outcomes),
+        "utilization": held_gpu_time(result) / gpu_ticks if gpu_ticks else None,
+        "memory_utilization": result.byte_ticks / byte_ticks if byte_ticks else None,
     }
 
 
@@ -156,31 +144,27 @@ def cluster_figure(results: Sequence[SimulationResult]) -> Any:
     )
     busy, waiting = ROW.index("busy_gpu"), ROW.index("pending_job")
     for number, result in enumerate(results):
-        style = {"color": color(number), "width": 1.6, "dash": dash(number)}
+        times = sorted(outcome.completion_time for outcome in result.outcomes)
+        panels: tuple[list[tuple[int, float]], ...] = (
+            [(row[0], row[busy]) for row in result.rows],
+            [(row[0], row[waiting]) for row in result.rows],
+            [(time, rank / len(times)) for rank, time in enumerate(times, start=1)],
+        )
         name = escape(result.policy)
-        shared = {"name": name, "legendgroup": name, "mode": "lines"}
-        rows = _thinned(result.rows)
-        for place, column in ((1, busy), (2, waiting)):
+        for place, points in enumerate(panels, start=1):
+            step = -(-len(points) // _POINTS)
+            shown = [*points[::step], points[-1]] if step > 1 else points
             figure.add_scatter(
-                x=[row[0] for row in rows],
-                y=[row[column] for row in rows],
-                line={**style, "shape": "hv"},
+                x=[x for x, _ in shown],
+                y=[y for _, y in shown],
+                line={"color": color(number), "width": 1.6, "dash": dash(number), "shape": "hv"},
                 showlegend=place == 1,
                 row=place,
                 col=1,
-                **shared,
+                name=name,
+                legendgroup=name,
+                mode="lines",
             )
-        times = sorted(outcome.completion_time for outcome in result.outcomes)
-        ranked = _thinned([(time, rank) for rank, time in enumerate(times, start=1)])
-        figure.add_scatter(
-            x=[time for time, _ in ranked],
-            y=[rank / len(times) for _, rank in ranked],
-            line={**style, "shape": "hv"},
-            showlegend=False,
-            row=3,
-            col=1,
-            **shared,
-        )
     figure.update_layout(template="plotly_white", height=960, legend={"x": 1.02, "y": 1})
     figure.update_xaxes(title_text="time, ticks of the trace (seconds)", row=2)
     figure.update_xaxes(title_text="completion time, of waiting and running", type="log", row=3)
@@ -202,9 +186,3 @@ def _table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:
     writer.writerow(columns)
     writer.writerows(rows)
     return text.getvalue()
-
-
-def _thinned(rows: Sequence[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
-    """Every nth row and the last, few enough to draw."""
-    step = -(-len(rows) // _POINTS)
-    return [*rows[::step], rows[-1]] if step > 1 else rows

@@ -16,19 +16,20 @@ linear in jobs plus events.
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
+from typing import Final
 
-from baechi.cluster_simulation.contention import Exclusive, Sharing
-from baechi.cluster_simulation.fleet import Fleet
-from baechi.cluster_simulation.free_devices import DeviceCounter, DeviceStates, FreeDevices, Grant
-from baechi.cluster_simulation.jobs import WHOLE, Job, Refusal
+from baechi.cluster_simulation.contention import WHOLE, Exclusive, Sharing
+from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, FreeDevices
+from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun, Refusal
 from baechi.cluster_simulation.placement_schemes import Scheme
 from baechi.cluster_simulation.policies.policy import Offer, Policy
 from baechi.cluster_simulation.results import SimulationResult
-from baechi.cluster_simulation.running_job import JobRun, StallDetector
 from baechi.errors import InputError
 from baechi.units import format_bytes
 from baechi.validation import check_count
+
+# Events without an arrival or an end between two looks at the remaining work.
+_STILL: Final = 10_000
 
 
 def simulate_cluster(
@@ -41,7 +42,7 @@ def simulate_cluster(
     preempt_cost: int = 0,
     restart_cost: int = 0,
     seed: int = 0,
-    memo: dict[object, object] | None = None,
+    memo: dict[object, Grant | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> SimulationResult:
     """Runs jobs on a cluster until all have ended; the same input gives the same result.
@@ -70,68 +71,105 @@ def simulate_cluster(
         if job.name in names:
             raise InputError(f"two jobs are named {job.name!r}; names must be unique.")
         names.add(job.name)
-    sharing = sharing if sharing is not None else Exclusive()
-    scheme = policy.scheme(scheme)
+    shared = Exclusive() if sharing is None else sharing
+    chooses = None if scheme is None or policy.counts else scheme.place
     whole = all(gpu.share == gpu.speed == WHOLE for gpu in fleet.gpus)
-    if scheme is None and (sharing.most > 1 or not whole):
+    if chooses is None and (shared.most > 1 or not whole):
         raise InputError(
             "counting tells no GPU from another and takes each for a whole one of speed 1, so jobs "
             "cannot share one, and none may be a slice: give a scheme, such as least-loaded."
         )
-    devices = partial(_empty, fleet, sharing, scheme, seed, {} if memo is None else memo)
-    simulation = _Simulation(fleet, copy.deepcopy(policy), devices, preempt_cost + restart_cost)
-    return simulation.run(jobs, progress)
+    known: dict[object, Grant | None] = {} if memo is None else memo
 
+    def empty() -> FreeDevices:
+        if chooses is None:
+            return DeviceCounter(fleet)
+        return DeviceStates(fleet, shared, chooses, seed, known)
 
-def _empty(
-    fleet: Fleet, sharing: Sharing, scheme: Scheme | None, seed: int, memo: dict[object, object]
-) -> FreeDevices:
-    return (
-        DeviceStates(fleet, sharing, scheme.place, seed, memo) if scheme else DeviceCounter(fleet)
+    gpus = len(fleet.gpus)
+    refused, admitted = _admission(jobs, empty(), gpus)
+    policy = copy.deepcopy(policy)
+    policy.begin(gpus)
+    events = policy.events(admitted, [row.job for row in refused])
+    simulation = _Simulation(policy, empty(), admitted, events, preempt_cost + restart_cost)
+    simulation.run(progress)
+    outcomes = tuple(run.outcome(resumes=policy.preemptive) for run in simulation.done)
+    memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
+    rows, byte_ticks = tuple(simulation.rows), simulation.byte_ticks
+    return SimulationResult(
+        policy.name, gpus, outcomes, tuple(refused), rows, memory_bytes, byte_ticks
     )
+
+
+def _admission(
+    jobs: Sequence[Job], empty: FreeDevices, gpus: int
+) -> tuple[list[Refusal], list[Job]]:
+    """The jobs that do not fit the empty cluster, and those that do, by arrival."""
+    refused: list[Refusal] = []
+    admitted: list[Job] = []
+    fits: dict[object, bool] = {}
+    for job in sorted(jobs, key=lambda job: job.submit_time):
+        shape = job.shape
+        if shape not in fits:
+            fits[shape] = empty.place(job) is not None
+        if fits[shape]:
+            admitted.append(job)
+            continue
+        reason = f"asks for {job.gpus} GPUs of {gpus}"
+        if job.gpus <= gpus:
+            each = f"{format_bytes(job.memory_bytes)} on each"
+            what = "its operator graph" if job.graph else each
+            reason = (
+                f"asks for {job.gpus} GPUs with room for {what}; under this scheme not even the "
+                "empty cluster has that"
+            )
+        refused.append(Refusal(job, reason))
+    return refused, admitted
 
 
 class _Simulation:
     """The state of one simulation."""
 
     def __init__(
-        self, fleet: Fleet, policy: Policy, devices: Callable[[], FreeDevices], restart_cost: int
+        self,
+        policy: Policy,
+        devices: FreeDevices,
+        jobs: Sequence[Job],
+        events: Events,
+        restart_cost: int,
     ) -> None:
+        self.done: list[JobRun] = []
+        self.rows: list[tuple[int, ...]] = []
+        self.byte_ticks = 0
         self._policy = policy
-        self._make_devices = devices
-        self._devices = self._make_devices()
-        self._gpus = len(fleet.gpus)
-        self._memory_bytes = sum(gpu.free_bytes or 0 for gpu in fleet.gpus)
-        self._byte_ticks = 0
+        self._devices = devices
+        self._events = events
         self._restart_cost = restart_cost
-        self._shared = isinstance(self._devices, DeviceStates) and self._devices.sharing.most > 1
+        self._shared = (
+            devices if isinstance(devices, DeviceStates) and devices.sharing.most > 1 else None
+        )
+        self._selects = (
+            isinstance(devices, DeviceCounter)
+            and not restart_cost
+            and type(policy).select is not Policy.select
+        )
         self._makes_offers = type(policy).accepts is not Policy.accepts
+        self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
         self._running: dict[int, JobRun] = {}
         self._wake: int | None = None
-        self._selects = False
         self._waiting = 0
-        self._done: list[JobRun] = []
-        self._stalls = StallDetector()
         self._hopeless: set[object] = set()  # shapes that found no room since a job last left
+        self._still = 0  # events since the last arrival or end
+        self._least: tuple[int, int] | None = None  # work, in all and of a job, in these events
 
-    def run(
-        self, jobs: Sequence[Job], progress: Callable[[int, int], None] | None
-    ) -> SimulationResult:
+    def run(self, progress: Callable[[int, int], None] | None) -> None:
         """Runs until no job waits, runs or is still to arrive."""
-        refused, admitted = _admission(jobs, self._make_devices(), self._gpus)
-        runs = self._runs = [JobRun(job, index) for index, job in enumerate(admitted)]
-        self._policy.begin(self._gpus)
-        # Decided once: a policy that selects keeps its own queue from the first event on.
-        if isinstance(self._devices, DeviceCounter) and not self._restart_cost:
-            chosen = copy.deepcopy(self._policy).select(0, (), (), self._gpus)
-            self._selects = chosen is not None
-        rows: list[tuple[int, ...]] = []
-        self._events = self._policy.events(admitted, [row.job for row in refused])
+        runs, name = self._runs, self._policy.name
         now = self._events.arrival or 0
         place = 0
         while (moment := self._next()) is not None:
-            self._byte_ticks += self._devices.held_bytes * max(0, moment - now)
+            self.byte_ticks += self._devices.held_bytes * max(0, moment - now)
             before, now = now, max(now, moment)
             first = place
             while place < len(runs) and runs[place].job.submit_time <= now:
@@ -143,29 +181,38 @@ class _Simulation:
             self._decide(now, arrived, ended)
             if self._waiting and not self._running and place == len(runs) and self._wake is None:
                 raise InputError(
-                    f"policy {self._policy.name!r} leaves {self._waiting} jobs waiting on an idle "
+                    f"policy {name!r} leaves {self._waiting} jobs waiting on an idle "
                     "cluster for ever."
                 )
-            moves = bool(ended or arrived or place < len(runs))
-            if self._stalls.is_stalled(runs, now, moves=moves):
+            if ended or arrived or place < len(runs):
+                self._still, self._least = 0, None
+            elif self._is_stalled(now):
                 raise InputError(
-                    f"under policy {self._policy.name!r} jobs lose by preemptions what they get "
+                    f"under policy {name!r} jobs lose by preemptions what they get "
                     "done, and would never end; lower what preempting and restarting cost."
                 )
-            counted = (self._waiting, len(self._running), len(self._done))
-            rows.append((now, *self._devices.row(), *counted))
+            counts = self._waiting, len(self._running), len(self.done)
+            self.rows.append((now, *self._devices.row(), *counts))
             if progress is not None and (ended or arrived):
-                progress(len(self._done), len(runs))
-        outcomes = tuple(run.outcome(resumes=self._policy.preemptive) for run in self._done)
-        return SimulationResult(
-            *(self._policy.name, self._gpus, outcomes, tuple(refused), tuple(rows)),
-            memory_bytes=self._memory_bytes,
-            byte_ticks=self._byte_ticks,
-        )
+                progress(len(self.done), len(runs))
+
+    def _is_stalled(self, now: int) -> bool:
+        """True if for many events the remaining work has not fallen, in all or of one job.
+
+        Preemptions may cost jobs all that they get done.
+        """
+        self._still += 1
+        if self._still % _STILL:
+            return False
+        left = [run.remaining(now) for run in self._runs if not run.done]
+        here = sum(left), min(left, default=0)
+        before = self._least or (here[0] + 1, here[1] + 1)
+        self._least = min(before[0], here[0]), min(before[1], here[1])
+        return self._least == before
 
     def _next(self) -> int | None:
         """The time of the next event."""
-        moment = self._events.next(len(self._running))
+        moment = self._events.next()
         if self._wake is None or not (self._running or self._waiting):
             return moment
         return self._wake if moment is None else min(moment, self._wake)
@@ -174,7 +221,8 @@ class _Simulation:
         """Ends jobs; one that waits has waited until the event before, as published."""
         for run in ended:
             if run.running:
-                self._release(run, now)
+                self._devices.give(run)
+                self._mark_off(run, now)
             else:
                 run.settle(before)
                 self._waiting -= 1
@@ -182,34 +230,28 @@ class _Simulation:
             run.end_time = now
         for run in ended:
             self._refresh(run, now)
-        self._done += ended
+        self.done += ended
         if ended and self._policy.preemptive and not self._selects:
             self._queue = [run for run in self._queue if not run.done]
 
     def _decide(self, now: int, arrived: list[JobRun], ended: list[JobRun]) -> None:
-        policy = self._policy
-        if self._selects and isinstance(self._devices, DeviceCounter):
-            chosen = policy.select(now, arrived, ended, self._devices.free)
-            stops, starts = chosen if chosen is not None else ([], [])
-            for run in stops:
-                self._stop(run, now)
-            for run in starts:
-                self._start(run, Grant((), ()), now)
+        policy, devices = self._policy, self._devices
+        if self._selects and isinstance(devices, DeviceCounter):
+            self._exchange(*policy.select(now, arrived, ended, devices.free), now)
             return
         self._queue += arrived
         self._queue = policy.order(self._queue, now)
         if not policy.preemptive:
             self._fill_up(now)
-        elif isinstance(self._devices, DeviceCounter):
-            self._count_out(now)
+        elif isinstance(devices, DeviceStates):
+            self._deal_out(devices, now)
         else:
-            self._deal_out(now)
+            self._count_out(devices.total, now)
         wake = policy.wake(self._queue, now)
         self._wake = None if wake is None else max(now + 1, wake)
 
-    def _count_out(self, now: int) -> None:
+    def _count_out(self, free: int, now: int) -> None:
         """With preemption, where GPUs are counted: stops jobs, then starts others."""
-        free = self._gpus
         stops, starts = [], []
         for run in self._queue:
             if run.job.gpus <= free:
@@ -218,17 +260,21 @@ class _Simulation:
                     starts.append(run)
             elif run.running:
                 stops.append(run)
+        self._exchange(stops, starts, now)
+
+    def _exchange(self, stops: list[JobRun], starts: list[JobRun], now: int) -> None:
         for run in stops:
-            self._stop(run, now)
+            self._devices.give(run)
+            self._mark_stopped(run, now)
         for run in starts:
-            self._start(run, Grant((), ()), now)
+            self._start(run, Grant(), now)
 
     def _fill_up(self, now: int) -> None:
         """Without preemption: starts waiting jobs while there is room."""
         started = 0
         free = self._devices.row()[3]
         for run in self._policy.walk(self._queue):
-            if not free and not self._shared:
+            if not free and self._shared is None:
                 break
             if self._begin(run, now):
                 started += 1
@@ -240,7 +286,7 @@ class _Simulation:
         else:
             self._queue = [run for run in self._queue if not run.running]
 
-    def _deal_out(self, now: int) -> None:
+    def _deal_out(self, devices: DeviceStates, now: int) -> None:
         """With preemption, GPU by GPU: a job displaces less urgent ones where it must."""
         hopeless: set[object] = set()
         for rank, run in enumerate(self._queue):
@@ -248,38 +294,46 @@ class _Simulation:
                 continue
             shape = run.job.shape
             behind = [other for other in self._queue[rank + 1 :] if other.running]
-            if behind and shape not in hopeless and not self._displace(run, behind, now):
+            if behind and shape not in hopeless and not self._displace(devices, run, behind, now):
                 hopeless.add(shape)
 
-    def _displace(self, run: JobRun, behind: list[JobRun], now: int) -> bool:
+    def _displace(self, devices: DeviceStates, run: JobRun, behind: list[JobRun], now: int) -> bool:
         """Starts a job on GPUs of less urgent ones, if these are enough.
 
         The least urgent are displaced first, and as few as necessary, found by doubling and
         halving: the scheme is called O(log behind) times. Who still fits then keeps its GPUs.
         """
-        few, away, grant = 0, 0, None
+        away = 0
+
+        def clear(wanted: int) -> Grant | None:
+            """The place once just the last `wanted` are off their GPUs."""
+            nonlocal away
+            for other in behind[len(behind) - wanted : len(behind) - away]:
+                devices.give(other)
+            for other in behind[len(behind) - away : len(behind) - wanted]:
+                devices.take(other, other.grant)
+            away = wanted
+            return devices.place(run.job)
+
+        few, grant = 0, None
         while grant is None and away < len(behind):
-            few, enough = away, min(2 * away + 1, len(behind))
-            away = self._clear(behind, away, enough)
-            grant = self._devices.place(run.job)
+            few = away
+            grant = clear(min(2 * away + 1, len(behind)))
         if grant is not None:
             enough = away
             while enough - few > 1:
                 middle = (few + enough) // 2
-                away = self._clear(behind, away, middle)
-                if self._devices.place(run.job) is None:
+                if clear(middle) is None:
                     few = middle
                 else:
                     enough = middle
-            away = self._clear(behind, away, enough)
-            grant = self._devices.place(run.job)
+            grant = clear(enough)
         if grant is not None:
-            self._devices.take(run.index, run.job, grant)
+            devices.take(run, grant)
         lost = []
         for other in behind[len(behind) - away :]:
-            held = other.held
-            if self._devices.place_again(held):
-                self._devices.take(other.index, other.job, held)
+            if devices.admits_all(other.grant):
+                devices.take(other, other.grant)
             else:
                 lost.append(other)
         for other in lost:
@@ -290,14 +344,6 @@ class _Simulation:
             self._mark_started(run, grant, now)
         return grant is not None
 
-    def _clear(self, behind: list[JobRun], away: int, wanted: int) -> int:
-        """Takes jobs off or puts them back, so that the last `wanted` are off their GPUs."""
-        for place in range(len(behind) - wanted, len(behind) - away):
-            self._devices.give(behind[place].index, behind[place].job, behind[place].held)
-        for place in range(len(behind) - away, len(behind) - wanted):
-            self._devices.take(behind[place].index, behind[place].job, behind[place].held)
-        return wanted
-
     def _begin(self, run: JobRun, now: int) -> bool:
         """Starts a job if there is room and the policy takes it."""
         shape = run.job.shape
@@ -306,21 +352,17 @@ class _Simulation:
         grant = self._devices.place(run.job)
         if grant is None:
             self._hopeless.add(shape)
-        if grant is None or not self._accepts(run, grant, now):
             return False
+        if self._makes_offers:
+            rate = self._devices.rate(grant, joins=True)
+            offer = Offer(run, grant, rate, now, self._running.values(), self._devices)
+            if not self._policy.accepts(offer):
+                return False
         self._start(run, grant, now)
         return True
 
-    def _accepts(self, run: JobRun, grant: Grant, now: int) -> bool:
-        if not self._makes_offers:
-            return True
-        rate = self._devices.rate(grant, joins=True)
-        return self._policy.accepts(
-            Offer(run, grant, rate, now, self._running.values(), self._devices)
-        )
-
     def _start(self, run: JobRun, grant: Grant, now: int) -> None:
-        self._devices.take(run.index, run.job, grant)
+        self._devices.take(run, grant)
         self._mark_started(run, grant, now)
 
     def _mark_started(self, run: JobRun, grant: Grant, now: int) -> None:
@@ -338,71 +380,31 @@ class _Simulation:
         self._pace(run, now)
         self._refresh(run, now)
 
-    def _stop(self, run: JobRun, now: int) -> None:
-        self._devices.give(run.index, run.job, run.held)
-        self._mark_stopped(run, now)
-        self._refresh(run, now)
-
     def _mark_stopped(self, run: JobRun, now: int) -> None:
-        run.settle(now)
-        run.running = False
-        run.version += 1
+        self._mark_off(run, now)
         run.preempt += 1
-        del self._running[run.index]
-        self._hopeless.clear()
         self._waiting += 1
 
-    def _release(self, run: JobRun, now: int) -> None:
-        """Frees the GPUs of a job that has ended."""
+    def _mark_off(self, run: JobRun, now: int) -> None:
         run.settle(now)
         run.running = False
         run.version += 1
         del self._running[run.index]
         self._hopeless.clear()
-        self._devices.give(run.index, run.job, run.held)
 
     def _refresh(self, run: JobRun, now: int) -> None:
         """Updates the rates of jobs that share a GPU with one that came or went."""
-        if self._shared:
-            for index in sorted(self._devices.neighbors(run.held)):
+        if self._shared is not None:
+            for index in sorted(self._shared.neighbors(run.grant)):
                 neighbor = self._runs[index]
                 if neighbor.running:
                     self._pace(neighbor, now)
 
     def _pace(self, run: JobRun, now: int) -> None:
         """The rate of a running job, and its end with it."""
-        rate = self._devices.rate(run.held)
+        rate = self._devices.rate(run.grant)
         if rate != run.rate:
             run.settle(now)
             run.rate = rate
             run.version += 1
             self._events.add(run)
-
-
-def _admission(
-    jobs: Sequence[Job], empty: FreeDevices, gpus: int
-) -> tuple[list[Refusal], list[Job]]:
-    """The jobs that do not fit the empty cluster, and those that do, by arrival."""
-    refused: list[Refusal] = []
-    admitted: list[Job] = []
-    known: dict[object, bool] = {}
-    for job in sorted(jobs, key=lambda job: job.submit_time):
-        shape = job.shape
-        if shape not in known:
-            known[shape] = empty.place(job) is not None
-        if known[shape]:
-            admitted.append(job)
-        else:
-            refused.append(Refusal(job, _reason_for(job, gpus)))
-    return refused, admitted
-
-
-def _reason_for(job: Job, gpus: int) -> str:
-    """The reason why a job does not fit an empty cluster of so many GPUs."""
-    if job.gpus > gpus:
-        return f"asks for {job.gpus} GPUs of {gpus}"
-    what = "its operator graph" if job.graph else f"{format_bytes(job.memory_bytes)} on each"
-    return (
-        f"asks for {job.gpus} GPUs with room for {what}; under this scheme not even the empty "
-        "cluster has that"
-    )

@@ -11,8 +11,7 @@ Pure: equal input gives equal output, and nothing is reserved.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Final, NoReturn, TypeVar, final
+from typing import Final, NoReturn, final
 
 from baechi.errors import InfeasibleError, InputError, ReservationError
 from baechi.placers.assignments import shortest
@@ -85,27 +84,6 @@ class Decision:
         return claims_of(self.cluster, self.placement, self.peak_bytes, shares)
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Found:
-    """A placement on a set of rooms, before it is known whether it is on the Pareto list."""
-
-    problem: Problem
-    placement: Placement
-    chosen: tuple[int, ...]
-
-    @cached_property
-    def used(self) -> int:
-        return len(set(self.placement.devices))
-
-    @property
-    def step_ns(self) -> int:
-        return int(self.placement.stats["makespan_ns"])
-
-
-_Row = TypeVar("_Row", Decision, _Found)
-
-
 def decide(graph: OpGraph, snapshot: Snapshot, wish: Wish | None = None) -> Decision:
     """The decision that the wish prefers.
 
@@ -152,7 +130,7 @@ def explore(
         raise InputError("the graph has no ops; there is nothing to place.")
     rooms = snapshot.rooms(wish.share_milli)
     wish = meant(wish, graph, snapshot.site, rooms)
-    found: list[_Found] = []
+    found: list[Decision] = []
     untried: list[Candidate] = []
     left = _TRIED[wish.effort] if tried is None else tried
     for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
@@ -165,18 +143,21 @@ def explore(
             untried.append(candidate)
             continue
         left -= 1
-        problem = _problem(graph, snapshot, rooms, candidate.rooms, wish)
+        chosen = [rooms[at] for at in candidate.rooms]
+        problem = _problem(graph, snapshot, chosen, wish)
         placement = _scheduled(problem)
         if placement is None:
             untried.append(candidate)
         else:
-            found.append(_Found(problem, placement, candidate.rooms))
+            found.append(
+                _used(problem, placement, [row.share_milli for row in chosen], snapshot.version)
+            )
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
-    decisions = [_decision(row, snapshot, rooms) for row in _worth(found)]
+    found = _worth(found)
     if wish.effort in _POLISH:
-        decisions += [_polished(graph, row, wish) for row in decisions]
-    return tuple(_worth(decisions))
+        found = _worth([*found, *(_polished(graph, row, wish) for row in found)])
+    return tuple(found)
 
 
 def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
@@ -201,7 +182,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
         )
     few = [row for row in rows if len(row.rooms) <= _EXPLAINED] or rows
     largest = max(few, key=lambda row: (row.memory_bytes, -len(row.rooms)))
-    raise _missing(_problem(graph, snapshot, rooms, largest.rooms, wish))
+    raise _missing(_problem(graph, snapshot, [rooms[at] for at in largest.rooms], wish))
 
 
 def _missing(problem: Problem) -> InfeasibleError:
@@ -244,10 +225,8 @@ def _missing(problem: Problem) -> InfeasibleError:
     return InfeasibleError(text, subject, max(needs), left, high, name)
 
 
-def _problem(
-    graph: OpGraph, snapshot: Snapshot, rooms: Sequence[Room], chosen: Sequence[int], wish: Wish
-) -> Problem:
-    cluster = snapshot.part([rooms[at] for at in chosen])
+def _problem(graph: OpGraph, snapshot: Snapshot, chosen: Sequence[Room], wish: Wish) -> Problem:
+    cluster = snapshot.part(chosen)
     if wish.constraints == Constraints():
         return Problem(graph, cluster)
     limits = known_to(wish.constraints, cluster)
@@ -269,8 +248,8 @@ def _solved(
     rooms: Sequence[Room],
     untried: Sequence[Candidate],
     wish: Wish,
-) -> list[_Found]:
-    """A placement on the sets with the most memory, or on all free devices of a part.
+) -> list[Decision]:
+    """A decision on the sets with the most memory, or on all free devices of a part.
 
     A device without memory may still help: it can run the ops that need none.
 
@@ -282,13 +261,19 @@ def _solved(
     if untried:
         whole = parts(snapshot.site, rooms, wish)[:_SOLVED]
         sets += [row for row in whole if row not in sets]
-    problems = [(row, _problem(graph, snapshot, rooms, row, wish)) for row in sets]
-    problems = [(row, problem) for row, problem in problems if not is_hopeless(problem)]
+    problems = []
+    for row in sets:
+        chosen = [rooms[at] for at in row]
+        problem = _problem(graph, snapshot, chosen, wish)
+        if not is_hopeless(problem):
+            problems.append((chosen, problem))
     for solver in (_packed,) if wish.effort == "fast" else (_packed, find):
         for chosen, problem in problems:
             placement = solver(problem)
             if placement is not None:
-                return [_Found(problem, placement, chosen)]
+                return [
+                    _used(problem, placement, [row.share_milli for row in chosen], snapshot.version)
+                ]
     return []
 
 
@@ -306,11 +291,6 @@ def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
     if placement is None:
         return decision
     return _used(problem, placement, decision.shares, decision.version)
-
-
-def _decision(found: _Found, snapshot: Snapshot, rooms: Sequence[Room]) -> Decision:
-    shares = tuple(rooms[at].share_milli for at in found.chosen)
-    return _used(found.problem, found.placement, shares, snapshot.version)
 
 
 def _used(problem: Problem, placement: Placement, shares: Sequence[int], version: int) -> Decision:
@@ -335,9 +315,9 @@ def _used(problem: Problem, placement: Placement, shares: Sequence[int], version
     )
 
 
-def _worth(found: Sequence[_Row]) -> list[_Row]:
+def _worth(found: Sequence[Decision]) -> list[Decision]:
     """The Pareto list by number of devices and step."""
-    rows: list[_Row] = []
+    rows: list[Decision] = []
     for row in sorted(found, key=lambda row: (row.used, row.step_ns)):
         if not rows or row.step_ns < rows[-1].step_ns:
             rows.append(row)

@@ -12,10 +12,12 @@ devices with all their links, and chooses exactly as many as may be used.
 Complexity: O(levels * devices * log devices + ops + tensors).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice, zip_longest
 from typing import Final, final
+
+import numpy as np
 
 from baechi.errors import InputError
 from baechi.problem.problem_arrays import LIMIT, Problem
@@ -71,30 +73,25 @@ class Demand:
     @staticmethod
     def of(graph: OpGraph) -> "Demand":
         """The demand of a graph. O(kinds * (ops + tensors))."""
-        tables = {"": tuple(op.time_ns for op in graph.ops), **graph.times}
-        explicit = graph.explicit  # a forward need not share its device with late gradients
-        arrays = explicit.arrays
-        running = arrays.workspace.tolist()
-        for op, nbytes in zip(arrays.producer.tolist(), arrays.nbytes.tolist(), strict=True):
-            running[op] += nbytes
-        for times in tables.values():
-            # An op that takes no time holds nothing while it runs.
-            running = [nbytes if time else 0 for nbytes, time in zip(running, times, strict=True)]
+        one = Cluster((Device("one", 0),), ((None,),))
+        ops = range(len(graph.ops))
+        single_bytes = replay(Problem(graph, one), [0] * len(ops), ops).peaks()[0]
+        tables = {"": graph.arrays.times, **graph.arrays.kind_times}
+        timed = np.logical_and.reduce([times > 0 for times in tables.values()])
+        arrays = graph.explicit.arrays  # a forward need not share its device with late gradients
+        running = arrays.workspace.copy()
+        np.add.at(running, arrays.producer, arrays.nbytes)
+        running[~timed] = 0  # an op that takes no time holds nothing while it runs
+        most = np.zeros(arrays.groups, np.int64)
+        np.maximum.at(most, arrays.op_group, running)
         # Late bytes are there at the end, with all others, unless their op takes no time.
-        timed = [all(row) for row in zip(*tables.values(), strict=True)]
         late = sum(op.late_bytes for op, takes in zip(graph.ops, timed, strict=True) if takes)
-        kept: dict[str, int] = {}
-        most: dict[str, int] = {}
-        for index, op in enumerate(explicit.ops):
-            key = f"op:{index}" if op.group is None else f"group:{op.group}"
-            kept[key] = kept.get(key, 0) + op.persistent_bytes
-            most[key] = max(most.get(key, 0), running[index])
         return Demand(
-            {kind: sum(times) for kind, times in tables.items()},
-            {kind: _chain(graph, times) for kind, times in tables.items()},
-            sum(op.persistent_bytes for op in explicit.ops) + late,
-            max((nbytes + most[key] for key, nbytes in kept.items()), default=0),
-            _single(graph),
+            {kind: sum(times.tolist()) for kind, times in tables.items()},
+            {kind: _chain(graph, times.tolist()) for kind, times in tables.items()},
+            int(arrays.persistent.sum()) + late,
+            int((arrays.group_persistent + most).max(initial=0)),
+            single_bytes,
         )
 
 
@@ -108,13 +105,6 @@ def _chain(graph: OpGraph, times: Sequence[int]) -> int:
     return max(ends, default=0)
 
 
-def _single(graph: OpGraph) -> int:
-    """The memory of one device that runs all ops in the order of their indices."""
-    one = Cluster((Device("one", 0),), ((None,),))
-    ops = range(len(graph.ops))
-    return replay(Problem(graph, one), [0] * len(ops), ops).peaks()[0]
-
-
 def candidates(
     demand: Demand, site: Site, rooms: Sequence[Room], wish: Wish
 ) -> Iterator[Candidate]:
@@ -125,7 +115,7 @@ def candidates(
     """
     limits = wish.constraints
     usable = _usable(rooms, limits)
-    needs = _Needs(rooms, limits)
+    needed_of = _needs(rooms, limits)
     work = {at: _time(demand.work_ns, rooms[at]) for at in usable}
     memory = {
         at: max(0, rooms[at].device.memory_bytes - limits.margins.get(rooms[at].device.name, 0))
@@ -133,10 +123,33 @@ def candidates(
     }
     ranked = sorted(usable, key=lambda at: (work[at], -memory[at], at))
     roomy = sorted(usable, key=lambda at: (-memory[at], work[at], at))
-    most = min(len(usable), limits.max_devices or len(usable))
+
+    def prefixes(members: Sequence[int]) -> Iterator[Candidate]:
+        """The first few of these rooms, for every size, where the memory may suffice."""
+        needed = needed_of(members)
+        if needed is None:
+            return
+        rows = [*needed, *(at for at in members if at not in needed)][: limits.max_devices]
+        rates = list(accumulate(1 / max(1, work[at]) for at in rows))
+        totals = list(accumulate(memory[at] for at in rows))
+        largest = list(accumulate((memory[at] for at in rows), max))
+        chains = list(accumulate((_time(demand.chain_ns, rooms[at]) for at in rows), min))
+        found = False
+        for size in _sizes(len(rows)):
+            last = size - 1
+            if size < max(2, len(needed)):
+                continue
+            if totals[last] < demand.total_bytes or largest[last] < demand.largest_bytes:
+                continue
+            if size > WIDE and found:
+                return
+            found = True
+            promise = max(int(1 / rates[last]), chains[last])
+            yield Candidate(tuple(sorted(rows[:size])), promise, totals[last])
+
     # The fastest single devices that hold all: no decision is slower than the best of them.
     single = [
-        at for at in ranked if memory[at] >= demand.total_bytes and needs.of([at]) is not None
+        at for at in ranked if memory[at] >= demand.total_bytes and needed_of([at]) is not None
     ]
     # Where none holds all in the order of indices, another order may need less.
     alone = [at for at in single if memory[at] >= demand.single_bytes] or single
@@ -147,19 +160,19 @@ def candidates(
         for order in (ranked, roomy):
             offered: dict[int, list[Candidate]] = {}
             for members in _grouped(level, rooms, order):
-                needed = needs.of(members)
-                if needed is None:
-                    continue
-                rows = [*needed, *(at for at in members if at not in needed)]
-                least = max(2, len(needed))
-                for row in _prefixes(rows, least, most, rooms, work, memory, demand):
+                for row in prefixes(members):
                     offered.setdefault(len(row.rooms), []).append(row)
             for size, found in offered.items():
                 found.sort(key=lambda row: (row.promise_ns, -row.memory_bytes, row.rooms))
                 by_size.setdefault(size, []).extend(found[:_OFFERED])
     # One of each size, then the second of each, and so on; powers of two before what is between.
     sizes = sorted(by_size, key=lambda size: (size & (size - 1) != 0, size))
-    yield from _dealt([by_size[size] for size in sizes])
+    seen = set()
+    for turn in zip_longest(*(by_size[size] for size in sizes)):
+        for candidate in turn:
+            if candidate is not None and candidate.rooms not in seen:
+                seen.add(candidate.rooms)
+                yield candidate
 
 
 def parts(site: Site, rooms: Sequence[Room], wish: Wish) -> list[tuple[int, ...]]:
@@ -168,12 +181,12 @@ def parts(site: Site, rooms: Sequence[Room], wish: Wish) -> list[tuple[int, ...]
     Without those where the constraints leave an op no place.
     """
     limits = wish.constraints
-    needs = _Needs(rooms, limits)
+    needed_of = _needs(rooms, limits)
     level = _levels(site, wish.same)[-1]
     found = [
         tuple(row)
         for row in _grouped(level, rooms, _usable(rooms, limits))
-        if row and needs.of(row) is not None
+        if row and needed_of(row) is not None
     ]
     return sorted(found, key=lambda row: (-sum(rooms[at].device.memory_bytes for at in row), row))
 
@@ -183,34 +196,34 @@ def _usable(rooms: Sequence[Room], limits: Constraints) -> list[int]:
     return [at for at, room in enumerate(rooms) if room.device.name not in excluded]
 
 
-@final
-class _Needs:
-    """The rooms that the constraints need."""
+def _needs(
+    rooms: Sequence[Room], limits: Constraints
+) -> Callable[[Sequence[int]], list[int] | None]:
+    """Finds the rooms that the constraints need: targets of pins, then one for each op without.
 
-    def __init__(self, rooms: Sequence[Room], limits: Constraints) -> None:
-        self._names = [room.device.name for room in rooms]
-        self._targets = sorted(set(limits.pins.values()))
-        # Most ops are forbidden the same.
-        self._banned = [frozenset(row) for row in sorted(set(limits.forbidden.values()))]
+    A room for each op that may use none of those before; `None` where one is not among the members.
+    """
+    names = [room.device.name for room in rooms]
+    targets = sorted(set(limits.pins.values()))
+    # Most ops are forbidden the same.
+    forbidden = [frozenset(row) for row in sorted(set(limits.forbidden.values()))]
 
-    def of(self, members: Sequence[int]) -> list[int] | None:
-        """The targets of pins, then a room for each op that may use none of those before.
-
-        `None` where one of them is not among the rooms.
-        """
-        if not self._targets and not self._banned:
+    def needed_of(members: Sequence[int]) -> list[int] | None:
+        if not targets and not forbidden:
             return []
-        names = {self._names[at]: at for at in members}
-        if not all(name in names for name in self._targets):
+        places = {names[at]: at for at in members}
+        if not all(name in places for name in targets):
             return None
-        chosen = sorted(names[name] for name in self._targets)
-        for banned in self._banned:
-            if all(self._names[at] in banned for at in chosen):
-                other = next((at for name, at in names.items() if name not in banned), None)
+        chosen = sorted(places[name] for name in targets)
+        for banned in forbidden:
+            if all(names[at] in banned for at in chosen):
+                other = next((at for name, at in places.items() if name not in banned), None)
                 if other is None:
                     return None
                 chosen.append(other)
         return chosen
+
+    return needed_of
 
 
 def _levels(site: Site, same: str) -> list[tuple[str, ...] | None]:
@@ -251,45 +264,6 @@ def _sizes(most: int) -> Iterator[int]:
     yield most
 
 
-def _prefixes(
-    rows: Sequence[int],
-    least: int,
-    most: int,
-    rooms: Sequence[Room],
-    work: Mapping[int, int],
-    memory: Mapping[int, int],
-    demand: Demand,
-) -> Iterator[Candidate]:
-    """The first few of these rooms, for every size, where the memory may suffice."""
-    most = min(most, len(rows))
-    if most < least:
-        return
-    rates = list(accumulate(1 / max(1, work[at]) for at in rows[:most]))
-    totals = list(accumulate(memory[at] for at in rows[:most]))
-    largest = list(accumulate((memory[at] for at in rows[:most]), max))
-    chains = list(accumulate((_time(demand.chain_ns, rooms[at]) for at in rows[:most]), min))
-    found = 0
-    for size in _sizes(most):
-        short = totals[size - 1] < demand.total_bytes or largest[size - 1] < demand.largest_bytes
-        if size < least or short:
-            continue
-        if size > WIDE and found:
-            return
-        found += 1
-        promise = max(int(1 / rates[size - 1]), chains[size - 1])
-        yield Candidate(tuple(sorted(rows[:size])), promise, totals[size - 1])
-
-
 def _time(table: Mapping[str, int], room: Room) -> int:
     # Of a device that has next to no compute left the quotient may be endless.
     return int(min(table.get(room.device.kind, table[""]) / room.device.speed, LIMIT))
-
-
-def _dealt(rows: Sequence[Sequence[Candidate]]) -> Iterator[Candidate]:
-    """The first of every row, then the second; none twice."""
-    seen = set()
-    for turn in zip_longest(*rows):
-        for candidate in turn:
-            if candidate is not None and candidate.rooms not in seen:
-                seen.add(candidate.rooms)
-                yield candidate

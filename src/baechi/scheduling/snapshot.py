@@ -1,6 +1,5 @@
 """The free resources at one version of a ledger, as a value that other processes can read."""
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -101,11 +100,9 @@ class Site:
     def take(
         self, uses: Sequence[Use], claims: Iterable[Claim]
     ) -> tuple[tuple[Claim, ...], dict[int, Use]]:
-        """The claims as granted, and the devices' uses with them; `uses` is not changed.
+        """The claims as granted, and the new use of every device that they touch.
 
-        Returns:
-            The claims as they are granted (an exclusive one takes the whole device, one of a MIG
-            profile has its start), and the new use of every device that they touch.
+        An exclusive claim is granted the whole device; one of a MIG profile gets its start.
 
         Raises:
             InputError: A device is unknown or claimed twice, or there are no claims.
@@ -282,8 +279,6 @@ class Snapshot:
         devices = tuple(room.device for room in rows)
         if isinstance(base, Topology):
             return Cluster(devices, base.links(places), base.ports)
-        if places == list(range(len(base.devices))):
-            return Cluster(devices, base.links, base.ports)
         links = tuple(tuple(base.links[src][dst] for dst in places) for src in places)
         return Cluster(devices, links, base.ports)
 
@@ -330,10 +325,9 @@ def claims_of(
         peak_bytes: `Schedule.peak_bytes` of it there; a pool's is claimed once.
         shares: The compute that it takes, in thousandths of a device; by device name, or for all.
     """
-    uses = Counter(placement.devices)
     claimed: set[str] = set()
     claims = []
-    for at in sorted(uses):
+    for at in sorted(set(placement.devices)):
         device = cluster.devices[at]
         nbytes = 0 if device.pool and device.pool in claimed else peak_bytes[at]
         claimed.add(device.pool)

@@ -1,1 +1,144 @@
-"""Scheduling policies."""
+"""Scheduling policies; and policies, schemes and ways of sharing by name."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Final
+
+from baechi.cluster_simulation.contention import Exclusive, Sharing, SideBySide, TimeSliced
+from baechi.cluster_simulation.placement_schemes import (
+    Baechi,
+    BestFit,
+    Consolidated,
+    FirstFit,
+    LeastLoaded,
+    Random,
+    Scheme,
+)
+from baechi.cluster_simulation.policies.policy import (
+    FewestGpusFirst,
+    Fifo,
+    FitJobFirst,
+    Policy,
+)
+from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
+from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
+from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
+from baechi.cluster_simulation.policies.tiresias import (
+    Gittins,
+    LeastAttained,
+    LeastAttainedGpuTime,
+    PublishedLongestPending,
+)
+from baechi.errors import InputError
+
+COMPAT: Final = ("tiresias",)
+
+_POLICIES: Final[dict[str, Callable[..., Policy]]] = {
+    "fifo": Fifo,
+    "fjf": FitJobFirst,
+    "sjf": FewestGpusFirst,
+    "lpjf": partial(Fifo, "lpjf"),
+    "shortest": ShortestTime,
+    "shortest-gpu": ShortestGpuTime,
+    "dlas": LeastAttained,
+    "dlas-gpu": LeastAttainedGpuTime,
+    "dlas-gpu-gittins": Gittins,
+    "gandiva": TimeSlicing,
+    "themis": FinishTimeFairness,
+    "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
+    "big-brain": partial(Fifo, "big-brain"),
+    "split-or-wait": SplitOrWait,
+}
+# Those in which the published simulator has defects that its results need.
+_PUBLISHED: Final[dict[str, Callable[..., Policy]]] = {
+    "lpjf": partial(PublishedLongestPending, "lpjf"),
+    "dlas": partial(LeastAttained, compat=True),
+    "dlas-gpu": partial(LeastAttainedGpuTime, compat=True),
+    "dlas-gpu-gittins": partial(Gittins, compat=True),
+}
+POLICIES: Final = tuple(_POLICIES)
+# Those of the published simulator that have results to compare with.
+PUBLISHED: Final = POLICIES[:9]
+# The scheme and the sharing that a policy is meant for, where it is not `count` and `exclusive`.
+DEFAULTS: Final = {
+    "gandiva-packing": ("least-loaded", "packed"),
+    "big-brain": ("least-loaded", "time-sliced"),
+    "split-or-wait": ("baechi", "exclusive"),
+}
+# How long a job must have waited, in times that it ran, to go back to the first queue.
+_PROMOTE: Final = {"05": 0.5, **{str(times): times for times in (1, 2, 4, 8, 10, 100, 1000)}}
+
+_SCHEMES: Final[dict[str, Callable[[], Scheme | None]]] = {
+    "count": lambda: None,
+    "first-fit": FirstFit,
+    "consolidated": Consolidated,
+    "yarn": Consolidated,
+    "random": Random,
+    "best-fit": BestFit,
+    "least-loaded": LeastLoaded,
+    "baechi": Baechi,
+}
+SCHEMES: Final = tuple(_SCHEMES)
+
+_SHARINGS: Final[dict[str, Callable[[int], Sharing]]] = {
+    "exclusive": lambda _: Exclusive(),
+    "time-sliced": TimeSliced,
+    "mps": SideBySide,
+    "packed": partial(SideBySide, packs=True),
+}
+SHARINGS: Final = tuple(_SHARINGS)
+
+
+def policy_named(
+    name: str, *, compat: str | None = None, samples: Sequence[int] | None = None
+) -> Policy:
+    """A policy by its name; `dlas-gpu-4` is `dlas-gpu` with promotion after 4 times its run.
+
+    Args:
+        name: One of `POLICIES`, or `dlas-gpu-K` or `dlas-gpu-gittins-K` with K of 05 (a half), 1,
+            2, 4, 8, 10, 100, 1000.
+        compat: `"tiresias"` repeats the defects of that simulator that its results need: those
+            that `policies/tiresias.py` has.
+        samples: GPU-times for the Gittins index; those that Tiresias ships if absent.
+
+    Raises:
+        InputError: An unknown name or compatibility.
+    """
+    if compat is not None and compat not in COMPAT:
+        raise InputError(f"compatibility {compat!r} is unknown; give {', '.join(COMPAT)} or none.")
+    makers = _POLICIES if compat is None else {**_POLICIES, **_PUBLISHED}
+    family, _, suffix = name.rpartition("-")
+    promotes = suffix in _PROMOTE and family in {"dlas-gpu", "dlas-gpu-gittins"}
+    base = family if promotes else name
+    if base not in makers:
+        raise _unknown("policy", name, POLICIES)
+    options: dict[str, object] = {"promote": _PROMOTE[suffix]} if promotes else {}
+    if base == "dlas-gpu-gittins":
+        options["samples"] = samples
+    return makers[base](**options)
+
+
+def scheme_named(name: str) -> Scheme | None:
+    """A scheme by its name; `None` for `count`.
+
+    Raises:
+        InputError: The name is unknown.
+    """
+    if name not in _SCHEMES:
+        raise _unknown("scheme", name, SCHEMES)
+    return _SCHEMES[name]()
+
+
+def sharing_named(name: str, most: int) -> Sharing:
+    """A way of sharing by its name, with at most `most` jobs on a GPU.
+
+    Raises:
+        InputError: The name is unknown, or `most` is out of range.
+    """
+    if name not in _SHARINGS:
+        raise _unknown("sharing", name, SHARINGS)
+    return _SHARINGS[name](most)
+
+
+def _unknown(what: str, name: str, known: Iterable[str]) -> InputError:
+    return InputError(f"{what} {name!r} is unknown; give one of {', '.join(known)}.")

@@ -15,14 +15,12 @@ stable sort breaks ties as the published simulators do. A policy of your own:
 """
 
 from abc import ABC
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, final
 
-from baechi.cluster_simulation.free_devices import FreeDevices, Grant
-from baechi.cluster_simulation.jobs import Job
-from baechi.cluster_simulation.placement_schemes import Scheme
-from baechi.cluster_simulation.running_job import Events, JobRun
+from baechi.cluster_simulation.fleet import FreeDevices
+from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
 
 
 @final
@@ -43,17 +41,17 @@ class Offer:
     grant: Grant
     rate: int
     now: int
-    running: Collection[JobRun]
+    running: Iterable[JobRun]
     devices: FreeDevices
 
     def rate_after(self, ended: Sequence[JobRun]) -> int:
         """Its work per tick on the GPUs that it would get if others had ended; 0 for none."""
         for other in ended:
-            self.devices.give(other.index, other.job, other.held)
+            self.devices.give(other)
         grant = self.devices.place(self.run.job)
         rate = self.devices.rate(grant, joins=True) if grant is not None else 0
         for other in reversed(ended):
-            self.devices.take(other.index, other.job, other.held)
+            self.devices.take(other, other.grant)
         return rate
 
 
@@ -64,19 +62,17 @@ class Policy(ABC):
         name: Its name on the command line and in results.
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
+        counts: Whether GPUs are only counted, whatever the scheme.
     """
 
-    name: ClassVar[str]
+    name: str
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
+    counts: bool = False
 
     def begin(self, gpus: int) -> None:
         """Called once, with the size of the cluster."""
         del gpus
-
-    def scheme(self, given: Scheme | None) -> Scheme | None:
-        """The scheme that it uses; that of the simulation, unless it has its own."""
-        return given
 
     def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
         """The calendar of a simulation of these jobs, of which some can never run."""
@@ -104,28 +100,38 @@ class Policy(ABC):
 
     def select(
         self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
-    ) -> tuple[list[JobRun], list[JobRun]] | None:
-        """The jobs that stop and those that start, where GPUs are only counted; `None` for `order`.
+    ) -> tuple[list[JobRun], list[JobRun]]:
+        """The jobs that stop and those that start, where GPUs are only counted.
 
-        For policies that need not look at every job at every event.
+        For policies that need not look at every job at every event: a policy that has this method
+        is asked for `order` only where a scheme places jobs, or where preemption costs work.
         """
-        del now, arrived, ended, free
-        return None
+        raise NotImplementedError
 
 
-@final
 class Fifo(Policy):
-    """In order of arrival, without overtaking."""
+    """In order of arrival, without overtaking.
 
-    name = "fifo"
+    That is also longest pending first: without preemption the longest waiting job is the first to
+    have arrived. And it is Big Brain's order: how many jobs are on a GPU, and on which, is the part
+    of the sharing model and the scheme (`policies.DEFAULTS`).
+    """
+
     blocking = True
+
+    def __init__(self, name: str = "fifo") -> None:
+        self.name = name
 
 
 @final
 class FitJobFirst(Policy):
-    """In order of arrival, but a job that finds room overtakes those that do not."""
+    """In order of arrival, but a job that finds room overtakes those that do not.
 
-    name = "fjf"
+    Also Gandiva's order where it packs a second job on a GPU while the compute of both fits.
+    """
+
+    def __init__(self, name: str = "fjf") -> None:
+        self.name = name
 
 
 @final
@@ -139,36 +145,3 @@ class FewestGpusFirst(Policy):
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
-
-
-class LongestPending(Policy):
-    """The longest waiting job first, without overtaking.
-
-    Without preemption the longest waiting job is the first to have arrived, as under `fifo`.
-    """
-
-    name = "lpjf"
-    blocking = True
-
-
-@final
-class GandivaPacking(Policy):
-    """In order of arrival, but jobs that fit overtake those that do not.
-
-    Gandiva packs a second job on a GPU while the compute of both fits: that is the sharing model's
-    part (`catalog.DEFAULTS`).
-    """
-
-    name = "gandiva-packing"
-
-
-@final
-class PackingFactor(Policy):
-    """In order of arrival, without overtaking.
-
-    Big Brain puts up to k jobs on each GPU, on those with the fewest, in turns: that is the part of
-    the scheme and the sharing model (`catalog.DEFAULTS`).
-    """
-
-    name = "big-brain"
-    blocking = True

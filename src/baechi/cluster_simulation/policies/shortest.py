@@ -15,8 +15,8 @@ from heapq import heappop, heappush
 from itertools import accumulate
 from typing import final
 
+from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import JobRun
 
 # Remaining time, event, rank and job while waiting; while running its end, what orders equals
 # (plus the moment if it was new, minus the moment if it had waited), rank and job.

@@ -2,7 +2,7 @@
 
 Gandiva (OSDI'18) suspends and resumes jobs so that all make progress: every quantum, those that
 have run longest step back. Its packing puts two jobs on one GPU while their compute fits; that is
-`fjf`'s order with a sharing model and a scheme (`catalog.py`).
+`fjf`'s order with a sharing model and a scheme (`policies.DEFAULTS`).
 
 Themis (NSDI'20) leases GPUs to the jobs that are treated worst, by finish-time fairness
 `rho = (time since arrival + remaining time) / time on a fair share alone`. The fair share is an
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import final
 
+from baechi.cluster_simulation.jobs import JobRun
 from baechi.cluster_simulation.policies.policy import Policy
-from baechi.cluster_simulation.running_job import JobRun
 from baechi.errors import InputError
 
 

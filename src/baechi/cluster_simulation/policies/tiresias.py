@@ -6,28 +6,9 @@ order; within one, running jobs go before waiting ones, in the order in which th
 `gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
 jobs need: the chance to end within the next `delta` over what that costs.
 
-`compat="tiresias"` repeats what the published simulator does, which its results need. All of it is
-in this file. In its longest-pending policy (`PublishedLongestPending`):
-
-- the field that it sorts by is misspelled, so it does not sort;
-- it takes jobs out of the list that it walks over, so that the job behind one that starts is passed
-  over until the next event.
-
-In the queues:
-
-- the next demotion by GPU-seconds is looked for after `(limit - seconds) // gpus`, though the jobs'
-  GPU-seconds count towards it: the seconds are subtracted, and Python 2 divides integers downwards;
-- the mean cost in the Gittins index is cut to an integer, and index and chance are rounded;
-- with promotion there is no index: the original sorts only where the policy has the plain name;
-- GPUs are counted, whatever the scheme;
-- who was to end at the moment at which the next job arrives does end then, though a demotion in
-  between took its GPUs: the original notes the end with the arrival, and does not take it back
-  unless another end falls on that moment. Its last wait is not counted, for ends go first
-  (`_PublishedEvents`);
-- arrivals are events even of jobs that are refused.
-
-Between the two limits that are used and the third that is written there, the original has three
-queues, so the third is never read; it is left out here.
+`compat` repeats what the published simulator does, which its results need; all of it is in this
+file, and docs/cluster.md lists it. Between the two limits that are used and the third that is
+written there, the original has three queues, so the third is never read; it is left out here.
 """
 
 from bisect import bisect_right
@@ -38,14 +19,12 @@ from importlib.resources import files
 from itertools import accumulate
 from typing import ClassVar, Final, final
 
-from baechi.cluster_simulation.jobs import Job
-from baechi.cluster_simulation.placement_schemes import Scheme
-from baechi.cluster_simulation.policies.policy import LongestPending, Policy
-from baechi.cluster_simulation.running_job import Events, JobRun
+from baechi.cluster_simulation.jobs import Events, Job, JobRun
+from baechi.cluster_simulation.policies.policy import Fifo, Policy
 from baechi.errors import InputError
 
-LIMITS: Final = (3250, 7200)
-DELTA: Final = 3250
+_LIMITS: Final = (3250, 7200)  # the service at which a job leaves each queue but the last
+_DELTA: Final = 3250
 
 
 @cache
@@ -70,7 +49,7 @@ class GittinsIndex:
     """
 
     def __init__(
-        self, samples: Sequence[int], *, delta: int = DELTA, rounded: bool = False
+        self, samples: Sequence[int], *, delta: int = _DELTA, rounded: bool = False
     ) -> None:
         if not samples or min(samples) < 1:
             raise InputError("the Gittins index needs samples of positive GPU-time.")
@@ -106,11 +85,11 @@ def _rounded(value: float, digits: int) -> float:
 
 
 @final
-class PublishedLongestPending(LongestPending):
-    """As the published simulator walks over its list."""
+class PublishedLongestPending(Fifo):
+    """As the published simulator: a misspelled field does not sort, and starts spoil the walk."""
 
     def walk(self, runs: list[JobRun]) -> Iterator[JobRun]:
-        """Without the job behind each one that starts."""
+        """Without the job behind each one that starts: it is taken out of the list on the way."""
         walk = iter(runs)
         for run in walk:
             yield run
@@ -120,18 +99,22 @@ class PublishedLongestPending(LongestPending):
 
 @final
 class _PublishedEvents(Events):
-    """Ends that fall on the next arrival, as the published simulator notes them."""
+    """Ends that fall on the next arrival, as the published simulator notes them.
+
+    Who was to end as the next job arrives does end then, though a demotion in between took its
+    GPUs: the original notes the end with the arrival, and does not take it back unless another end
+    falls on that moment.
+    """
 
     def __init__(self, arrivals: Iterable[int]) -> None:
         super().__init__(arrivals)
         self._noted: list[JobRun] = []
 
-    def next(self, running: int) -> int | None:
+    def next(self) -> int | None:
         """As always; notes the jobs that are to end with the next arrival."""
-        end = self.first_end(running)
-        if end is not None and end == self.arrival:
-            self._noted = self.ending_at(end)
-        return super().next(running)
+        if self.end is not None and self.end == self.arrival:
+            self._noted = self.ending_at(self.end)
+        return super().next()
 
     def take(self, now: int) -> list[JobRun]:
         """Noted jobs end with the arrival, unless others end then."""
@@ -146,10 +129,9 @@ class LeastAttained(Policy):
     """Discretized least attained service.
 
     Args:
-        limits: The service at which a job leaves each queue but the last.
         promote: A job that has waited `promote` times what it ran since it was last in the first
             queue goes back to it; 0 for never.
-        compat: As the published simulator (see above).
+        compat: As the published simulator.
         index: A Gittins index, to order the jobs of a queue.
     """
 
@@ -160,27 +142,20 @@ class LeastAttained(Policy):
     def __init__(
         self,
         *,
-        limits: Sequence[int] = LIMITS,
         promote: float = 0,
         compat: bool = False,
         index: GittinsIndex | None = None,
     ) -> None:
-        if list(limits) != sorted(set(limits)) or min(limits, default=1) < 1:
-            raise InputError(f"queue limits are {list(limits)}; give rising positive numbers.")
         if promote < 0:
             raise InputError(f"promote is {promote}; it must not be negative.")
-        self._limits = tuple(limits)
+        self.counts = compat
         self._promote = promote
         self._compat = compat
         self._index = index
-        self._queues: list[list[JobRun]] = [[] for _ in range(len(self._limits) + 1)]
+        self._queues: list[list[JobRun]] = [[] for _ in range(len(_LIMITS) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
         self._waited_before: dict[int, int] = {}  # waited when it first ran after that
-
-    def scheme(self, given: Scheme | None) -> Scheme | None:
-        """The original only counts GPUs."""
-        return None if self._compat else given
 
     def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
         """In the original, jobs that are refused arrive as well."""
@@ -201,13 +176,10 @@ class LeastAttained(Policy):
                 self._queues[0].append(run)
         for run in by_arrival:
             self._move(run, now)
-        if self._index is not None:
-            index = self._index
+        index = self._index
+        if index is not None:
             for queue in self._queues:
-                queue.sort(
-                    key=lambda run: (index(self._service(run, now)), -run.job.submit_time),
-                    reverse=True,
-                )
+                queue.sort(key=lambda run: (-index(self._service(run, now)), run.job.submit_time))
         return [run for queue in self._queues for run in queue]
 
     def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
@@ -216,10 +188,10 @@ class LeastAttained(Policy):
         for run in runs:
             level = self._level[run.index]
             ran = self._ran(run, now)
-            if run.running and level < len(self._limits):
-                times.append(now + self._until_demotion(run, ran, self._limits[level]))
+            if run.running and level < len(_LIMITS):
+                times.append(now + self._until_demotion(run, ran, _LIMITS[level]))
             elif not run.running and self._promote and level and ran:
-                left = int(ran * self._promote - self._pending(run, now))
+                left = self._until_promotion(run, ran, now)
                 if left > 0:
                     times.append(now + left)
         return min(times, default=None)
@@ -227,7 +199,7 @@ class LeastAttained(Policy):
     def _until_demotion(self, run: JobRun, ran: int, limit: int) -> int:
         if not self.by_gpus:
             return limit - ran
-        if self._compat:
+        if self._compat:  # seconds are subtracted from GPU-seconds; Python 2 divides downwards
             return (limit - ran) // run.job.gpus
         return -(-limit // run.job.gpus) - ran
 
@@ -238,14 +210,9 @@ class LeastAttained(Policy):
         if not ran:
             self._waited_before[run.index] = run.waited(now)
         if run.running:
-            if level < len(self._limits) and self._service(run, now) >= self._limits[level]:
+            if level < len(_LIMITS) and self._service(run, now) >= _LIMITS[level]:
                 self._change(run, level + 1)
-        elif (
-            self._promote
-            and level
-            and ran
-            and (self._pending(run, now) >= int(ran * self._promote))
-        ):
+        elif self._promote and level and ran and self._until_promotion(run, ran, now) <= 0:
             self._change(run, 0)
             self._ran_before[run.index] = run.attained(now)
             self._waited_before[run.index] = run.waited(now)
@@ -260,9 +227,10 @@ class LeastAttained(Policy):
         """Ticks on GPUs since it was last put into the first queue."""
         return run.attained(now) - self._ran_before[run.index]
 
-    def _pending(self, run: JobRun, now: int) -> int:
-        """Ticks waited since it first ran after that."""
-        return run.waited(now) - self._waited_before[run.index]
+    def _until_promotion(self, run: JobRun, ran: int, now: int) -> int:
+        """Ticks that it has still to wait, since it first ran after that."""
+        pending = run.waited(now) - self._waited_before[run.index]
+        return int(ran * self._promote) - pending
 
     def _service(self, run: JobRun, now: int) -> int:
         return self._ran(run, now) * (run.job.gpus if self.by_gpus else 1)
@@ -287,10 +255,10 @@ class Gittins(LeastAttained):
         self,
         *,
         samples: Sequence[int] | None = None,
-        limits: Sequence[int] = LIMITS,
         promote: float = 0,
         compat: bool = False,
     ) -> None:
         known = sampled_gpu_times() if samples is None else samples
+        # The original sorts only where the policy has the plain name.
         index = None if compat and promote else GittinsIndex(known, rounded=compat)
-        super().__init__(limits=limits, promote=promote, compat=compat, index=index)
+        super().__init__(promote=promote, compat=compat, index=index)

@@ -1,1 +1,0 @@
-"""Job traces: readers of published formats, and generators."""
