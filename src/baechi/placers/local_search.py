@@ -11,8 +11,8 @@ critical path with the ports of the clock (`csrc/search/list_order.cc`), so that
 found first and the order afterwards (`csrc/search/local_search.cc`).
 
 Starts are placements from other placers; list schedules that place whole clusters
-(`coarsening.regrouped`); partitions of the groups that balance work and transfers regardless of
-order, also found by annealing (`csrc/search/partition_search.cc`), for several weights of
+(`csrc/coarsening/clusters.cc`); partitions of the groups that balance work and transfers regardless
+of order, also found by annealing (`csrc/search/partition_search.cc`), for several weights of
 transfers and several time windows; and, when thorough, placements grown along time, whose
 beginning is annealed before more ops are added (`csrc/search/growth.cc`). All get a little of the
 budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin,
