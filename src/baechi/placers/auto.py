@@ -27,10 +27,10 @@ import numpy as np
 from baechi.errors import InputError
 from baechi.placers.baselines import SingleDevice
 from baechi.placers.contiguous import Contiguous
-from baechi.placers.device_choice import device_kinds
+from baechi.placers.device_choice import device_kinds, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT, PEFT
-from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
+from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis
 from baechi.placers.placer import Placer, placement_of, timed
@@ -166,9 +166,8 @@ def portfolio(
     candidates: list[tuple[str, Placement | None]] = []
     coarse = coarsen(problem) if coarsely else None
     if coarse is not None and len(coarse.members) < len(problem.graph.ops):
-        coarse_problem = problem.lumped(coarse.graph, coarse.members)
         for placer in placers:
-            placement = placer.place(coarse_problem)
+            placement = placer.place(coarse.lumped)
             if placement is not None:
                 placement = _expanded(problem, coarse.expand(placement))
             candidates.append((f"{placer.name}/coarse", placement))

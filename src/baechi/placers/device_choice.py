@@ -1,17 +1,22 @@
-"""Choices of devices under a limit on their number.
+"""The devices to look at: those that missing links leave, choices of some, and those in use.
 
-With at most k devices, a placer runs once per choice of k devices with all others excluded, so no
-placer needs to handle the limit. A choice must have a device for every group. Equal devices are
-interchangeable, and of choices that differ only in them the first is used.
+`linked`: with constraints, a greedy placer may put an op where its consumers, which must be
+elsewhere, cannot get its output. Such devices are ruled out beforehand: a device stays allowed for
+a group only if for every group that it shares a tensor with some allowed device is linked to it
+(arc consistency: Mackworth, Consistency in Networks of Relations, 1977). If the ops form a tree, no
+dead end remains; otherwise fewer do. O(edges * sweeps), and O(devices**2) per set of devices met.
 
-Choices in order: greedy ones, by memory, by speed, by both, and around every kind of device in turn
-by the rate of its links; then all others, if they are few.
-Complexity: O(choices * (devices * groups + devices**2)).
+`device_choices`: with at most k devices, a placer runs once per choice of k devices with all others
+excluded, so no placer needs to handle the limit. A choice must have a device for every group. Equal
+devices are interchangeable, and of choices that differ only in them the first is used. Greedy
+choices come first, by memory, by speed, by both, and around every kind of device in turn by the
+rate of its links; then all others, if they are few. O(choices * (devices * groups + devices**2)).
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -19,11 +24,14 @@ from numpy.typing import NDArray
 
 from baechi.problem.allowed_devices import needed
 from baechi.problem.problem_arrays import Problem
+from baechi.records.placement import Placement
 
 # All choices are listed up to this number of them.
 _CHOICES: Final = 256
 # Maximum number of kinds of devices around which a choice is made.
 _SEEDS: Final = 16
+# Most devices of the placements whose devices `used_devices` returns.
+MOST_USED: Final = 16
 
 
 def device_choices(problem: Problem) -> Iterator[tuple[int, ...]]:
@@ -106,3 +114,82 @@ def _all(problem: Problem) -> Iterator[tuple[int, ...]]:
     for choice in itertools.combinations(range(n), limit):
         if problem.allowed[list(choice)].any(axis=0).all():
             yield choice
+
+
+def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
+    """The devices of the best placements and those that some group requires, ascending."""
+    used: set[int] = set()
+    for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
+        more = used | set(placement.devices)
+        if used and len(more) > MOST_USED:
+            break
+        used = more
+    return sorted(used | set(np.flatnonzero(needed(problem.allowed)).tolist())) if used else []
+
+
+def linked(problem: Problem) -> Problem | None:
+    """The problem without devices ruled out by missing links; `None` if a group has none left.
+
+    Unchanged where there are no constraints (all ops can be on one device) or no missing links.
+    """
+    if problem.constraints is None or problem.cluster.uniform_link is not None:
+        return problem
+    reach = _reach(problem)
+    if reach.all():
+        return problem
+    allowed = _consistent(problem, reach)
+    if allowed is None or (allowed == problem.allowed).all():
+        return None if allowed is None else problem
+    return Problem(problem.graph, problem.cluster, problem.constraints, allowed)
+
+
+def _reach(problem: Problem) -> NDArray[np.bool_]:
+    """True where the outputs of a device (row) can get to another (column)."""
+    n = len(problem.cluster.devices)
+    _, rate = problem.links
+    direct = np.broadcast_to(rate, n * n).reshape(n, n) > 0
+    direct |= np.eye(n, dtype=np.bool_)
+    pool = np.array(problem.device_pool)
+    handed = direct & (pool[:, None] == pool)
+    return np.asarray((direct.astype(np.float32) @ handed.astype(np.float32)) > 0)
+
+
+def _consistent(problem: Problem, reach: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+    """The allowed devices that remain when no more can be ruled out."""
+    op_group = problem.graph.arrays.op_group
+    producers, consumers = problem.graph.arrays.edges()
+    pairs = np.unique(np.stack([op_group[producers], op_group[consumers]]), axis=1)
+    edges = [(src, dst) for src, dst in pairs.T.tolist() if src != dst]
+    # Sets of devices as the bits of an int.
+    left = [_bits(column) for column in problem.allowed.T]
+    forth, back = _images(reach), _images(reach.T)
+    before: list[int] = []
+    while before != left:
+        before = list(left)
+        for src, dst in edges:
+            left[dst] &= forth(left[src])
+        for src, dst in reversed(edges):
+            left[src] &= back(left[dst])
+    if 0 in left:
+        return None
+    n = len(reach)
+    return np.array([[bool(bits >> device & 1) for bits in left] for device in range(n)], np.bool_)
+
+
+def _bits(flags: NDArray[np.bool_]) -> int:
+    return sum(1 << device for device in np.flatnonzero(flags).tolist())
+
+
+def _images(reach: NDArray[np.bool_]) -> Callable[[int], int]:
+    """A function from a set of devices to all devices that they reach."""
+    rows = [_bits(row) for row in reach]
+
+    @cache
+    def image(devices: int) -> int:
+        union = 0
+        for device, row in enumerate(rows):
+            if devices >> device & 1:
+                union |= row
+        return union
+
+    return image

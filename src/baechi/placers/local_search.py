@@ -36,17 +36,15 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.placers.assignments import distinct_loads
+from baechi.placers.device_choice import MOST_USED, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.placer import Placer, placement_of, timed
-from baechi.problem.allowed_devices import needed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
-# With more devices than this, only those that some start uses are searched.
-_DEVICES: Final = 16
 # Evaluations of a whole step below which a search does not pay.
 _WORTH: Final = 20
 # Minimum number of moves of a partition, some milliseconds.
@@ -263,7 +261,7 @@ class _Space:
         """The space of all devices if they are few, or else of those that the placements use."""
         n = len(problem.device_pool)
         devices = np.flatnonzero(problem.allowed.any(axis=1))
-        if len(devices) > _DEVICES:
+        if len(devices) > MOST_USED:
             devices = np.array(used_devices(problem, placements) or devices)
         searched = np.array(devices, np.int32)
         core = problem.core if len(searched) == n else _core.restricted(problem.core, searched)
@@ -381,14 +379,3 @@ class _Space:
         if stuck >= 0 or not fits_memory(self.problem, timeline):
             return None
         return placement_of(self.problem, timeline, LocalSearch.name, stats)
-
-
-def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
-    """The devices of the best placements and those that some group requires, ascending."""
-    used: set[int] = set()
-    for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
-        more = used | set(placement.devices)
-        if used and len(more) > _DEVICES:
-            break
-        used = more
-    return sorted(used | set(np.flatnonzero(needed(problem.allowed)).tolist())) if used else []

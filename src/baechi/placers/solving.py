@@ -15,12 +15,11 @@ from baechi.errors import InfeasibleError, InputError
 from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
 from baechi.placers.baselines import SingleDevice
-from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.device_choice import device_choices, device_kinds, linked
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.placer import Placer
 from baechi.placers.placer_names import placer_of
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.reachable_devices import linked
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints

@@ -14,7 +14,6 @@ from baechi.errors import InputError
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
-from baechi.validation import FrozenDict
 
 # Maximum number of names listed in an error.
 _LISTED = 8
@@ -169,22 +168,7 @@ def why_not(
                 f"op {name!r} is on {target!r}, but the constraints pin {whose} to "
                 f"{constraints.pins[subject]!r}."
             )
-    raise AssertionError("the op may use the device")
-
-
-def restricted_to(
-    constraints: Constraints, cluster: Cluster, devices: Sequence[int]
-) -> Constraints:
-    """The constraints for a choice of devices: others are excluded, and the limit is dropped."""
-    chosen = set(devices)
-    others = (row.name for index, row in enumerate(cluster.devices) if index not in chosen)
-    return Constraints(
-        constraints.pins,
-        constraints.forbidden,
-        (*constraints.excluded, *others),
-        None,
-        constraints.margins,
-    )
+    return f"op {name!r} is on {target!r}, which the constraints forbid to op {name!r}."
 
 
 def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
@@ -201,28 +185,6 @@ def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
         constraints.max_devices,
         {name: nbytes for name, nbytes in constraints.margins.items() if name in names},
     )
-
-
-def of_groups(
-    constraints: Constraints,
-    cluster: Cluster,
-    names: Sequence[str],
-    allowed: NDArray[np.bool_],
-) -> Constraints:
-    """The same restrictions for another graph with these groups.
-
-    Args:
-        constraints: Of the first graph; the limit and the margins stay.
-        cluster: The cluster.
-        names: An op of each group of the other graph.
-        allowed: A row per device, a column per group, as in `allowed_devices`.
-    """
-    devices = [device.name for device in cluster.devices]
-    forbidden = {
-        names[group]: tuple(devices[d] for d in np.flatnonzero(~allowed[:, group]))
-        for group in np.flatnonzero(~allowed.all(axis=0)).tolist()
-    }
-    return Constraints(FrozenDict(), forbidden, (), constraints.max_devices, constraints.margins)
 
 
 def _list(names: Collection[str]) -> str:

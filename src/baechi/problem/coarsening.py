@@ -127,6 +127,14 @@ class Coarse:
         times = {kind: tuple(self._sums(row)) for kind, row in fine.arrays.kind_times.items()}
         return OpGraph(tuple(ops), tuple(coarse_tensors), times)
 
+    @cached_property
+    def lumped(self) -> Problem:
+        """The coarse graph on the same cluster; a group may go where those in it may."""
+        fine = self.problem
+        first = self._sorted[self._begin[np.unique(self.group_of)]]
+        allowed = fine.allowed[:, fine.graph.arrays.op_group[first]]
+        return Problem(self.graph, fine.cluster, fine.constraints, allowed)
+
     def _group_names(self) -> list[str | None]:
         """The first fine group's name in every part's group; `None` where a part is alone."""
         groups = self.group_of.tolist()

@@ -5,7 +5,7 @@ can reach 2**62.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from functools import cached_property
 from typing import Final, final
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.allowed_devices import allowed_devices, known_to, of_groups, restricted_to
+from baechi.problem.allowed_devices import allowed_devices
 from baechi.records.cluster import PORTS, Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
@@ -33,6 +33,7 @@ class Problem:
         graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
         cluster: The devices and links.
         constraints: Constraints besides memory; `None` is none.
+        narrowed: With constraints, the value of `allowed` in place of the devices that they name.
 
     Raises:
         InputError: An argument has the wrong type, times or bytes add up to 2**62 or more, or the
@@ -42,8 +43,9 @@ class Problem:
     graph: OpGraph
     cluster: Cluster
     constraints: Constraints | None = None
+    narrowed: InitVar[NDArray[np.bool_] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, narrowed: NDArray[np.bool_] | None) -> None:
         for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
             if not isinstance(value, kind):
                 raise InputError(
@@ -57,7 +59,9 @@ class Problem:
                     f"constraints is a {type(self.constraints).__name__}; give a "
                     "baechi.Constraints or None."
                 )
-            self.__dict__["allowed"] = allowed_devices(self.graph, self.cluster, self.constraints)
+            if narrowed is None:
+                narrowed = allowed_devices(self.graph, self.cluster, self.constraints)
+            self.__dict__["allowed"] = narrowed
         self._check_times()
         self._check_bytes()
 
@@ -115,13 +119,11 @@ class Problem:
         return color.reshape(-1).astype(np.int32)
 
     def within(self, devices: Sequence[int]) -> "Problem":
-        """The problem with all other devices excluded and no limit on their number.
-
-        Raises:
-            InputError: A group may use none of them.
-        """
-        constraints = self.constraints or Constraints()
-        return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
+        """The problem with all other devices excluded and no limit on their number."""
+        constraints = replace(self.constraints or Constraints(), max_devices=None)
+        allowed = self.allowed.copy()
+        allowed[np.setdiff1d(np.arange(len(allowed)), devices)] = False
+        return Problem(self.graph, self.cluster, constraints, allowed)
 
     def on(self, devices: Sequence[int]) -> "Problem":
         """The problem of a cluster of only these devices, renumbered in their order.
@@ -141,24 +143,8 @@ class Problem:
             self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
             for device in devices
         }
-        constraints = replace(known_to(self.constraints, cluster), margins=margins)
-        return Problem(self.graph, cluster, constraints)
-
-    def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
-        """The problem of a coarser graph, each of whose ops represents ops of one color.
-
-        Args:
-            graph: The coarser graph.
-            members: The ops of this problem's graph for each op of the coarser graph.
-        """
-        if self.constraints is None:
-            return Problem(graph, self.cluster)
-        _, first = np.unique(graph.arrays.op_group, return_index=True)
-        fine = self.graph.arrays.op_group[np.array([members[op][0] for op in first], np.int64)]
-        names = [graph.ops[op].name for op in first]
-        allowed = self.allowed[:, fine]
-        constraints = of_groups(self.constraints, self.cluster, names, allowed)
-        return Problem(graph, self.cluster, constraints)
+        constraints = replace(self.constraints, margins=margins)
+        return Problem(self.graph, cluster, constraints, self.allowed[list(devices)])
 
     @cached_property
     def device_class(self) -> NDArray[np.int32]:
