@@ -21,8 +21,7 @@ import pytest
 import baechi
 from baechi.placers.etf import METF, schedule_list
 from baechi.placers.linear_programs import Highs
-from baechi.placers.sct import MSCT, rho
-from baechi.placers.sct_favorites import favorite_children, relax, rounded
+from baechi.placers.sct import MSCT, favorite_children, relax, rho, rounded
 from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 

@@ -25,7 +25,7 @@ from typing import ClassVar, Final, final
 import numpy as np
 
 from baechi.errors import InputError
-from baechi.placers.baselines import SingleDevice
+from baechi.placers.baselines import MTopo, SingleDevice
 from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_kinds, used_devices
 from baechi.placers.etf import METF
@@ -33,12 +33,10 @@ from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis
-from baechi.placers.placer import Placer, placement_of, timed
+from baechi.placers.placer import Placer, placed_in, timed
 from baechi.placers.sct import MSCT
-from baechi.placers.topo import MTopo
 from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import fits_memory, replay
 from baechi.records.placement import Placement
 from baechi.validation import FrozenDict, check_is, check_row
 
@@ -169,7 +167,10 @@ def portfolio(
         for placer in placers:
             placement = placer.place(coarse.lumped)
             if placement is not None:
-                placement = _expanded(problem, coarse.expand(placement))
+                fine = coarse.expand(placement)
+                stats = {key: fine.stats[key] for key in fine.stats if key != "makespan_ns"}
+                devices = np.array(fine.devices, np.int32)
+                placement = placed_in(problem, devices, fine.order, placement.placer, stats)
             candidates.append((f"{placer.name}/coarse", placement))
     fits = any(placement is not None for _, placement in candidates)
     if not fits or effort == "thorough" or (effort == "balanced" and not _is_large(problem)):
@@ -203,12 +204,3 @@ def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
         if kinds[index] == index:
             name = problem.cluster.devices[index].name
             yield f"single/{name}", SingleDevice(index).place(problem)
-
-
-def _expanded(problem: Problem, placement: Placement) -> Placement | None:
-    """The placement with its makespan on the graph itself, if it fits there."""
-    timeline = replay(problem, placement.devices, placement.order)
-    if not fits_memory(problem, timeline):
-        return None
-    stats = {key: value for key, value in placement.stats.items() if key != "makespan_ns"}
-    return placement_of(problem, timeline, placement.placer, stats)

@@ -30,13 +30,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.assignments import (
+from baechi.placers.placer import (
+    HEADROOMS,
+    Placer,
     depth_first,
     device_range,
     live_loads,
     shortest_assignment,
 )
-from baechi.placers.placer import HEADROOMS, Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 

@@ -32,7 +32,6 @@ Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gap
 takes O(tensors * kinds of devices).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -40,9 +39,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.assignments import distinct_loads, is_allowed, shortest
 from baechi.placers.etf import past_dead_ends
-from baechi.placers.placer import Placer, placement_of
+from baechi.placers.placer import Placer, distinct_loads, is_allowed, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
@@ -87,24 +85,13 @@ def by_rank(
         placer: Name of the placer.
         retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
-    return shortest(_schedules(problem, ranks, future, placer, retries))
-
-
-def _schedules(
-    problem: Problem,
-    ranks: NDArray[np.int64],
-    future: NDArray[np.int64],
-    placer: str,
-    retries: int,
-) -> Iterator[Placement]:
+    found = []
     appended, pins = past_dead_ends(
         problem, lambda timeline: timeline.ranked_schedule(ranks, future), retries
     )
     if appended is not None:
-        stats: dict[str, int | float | str] = {"schedule": "appended"}
-        if pins:
-            stats["pinned groups"] = pins
-        yield placement_of(problem, appended, placer, stats)
+        stats = {"schedule": "appended", **({"pinned groups": pins} if pins else {})}
+        found.append(placement_of(problem, appended, placer, stats))
     for loads in distinct_loads(problem):
         timeline = problem.timeline()
         inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
@@ -112,7 +99,8 @@ def _schedules(
             continue
         placement = placement_of(problem, timeline, placer, {"schedule": "inserted"})
         if is_allowed(problem, np.array(placement.devices, np.int32)):
-            yield placement
+            found.append(placement)
+    return shortest(found)
 
 
 @final

@@ -30,6 +30,9 @@ _PRIMAL_SIMPLEX: Final = 4
 _CVXOPT_REFINEMENT: Final = 2
 _CVXOPT_ITERATIONS: Final = 200
 
+# A feasible point near the optimum: values per column.
+Start = NDArray[np.float64] | None
+
 
 @final
 @dataclass(frozen=True, eq=False)
@@ -62,18 +65,6 @@ class LinearProgram:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Point:
-    """A feasible point near the optimum, as a start for a solver.
-
-    Attributes:
-        values: Per column.
-    """
-
-    values: NDArray[np.float64]
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class LinearSolution:
     """Result of a solver.
 
@@ -93,7 +84,7 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
         """The optimum, or the reason for stopping before it.
 
         Args:
@@ -121,7 +112,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
         """The optimum, or the reason for stopping before it."""
         make: Any = _SilentHighs  # some releases have types, others do not
         solver = make()
@@ -182,10 +173,10 @@ def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
     return lp
 
 
-def _highs_solution(program: LinearProgram, start: Point) -> "highspy.HighsSolution":
-    terms = program.value * start.values[program.column]
+def _highs_solution(program: LinearProgram, start: NDArray[np.float64]) -> "highspy.HighsSolution":
+    terms = program.value * start[program.column]
     solution = highspy.HighsSolution()
-    solution.col_value = start.values.tolist()
+    solution.col_value = start.tolist()
     solution.row_value = np.bincount(program.row, terms, minlength=len(program.limit)).tolist()
     solution.value_valid = True
     return solution
@@ -198,7 +189,7 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
         try:
             from cvxopt import matrix, solvers, spmatrix
@@ -235,7 +226,7 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
         mosek = _mosek()
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:

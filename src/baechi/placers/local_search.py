@@ -35,14 +35,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.assignments import distinct_loads
 from baechi.placers.device_choice import MOST_USED, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
-from baechi.placers.placer import Placer, placement_of, timed
+from baechi.placers.placer import Placer, distinct_loads, placed_in, timed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
 # Evaluations of a whole step below which a search does not pay.
@@ -197,7 +195,8 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
                 left -= cost / sum(evaluations * n * part for n, part in budget.stages[1:])
     if states[0].overflow_bytes:
         return None
-    return space.placement(states[0], {"evaluations": spent})
+    devices = space.devices[states[0].devices]
+    return placed_in(problem, devices, states[0].order, LocalSearch.name, {"evaluations": spent})
 
 
 def _grown(
@@ -371,11 +370,3 @@ class _Space:
             return state.overflow_bytes > 0, state.makespan_ns * price
 
         return sorted(states, key=rank)
-
-    def placement(self, state: _State, stats: dict[str, int | float | str]) -> Placement | None:
-        """The state as a placement of the problem, confirmed by the exact clock."""
-        timeline = self.problem.timeline()
-        stuck = timeline.fold(self.devices[state.devices], state.order)
-        if stuck >= 0 or not fits_memory(self.problem, timeline):
-            return None
-        return placement_of(self.problem, timeline, LocalSearch.name, stats)

@@ -30,21 +30,19 @@ from typing import ClassVar, Final, final
 import numpy as np
 
 from baechi import _core
-from baechi.placers.assignments import (
+from baechi.placers.baselines import MTopo, SingleDevice
+from baechi.placers.etf import METF
+from baechi.placers.placer import (
+    Placer,
     depth_first,
     group_loads,
     in_both_orders,
-    in_order,
     op_devices,
+    placed_in,
     shortest,
     shuffled,
 )
-from baechi.placers.baselines import SingleDevice
-from baechi.placers.etf import METF
-from baechi.placers.placer import Placer, placement_of
-from baechi.placers.topo import MTopo
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
 # Fill levels of the devices are tried in steps of 1 / _STEPS of their memory.
@@ -250,16 +248,14 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
         for seed in range(_RANDOM):
             tries.setdefault(shuffled(problem, seed), budget // _RANDOM)
     for order, most in tries.items():
-        launches = np.array(order, np.int32)
-        assignment, _ = _core.backtrack(problem.core, launches, most, _SEED)
-        if not len(assignment):
-            continue
-        timeline = problem.timeline()
-        devices = op_devices(problem, assignment.tolist())
-        if in_order(timeline, devices, order) and fits_memory(problem, timeline):
-            yield placement_of(problem, timeline, placer)
-        yield from in_both_orders(problem, assignment.tolist(), placer)
-        return
+        found, _ = _core.backtrack(problem.core, np.array(order, np.int32), most, _SEED)
+        if len(found):
+            assignment = found.tolist()
+            placement = placed_in(problem, op_devices(problem, assignment), order, placer)
+            if placement is not None:
+                yield placement
+            yield from in_both_orders(problem, assignment, placer)
+            return
 
 
 def is_unpackable(problem: Problem) -> bool:

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.assignments import (
+from baechi.placers.placer import (
+    Placer,
     device_range,
     live_loads,
     shortest_assignment,
 )
-from baechi.placers.placer import Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 

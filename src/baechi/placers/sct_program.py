@@ -22,17 +22,17 @@ satisfies all edge and end rows.
 Complexity: edges + ops rows and columns.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.linear_programs import LinearProgram, Point
+from baechi.placers.linear_programs import LinearProgram
 from baechi.problem.problem_arrays import Problem
+from baechi.records.cluster import Link
 
 
 @final
@@ -115,29 +115,30 @@ class FavoriteProgram:
         return self.src.astype(np.int32), self.dst.astype(np.int32)
 
 
-def favorite_program(problem: Problem) -> FavoriteProgram:
-    """The program of a problem; tensors between the same two ops are sent one after another."""
-    n, tensors = len(problem.graph.ops), problem.graph.tensors
+def links_between(problem: Problem) -> list[Link]:
+    """The links between two memories."""
     pools = problem.device_pool
-    links = [
+    return [
         link
         for src, row in enumerate(problem.cluster.links)
         for dst, link in enumerate(row)
         if link is not None and pools[src] != pools[dst]
     ]
+
+
+def favorite_program(problem: Problem) -> FavoriteProgram:
+    """The program of a problem; tensors between the same two ops are sent one after another."""
+    arrays, n = problem.graph.arrays, len(problem.graph.ops)
+    links = links_between(problem)
     empty_ns = sum(link.latency_ns + link.overhead_ns for link in links) / max(1, len(links))
     ns_per_byte = sum(1e9 / link.bytes_per_s for link in links) / max(1, len(links))
-    fan_out = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
-    producers = np.array([tensor.producer for tensor in tensors], np.int64)
-    sent_ns = empty_ns + ns_per_byte * np.array([t.nbytes for t in tensors], np.float64)
-    consumers = chain.from_iterable(tensor.consumers for tensor in tensors)
-    dst = np.fromiter(consumers, np.int64, int(fan_out.sum()))
-    pairs, pair_of = np.unique(np.repeat(producers, fan_out) * n + dst, return_inverse=True)
-    total = np.bincount(pair_of, np.repeat(sent_ns, fan_out), minlength=len(pairs))
-    cost = total.astype(np.float64)
+    sent_ns = empty_ns + ns_per_byte * arrays.nbytes.astype(np.float64)
+    producers, consumers = arrays.edges()
+    pairs, pair_of = np.unique(producers.astype(np.int64) * n + consumers, return_inverse=True)
+    each_ns = np.repeat(sent_ns, np.diff(arrays.consumer_begin))
+    cost = np.bincount(pair_of, each_ns, minlength=len(pairs)).astype(np.float64)
     src, dst = pairs // max(1, n), pairs % max(1, n)
-    groups = np.array(problem.op_group, np.int64)
-    cost[groups[src] == groups[dst]] = 0.0
+    cost[arrays.op_group[src] == arrays.op_group[dst]] = 0.0
     times = problem.durations[problem.device_class].mean(axis=0)
     return FavoriteProgram(times, src, dst, cost)
 
@@ -187,43 +188,15 @@ def solver_rows(program: FavoriteProgram) -> SolverRows:
     )
 
 
-def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
-    """The point of the program's `rows` at these shares; every op starts as early as possible."""
+def near_point(
+    program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The columns of `rows` at these shares, where every op starts as early as possible."""
     heads, _, total = program.spans(shares)
     without, _, _ = program.spans(np.ones(len(shares)))
     starts = np.maximum(0.0, heads - without) / rows.unit_ns
     w = (total - rows.offset_ns) / rows.unit_ns
-    return Point(np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]]))
-
-
-def capped(program: LinearProgram, point: Point) -> LinearProgram:
-    """The program with w bounded by its value at this point.
-
-    The optimum does not change. When a solver pushes the point to a vertex, it may not raise w.
-    """
-    upper = program.upper.copy()
-    upper[-1] = point.values[-1]
-    return replace(program, upper=upper)
-
-
-def greedy_matching(
-    program: FavoriteProgram, order: NDArray[np.int64], may: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """A greedy matching: the allowed edges, in order, that share no end with an earlier one.
-
-    The two ends are separate: an op may be the parent of one edge and the child of another.
-    """
-    order = order[may[order]]
-    parents, children = set[int](), set[int]()
-    taken = np.zeros(len(may), np.bool_)
-    for edge, parent, child in zip(
-        order.tolist(), program.src[order].tolist(), program.dst[order].tolist(), strict=True
-    ):
-        if parent not in parents and child not in children:
-            parents.add(parent)
-            children.add(child)
-            taken[edge] = True
-    return taken
+    return np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]])
 
 
 # Rows, columns and values of the nonzeros of some constraints, and the constraints' upper bounds.

@@ -12,13 +12,17 @@ from typing import Final, NoReturn
 import numpy as np
 
 from baechi.errors import InfeasibleError, InputError
-from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
-from baechi.placers.baselines import SingleDevice
+from baechi.placers.baselines import MTopo, RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.contiguous import Contiguous
 from baechi.placers.device_choice import device_choices, device_kinds, linked
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT, PEFT
+from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
-from baechi.placers.placer import Placer
-from baechi.placers.placer_names import placer_of
+from baechi.placers.metis import Metis
+from baechi.placers.placer import Placer, shortest
+from baechi.placers.sct import MSCT
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster
@@ -379,3 +383,37 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
         missing,
         name,
     )
+
+
+PLACERS: Final[dict[str, Placer]] = {
+    placer.name: placer
+    for placer in (
+        Auto(),
+        MTopo(),
+        METF(),
+        MSCT(),
+        HEFT(),
+        PEFT(),
+        Contiguous(),
+        Metis(),
+        LocalSearch(),
+        SingleDevice(),
+        RoundRobin(),
+        RandomPlacer(),
+    )
+}
+
+
+def placer_of(placer: str | Placer) -> Placer:
+    """The placer of that name, in any case.
+
+    Raises:
+        InputError: There is none.
+    """
+    if isinstance(placer, Placer):
+        return placer
+    known = PLACERS.get(placer.lower()) if isinstance(placer, str) else None
+    if known is None:
+        names = ", ".join(repr(name) for name in PLACERS)
+        raise InputError(f"placer {placer!r} is unknown; it must be one of {names}, or a Placer.")
+    return known
