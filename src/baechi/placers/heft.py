@@ -85,13 +85,14 @@ def by_rank(
         placer: Name of the placer.
         retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
-    found = []
-    appended, pins = past_dead_ends(
-        problem, lambda timeline: timeline.ranked_schedule(ranks, future), retries
+    appended = past_dead_ends(
+        problem,
+        lambda timeline: timeline.ranked_schedule(ranks, future),
+        retries,
+        placer,
+        {"schedule": "appended"},
     )
-    if appended is not None:
-        stats = {"schedule": "appended", **({"pinned groups": pins} if pins else {})}
-        found.append(placement_of(problem, appended, placer, stats))
+    found = [] if appended is None else [appended]
     for loads in distinct_loads(problem):
         timeline = problem.timeline()
         inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))

@@ -43,9 +43,9 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import schedule_list
+from baechi.placers.etf import past_dead_ends
 from baechi.placers.linear_programs import SOLVERS, LinearSolver
-from baechi.placers.placer import Placer, placement_of
+from baechi.placers.placer import Placer
 from baechi.placers.sct_program import (
     FavoriteProgram,
     favorite_program,
@@ -107,12 +107,13 @@ class MSCT(Placer):
             "lp_bound_ns": round(favorites.bound_ns),
             "rho": ratio if math.isfinite(ratio) else "infinite",
         }
-        timeline, pins = schedule_list(problem, favorites.children, self.retries)
-        if timeline is None:
-            return None
-        if pins:
-            stats["pinned groups"] = pins
-        return placement_of(problem, timeline, self.name, stats)
+        return past_dead_ends(
+            problem,
+            lambda timeline: timeline.list_schedule(favorites.children),
+            self.retries,
+            self.name,
+            stats,
+        )
 
 
 def check_solver(solver: str | LinearSolver) -> None:
