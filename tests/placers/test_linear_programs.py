@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from strategies import layered
 
 from baechi import InputError
+from baechi.placers import linear_programs
 from baechi.placers.linear_programs import (
     Cvxopt,
     Highs,
     LinearProgram,
     Mosek,
-    write_mosek_task,
 )
 from baechi.placers.sct import relax
 from baechi.placers.sct_program import near_point, solver_rows
@@ -78,12 +78,13 @@ def test_cvxopt_knows_the_optimum_of_large_programs(n, cost):
 
 
 def test_moseks_task_has_the_optimum_of_highs(tmp_path):
-    pytest.importorskip("mosek")
+    mosek = pytest.importorskip("mosek")
     for seed, width in ((1, 4), (2, 10)):
         program = layered(300, width, seed)
         rows = solver_rows(program)
         path = tmp_path / f"{seed}.mps"
-        write_mosek_task(rows.program, path)
+        with mosek.Env() as env, linear_programs._mosek_task(mosek, env, rows.program) as task:
+            task.writedata(str(path))
         reader = highspy.Highs()
         reader.setOptionValue("output_flag", False)
         reader.readModel(str(path))

@@ -2,15 +2,10 @@
 
 Candidates in order, which breaks ties: every single device, the placers, and the results of local
 search from them (`placers/local_search.py`). So the result is never worse than the best single
-device that fits, nor than any of the placers, nor than with less effort. Efforts, with their cost
-on two cores:
-
-- `"fast"`, for schedulers that call often: m-ETF and HEFT on the graph itself, the contiguous
-  split up to 4,000 ops, and a short search; about 0.1 s for 2,000 ops on 8 devices. Where that
-  finds nothing, the search is as long as a balanced one.
-- `"balanced"`: all placers, also on the coarse graph (`problem/coarsening.py`), and a search from
-  eight starts; under 2 s.
-- `"thorough"`: the same, and a search from 32 starts; under a minute.
+device that fits, nor than any of the placers, nor than with less effort. `docs/solver.md` has the
+efforts with their cost: `"fast"` runs m-ETF, HEFT and a quick contiguous split, and a short search
+(a balanced one where that finds nothing); `"balanced"` all placers, also on the coarse graph;
+`"thorough"` the same with a longer search.
 
 With more than `_MANY_DEVICES` devices, m-ETF and HEFT run first; the other placers and the search
 use only the devices that the best of them use. Above `_BALANCED_OPS` ops placers get only the
@@ -152,14 +147,10 @@ def portfolio(
     *,
     coarsely: bool = True,
 ) -> list[tuple[str, Placement | None]]:
-    """Labels and placements of the placers on the grains that the effort requires.
+    """Labels and placements of the placers on the graph and, if `coarsely`, on the coarse graph.
 
-    Args:
-        problem: What to place.
-        placers: The placers.
-        effort: See the module.
-        coarsely: Whether they get the coarse graph. If so, and the graph is large or the effort
-            fast, they get the graph itself only where nothing else fits.
+    If the graph is large or the effort fast, they get the graph itself only where nothing else
+    fits.
     """
     candidates: list[tuple[str, Placement | None]] = []
     coarse = coarsen(problem) if coarsely else None

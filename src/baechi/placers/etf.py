@@ -60,13 +60,8 @@ def past_dead_ends(
 ) -> Placement | None:
     """The first schedule that is complete, after retries as in the module.
 
-    Args:
-        problem: Graph and cluster.
-        schedule: Commits all ops to a timeline, in which groups may be reserved and memory held
-            back; false at a dead end.
-        retries: Maximum number of groups to pin.
-        placer: Name of the placer.
-        stats: Those of the placement, beside the number of pinned groups.
+    `schedule` commits all ops to a timeline, in which groups may be reserved and memory held back;
+    it returns false at a dead end. At most `retries` groups are pinned.
     """
     for headroom in HEADROOMS:
         timeline = problem.timeline(headroom)

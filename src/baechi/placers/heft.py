@@ -77,13 +77,8 @@ def by_rank(
 ) -> Placement | None:
     """The shorter of the two schedules by rank; `None` if neither fits.
 
-    Args:
-        problem: Graph and cluster.
-        ranks: Rank of every op; of the ready ops the highest is next.
-        future: Time added to the end of an op on a device, in the layout of the core's
-            `ranked_schedule`.
-        placer: Name of the placer.
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
+    Of the ready ops that of the highest rank is next. `future` is added to the end of an op on a
+    device, and has the layout of the core's `ranked_schedule`.
     """
     appended = past_dead_ends(
         problem,

@@ -8,13 +8,12 @@ fixed seeds, and stop by iterations, never by time, so that equal programs give 
 An optimum need not be unique: HiGHS's simplex and MOSEK return a vertex of the optimal face,
 CVXOPT a point inside it.
 
-The numbers of a program should be near 1: tolerances are partly absolute, and CVXOPT's interior
-point returns `unknown` if numbers differ too much in size.
+The numbers of a program should be near 1: tolerances are partly absolute, and CVXOPT returns
+`unknown` if numbers differ too much in size.
 """
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
 import highspy
@@ -241,21 +240,6 @@ class Mosek(LinearSolver):
             if status != mosek.solsta.optimal:
                 return LinearSolution(str(status), None)
             return LinearSolution("optimal", np.array(task.getxx(mosek.soltype.bas), np.float64))
-
-
-def write_mosek_task(program: LinearProgram, path: Path) -> None:
-    """Write the task that `Mosek` would solve; needs the package, but no licence.
-
-    Args:
-        program: The program.
-        path: The file, with the suffix of a format that MOSEK writes, such as `.mps`.
-
-    Raises:
-        InputError: MOSEK is not installed.
-    """
-    mosek = _mosek()
-    with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
-        task.writedata(str(path))
 
 
 def _mosek() -> Any:

@@ -9,17 +9,11 @@ clock, in index order and in list order. The searches, in order of cost (`arrang
    devices at which everything fits, and with higher ones;
 3. backtracking over devices with the exact clock (`backtracked`), exhaustive on small problems.
 
-Backtracking: for a given order of the ops, `csrc/schedulers/backtracking.cc` assigns devices to one
-group after another and backtracks when the ops committed so far exceed a memory by the exact clock,
-whatever follows. Small problems are searched exhaustively; large ones by many short searches with
-budgets counted in ops, each with another rule for the devices. The orders are the ops' own and a
-depth-first one, which consumes tensors soon and so holds less at a time (`depth_first`). It is
-hard to predict which order fits where memory is tight, so small problems also try random ones;
-together they cost as much as one of these. Without an order the same search packs persistent bytes
-alone: if that is impossible, nothing fits in any order (`is_unpackable`).
-
-So it succeeds wherever first fit, bin packing or, on small problems, full backtracking does.
-Complexity: some tens of simulations, and the budget of the backtracking.
+`docs/solver.md` describes the backtracking (`csrc/schedulers/backtracking.cc`), its orders and its
+budgets. Without an order the same search packs persistent bytes alone: if that is impossible,
+nothing fits in any order (`is_unpackable`). So it succeeds wherever first fit, bin packing or, on
+small problems, full backtracking does. Complexity: some tens of simulations, and the budget of the
+backtracking.
 """
 
 from collections import Counter
@@ -80,9 +74,7 @@ class Packing(Placer):
 def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placement]:
     """Valid placements from the module's searches, in their order; empty if all fail.
 
-    Args:
-        problem: Graph and cluster.
-        patience: The budget of each backtracking.
+    `patience` is the budget of each backtracking.
     """
     if is_hopeless(problem):
         return

@@ -114,13 +114,9 @@ def shortest(placements: Iterable[Placement]) -> Placement | None:
 
 def group_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The bytes of every group, with ever larger shares of its outputs and its workspace."""
-    return tuple(
-        tuple(
-            persistent + (total - persistent) * numerator // denominator
-            for persistent, total in zip(problem.group_persistent, problem.group_bytes, strict=True)
-        )
-        for numerator, denominator in _SHARES
-    )
+    persistent = np.array(problem.group_persistent, np.int64)
+    more = np.array(problem.group_bytes, np.int64) - persistent
+    return tuple(tuple((persistent + more * a // b).tolist()) for a, b in _SHARES)
 
 
 def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
@@ -136,11 +132,8 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
 
     These are persistent bytes, the group's tensors from their producer to their last consumer (to
     the end if they stay), and the workspace of the running op, but not copies on other devices. The
-    moments are those with the largest sum in `_MOMENTS` stretches of the order; a single moment
-    without bytes is returned where any device holds the whole graph.
-
-    Returns:
-        A row per moment, a column per group.
+    moments are those with the largest sum in `_MOMENTS` stretches of the order: a row per moment, a
+    column per group. A single moment without bytes where any device holds the whole graph.
     """
     n, groups = len(order), len(problem.group_ops)
     if sum(problem.group_bytes) <= min(problem.pool_memory):
@@ -246,12 +239,8 @@ def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
     """The fewest first devices that hold `need` bytes, and the most devices to try.
 
-    Splits over very many devices are expensive to find, and their parts are too small to help.
-
-    Args:
-        problem: Graph and cluster.
-        memory: Bytes of the devices, in their order.
-        need: Required bytes.
+    `memory` has the bytes of the devices in their order. Splits over very many devices are
+    expensive to find, and their parts are too small to help.
     """
     most = min(_most_devices(problem), len(memory))
     fewest = min(most, 1 + bisect_left(list(accumulate(memory[:most])), need))
@@ -266,16 +255,10 @@ def shortest_assignment(
 ) -> Placement | None:
     """The placement with the shortest step of some assignments, by the exact clock.
 
-    Each is tried in its order, and the best ones, fitting or not, also by earliest start and by
-    upward rank.
-
-    Args:
-        problem: Graph and cluster.
-        candidates: Device of every group, and a topological order of the ops; those that use a
-            forbidden device are skipped.
-        placer: Name of the placer.
-        reordered: Maximum number to reschedule, which costs more than following an order;
-            `None` is the `_REORDERED` best, and all as long as nothing fits.
+    The candidates are devices of all groups, each with a topological order of the ops; those that
+    use a forbidden device are skipped. Each is tried in its order, and the best ones, fitting or
+    not, also by earliest start and by upward rank, which costs more: at most `reordered` of them;
+    `None` is the `_REORDERED` best, and all as long as nothing fits.
     """
     rated: list[tuple[int, NDArray[np.int32]]] = []
     best: _core.Timeline | None = None

@@ -213,10 +213,7 @@ def relax(
 ) -> Relaxed | str:
     """The optimum of a program that has a free edge, or the reason why the solver stopped.
 
-    Args:
-        program: The program.
-        solver: The solver.
-        near: Feasible shares near the optimum, as a start for HiGHS.
+    `near` are feasible shares near the optimum, as a start for HiGHS.
     """
     rows = solver_rows(program)
     start, whole = None, rows.program

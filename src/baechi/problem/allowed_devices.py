@@ -4,7 +4,7 @@ Names become indices, and contradictions are refused. The result is a table of g
 placers read only that, and the limit on the number of devices.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from difflib import get_close_matches
 
 import numpy as np
@@ -35,7 +35,7 @@ def allowed_devices(
 
     def device(name: str, what: str) -> int:
         if name not in device_of:
-            raise InputError(f"{what} names device {name!r}; the cluster has {_list(device_of)}.")
+            raise InputError(f"{what} names device {name!r}; the cluster has {listed(device_of)}.")
         return device_of[name]
 
     def group(name: str, what: str) -> int:
@@ -71,10 +71,26 @@ def allowed_devices(
             )
         allowed[:, column] = False
         allowed[at, column] = True
-    _check_places(graph, allowed)
-    if constraints.max_devices is not None:
-        targets = sorted({target for _, target in pinned.values()})
-        _check_limit(constraints.max_devices, cluster, allowed, targets)
+    somewhere = np.asarray(allowed.any(axis=0))
+    if not somewhere.all():
+        op = graph.ops[int(np.argmin(somewhere[op_group]))]
+        raise InputError(
+            f"op {op.name!r} may go to no device: all are forbidden to it or to its group, or "
+            "excluded; leave it at least one."
+        )
+    limit = constraints.max_devices
+    targets = sorted({target for _, target in pinned.values()})
+    if limit is not None and len(targets) > limit:
+        raise InputError(
+            f"ops are pinned to {len(targets)} devices ({listed(targets)}), but max_devices is "
+            f"{limit}; raise it, or pin to fewer."
+        )
+    alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
+    if limit is not None and len(alone) > limit:
+        raise InputError(
+            f"there are ops that may go to {listed(alone)} alone, but max_devices is {limit}; "
+            "raise it, or forbid and exclude less."
+        )
     return allowed
 
 
@@ -82,93 +98,15 @@ def _hint(graph: OpGraph, name: str) -> str:
     """A hint on an unknown op or group: a submodule, similar names, or some examples."""
     inside = [op for op in graph.op_index if op.startswith((f"{name}/", f"{name}."))]
     if inside:
-        return f"; it is a submodule's, so name its ops: {_list(inside)}."
+        return f"; it is a submodule's, so name its ops: {listed(inside)}."
     known = list(dict.fromkeys([*graph.op_index, *graph.groups]))
     alike = get_close_matches(name, known[:_SEARCHED], 3)
-    return f". Did you mean {_list(alike)}?" if alike else f", only {_list(known)}."
+    return f". Did you mean {listed(alike)}?" if alike else f", only {listed(known)}."
 
 
 def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
     """True where a device is the only one that some group may use: one entry per device."""
     return np.asarray(allowed[:, allowed.sum(axis=0) == 1].any(axis=1))
-
-
-def _check_places(graph: OpGraph, allowed: NDArray[np.bool_]) -> None:
-    """Check that every group has a device."""
-    somewhere = np.asarray(allowed.any(axis=0))
-    if not somewhere.all():
-        op = graph.ops[int(np.argmin(somewhere[graph.arrays.op_group]))]
-        raise InputError(
-            f"op {op.name!r} may go to no device: all are forbidden to it or to its group, or "
-            "excluded; leave it at least one."
-        )
-
-
-def _check_limit(
-    limit: int, cluster: Cluster, allowed: NDArray[np.bool_], targets: Sequence[str]
-) -> None:
-    """Check that groups with a single allowed device need no more devices than the limit."""
-    if len(targets) > limit:
-        raise InputError(
-            f"ops are pinned to {len(targets)} devices ({_list(targets)}), but max_devices is "
-            f"{limit}; raise it, or pin to fewer."
-        )
-    alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
-    if len(alone) > limit:
-        raise InputError(
-            f"there are ops that may go to {_list(alone)} alone, but max_devices is {limit}; raise "
-            "it, or forbid and exclude less."
-        )
-
-
-def check_devices(
-    graph: OpGraph,
-    cluster: Cluster,
-    constraints: Constraints,
-    allowed: NDArray[np.bool_],
-    devices: NDArray[np.int64],
-) -> None:
-    """Check that the devices of the ops violate no constraint, margins aside.
-
-    Raises:
-        InputError: One is violated; the text names it.
-    """
-    here = allowed[devices, graph.arrays.op_group]
-    if not here.all():
-        op = int(np.argmin(here))
-        raise InputError(why_not(graph, cluster, constraints, op, int(devices[op])))
-    used = np.unique(devices).tolist()
-    if constraints.max_devices is not None and len(used) > constraints.max_devices:
-        raise InputError(
-            f"the placement uses {len(used)} devices "
-            f"({_list([cluster.devices[device].name for device in used])}), but max_devices is "
-            f"{constraints.max_devices}."
-        )
-
-
-def why_not(
-    graph: OpGraph, cluster: Cluster, constraints: Constraints, op: int, device: int
-) -> str:
-    """The constraint that keeps the op from a device that it may not use."""
-    name, target = graph.ops[op].name, cluster.devices[device].name
-    if target in constraints.excluded:
-        return f"op {name!r} is on {target!r}, which the constraints exclude for all."
-    group = graph.ops[op].group
-    members = (op,) if group is None else graph.groups[group]
-    subjects = [graph.ops[member].name for member in members]
-    # A group's name applies where no op has it.
-    if group is not None and group not in graph.op_index:
-        subjects.append(group)
-    for subject in subjects:
-        whose = f"op {name!r}" if subject == name else f"{subject!r}, with which {name!r} shares it"
-        if target in constraints.forbidden.get(subject, ()):
-            return f"op {name!r} is on {target!r}, which the constraints forbid to {whose}."
-        if constraints.pins.get(subject, target) != target:
-            return (
-                f"op {name!r} is on {target!r}, but the constraints pin {whose} to "
-                f"{constraints.pins[subject]!r}."
-            )
-    return f"op {name!r} is on {target!r}, which the constraints forbid to op {name!r}."
 
 
 def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
@@ -187,7 +125,8 @@ def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
     )
 
 
-def _list(names: Collection[str]) -> str:
+def listed(names: Collection[str]) -> str:
+    """The names, or the first of very many."""
     rows = [repr(name) for name in names][:_LISTED]
     more = len(names) - len(rows)
     return ", ".join(rows) + (f" and {more} more" if more else "")

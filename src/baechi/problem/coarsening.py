@@ -169,9 +169,7 @@ class Coarse:
 def coarsen(problem: Problem) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
 
-    Args:
-        problem: The fine graph, and the cluster, whose links decide what is cheap and whose memory
-            limits the groups. Groups with different allowed devices are not joined.
+    The cluster's links decide what is cheap, and its memory limits the groups.
     """
     arrays = problem.graph.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)

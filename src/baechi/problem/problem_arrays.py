@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.allowed_devices import allowed_devices
-from baechi.records.cluster import PORTS, Cluster
+from baechi.records.cluster import PORTS, Cluster, Link
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import exact_sum
@@ -96,8 +96,7 @@ class Problem:
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
         """True where a device may take a group: a row per device, a column per group."""
-        shape = (len(self.cluster.devices), self.graph.arrays.groups)
-        return np.broadcast_to(np.True_, shape)
+        return np.broadcast_to(np.True_, (len(self.cluster.devices), self.graph.arrays.groups))
 
     @property
     def max_devices(self) -> int | None:
@@ -147,19 +146,17 @@ class Problem:
         return Problem(self.graph, cluster, constraints, self.allowed[list(devices)])
 
     @cached_property
+    def _classes(self) -> tuple[list[tuple[str, float]], NDArray[np.int32]]:
+        """Kind ("" without times of its own) and speed of every class; the class per device."""
+        times = self.graph.times
+        keys = [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
+        rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        return list(rows), np.array([rows[key] for key in keys], np.int32)
+
+    @property
     def device_class(self) -> NDArray[np.int32]:
         """The row of `durations` of every device; devices of one kind and speed share a row."""
-        rows = {key: row for row, key in enumerate(self._classes)}
-        return np.array([rows[key] for key in self._class_of], np.int32)
-
-    @cached_property
-    def _class_of(self) -> list[tuple[str, float]]:
-        times = self.graph.times
-        return [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
-
-    @cached_property
-    def _classes(self) -> list[tuple[str, float]]:
-        return list(dict.fromkeys(self._class_of))
+        return self._classes[1]
 
     @cached_property
     def durations(self) -> NDArray[np.int64]:
@@ -168,8 +165,9 @@ class Problem:
         A speed of exactly 1.0 leaves the time as it is; any other divides it as IEEE doubles.
         """
         arrays = self.graph.arrays
-        rows = np.empty((len(self._classes), len(self.graph.ops)), np.int64)
-        for at, (kind, speed) in enumerate(self._classes):
+        classes, _ = self._classes
+        rows = np.empty((len(classes), len(self.graph.ops)), np.int64)
+        for at, (kind, speed) in enumerate(classes):
             times = arrays.kind_times[kind] if kind in self.graph.times else arrays.times
             if speed == 1.0:
                 rows[at] = times
@@ -186,26 +184,27 @@ class Problem:
         return rows
 
     @cached_property
+    def _links(self) -> list[Link | None]:
+        """Per source and destination, row by row; only one where all pairs have equal links."""
+        link = self.cluster.uniform_link
+        return [link for row in self.cluster.links for link in row] if link is None else [link]
+
+    @cached_property
     def links(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Latency and rate per source and destination, row by row; rate 0 is no path.
 
         One number each where all pairs of devices have equal links.
         """
-        link = self.cluster.uniform_link
-        if link is not None:
-            return np.array([link.latency_ns]), np.array([link.bytes_per_s])
-        links = [link for row in self.cluster.links for link in row]
-        return (
-            np.array([link.latency_ns if link is not None else 0 for link in links], np.int64),
-            np.array([link.bytes_per_s if link is not None else 0 for link in links], np.int64),
-        )
+        rows = [
+            (0, 0) if link is None else (link.latency_ns, link.bytes_per_s) for link in self._links
+        ]
+        latency, rate = np.array(rows, np.int64).T
+        return latency.copy(), rate.copy()
 
     @cached_property
     def overheads(self) -> NDArray[np.int64]:
         """Overhead of a transfer at its receiver, likewise; empty where no link has any."""
-        link = self.cluster.uniform_link
-        links = [link for row in self.cluster.links for link in row] if link is None else [link]
-        rows = [0 if link is None else link.overhead_ns for link in links]
+        rows = [0 if link is None else link.overhead_ns for link in self._links]
         return np.array(rows if any(rows) else [], np.int64)
 
     @cached_property
@@ -300,9 +299,8 @@ class Problem:
     def timeline(self, headroom: float = 0.0) -> _core.Timeline:
         """A fresh timeline of the core.
 
-        Args:
-            headroom: The share of every memory that groups of several ops leave free when they are
-                placed, for the needs of their later ops there.
+        Groups of several ops leave the headroom, a share of every memory, free when they are
+        placed, for the needs of their later ops there.
         """
         timeline = _core.Timeline(self.core)
         for pool, memory_bytes in enumerate(self.pool_memory):

@@ -27,14 +27,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
-from typing import NamedTuple, NoReturn, final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.allowed_devices import check_devices, why_not
+from baechi.problem.allowed_devices import listed
 from baechi.problem.bounds import lower_bound_ns
 from baechi.problem.problem_arrays import Problem
 from baechi.records.cluster import Cluster
@@ -88,18 +88,23 @@ class Timeline:
                 constraint other than a margin is violated.
         """
         self._check(op, device)
-        constraints = self._problem.constraints
-        if constraints is not None and not self._core.allows(op, device):
-            self._forbid(constraints, op, device)
-        group_device = self._core.group_device(op)
-        if group_device not in (-1, device):
-            names = [self._problem.cluster.devices[d].name for d in (device, group_device)]
+        problem = self._problem
+        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
+            raise InputError(_why_not(problem, op, device))
+        name = problem.cluster.devices[device].name
+        if not self._core.allows(op, device):
             raise InputError(
-                f"op {self._name(op)} cannot go to {names[0]!r}: its group "
-                f"{self._problem.graph.ops[op].group!r} is on {names[1]!r}."
+                f"op {self._name(op)} cannot go to {name!r}: {problem.max_devices} other devices "
+                "are in use, and max_devices allows no more."
+            )
+        home = self._core.group_device(op)
+        if home not in (-1, device):
+            raise InputError(
+                f"op {self._name(op)} cannot go to {name!r}: its group "
+                f"{problem.graph.ops[op].group!r} is on {problem.cluster.devices[home].name!r}."
             )
         if self._core.earliest_start(op, device) is None:
-            raise InputError(_no_path(self._problem, op, device))
+            raise InputError(_no_path(problem, op, device))
         return Span(op, device, *self._core.commit(op, device))
 
     def schedule(self) -> Schedule:
@@ -115,15 +120,6 @@ class Timeline:
                 "commit every op before asking for the schedule."
             )
         return schedule_of(self._problem, self._core)
-
-    def _forbid(self, constraints: Constraints, op: int, device: int) -> NoReturn:
-        problem = self._problem
-        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
-            raise InputError(why_not(problem.graph, problem.cluster, constraints, op, device))
-        raise InputError(
-            f"op {self._name(op)} cannot go to {problem.cluster.devices[device].name!r}: "
-            f"{constraints.max_devices} other devices are in use, and max_devices allows no more."
-        )
 
     def _name(self, op: int) -> str:
         return repr(self._problem.graph.ops[op].name)
@@ -268,10 +264,41 @@ def _check_placement(
             f"group {graph.ops[op].group!r} is parted: op {graph.ops[op].name!r} is on "
             f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
         )
-    if problem.constraints is not None:
-        check_devices(
-            graph, cluster, problem.constraints, problem.allowed, devices.astype(np.int64)
+    here = problem.allowed[devices, op_group]
+    if not here.all():
+        op = int(np.argmin(here))
+        raise InputError(_why_not(problem, op, int(devices[op])))
+    used = np.unique(devices).tolist()
+    if problem.max_devices is not None and len(used) > problem.max_devices:
+        raise InputError(
+            f"the placement uses {len(used)} devices "
+            f"({listed([cluster.devices[device].name for device in used])}), but max_devices is "
+            f"{problem.max_devices}."
         )
+
+
+def _why_not(problem: Problem, op: int, device: int) -> str:
+    """The constraint that keeps the op from a device that it may not use."""
+    graph, constraints = problem.graph, problem.constraints or Constraints()
+    name, target = graph.ops[op].name, problem.cluster.devices[device].name
+    if target in constraints.excluded:
+        return f"op {name!r} is on {target!r}, which the constraints exclude for all."
+    group = graph.ops[op].group
+    members = (op,) if group is None else graph.groups[group]
+    subjects = [graph.ops[member].name for member in members]
+    # A group's name applies where no op has it.
+    if group is not None and group not in graph.op_index:
+        subjects.append(group)
+    for subject in subjects:
+        whose = f"op {name!r}" if subject == name else f"{subject!r}, with which {name!r} shares it"
+        if target in constraints.forbidden.get(subject, ()):
+            return f"op {name!r} is on {target!r}, which the constraints forbid to {whose}."
+        if constraints.pins.get(subject, target) != target:
+            return (
+                f"op {name!r} is on {target!r}, but the constraints pin {whose} to "
+                f"{constraints.pins[subject]!r}."
+            )
+    return f"op {name!r} is on {target!r}, which the constraints forbid to op {name!r}."
 
 
 def _no_path(problem: Problem, op: int, device: int) -> str:
@@ -310,13 +337,7 @@ def memory_profile(
 
     A step holds until the next one's time; the last one is at the end of the schedule, and the
     highest is `Schedule.peak_bytes`. Devices of one pool share one memory and have equal steps.
-    O(n log n) time in ops, consumers and transfers.
-
-    Args:
-        graph: The scheduled graph.
-        cluster: Its devices.
-        schedule: Its schedule.
-        longer: Additional holdings.
+    `longer` are additional holdings. O(n log n) time in ops, consumers and transfers.
     """
     memory_of = memories(cluster)
     level: Counter[int] = Counter()
