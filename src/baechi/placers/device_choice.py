@@ -22,8 +22,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from baechi.problem.allowed_devices import needed
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import Problem, needed
 from baechi.records.placement import Placement
 
 # All choices are listed up to this number of them.
@@ -36,15 +35,18 @@ MOST_USED: Final = 16
 
 def device_choices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sets of `max_devices` devices, ascending; all devices where their number has no limit."""
-    n = len(problem.cluster.devices)
-    if problem.max_devices is None:
+    n, limit = len(problem.cluster.devices), problem.max_devices
+    if limit is None:
         yield tuple(range(n))
         return
     kinds = device_kinds(problem)
+    few = math.comb(n, limit) <= _CHOICES
+    others = itertools.combinations(range(n), limit) if few else ()
     seen = set()
-    for choice in itertools.chain(_greedy(problem, kinds), _all(problem)):
+    for choice in itertools.chain(_greedy(problem, kinds, limit), others):
         key = tuple(sorted(kinds[device] for device in choice))
-        if key not in seen:
+        everywhere = problem.allowed[list(choice)].any(axis=0).all()
+        if key not in seen and len(choice) == limit and everywhere:
             seen.add(key)
             yield choice
 
@@ -69,51 +71,32 @@ def device_kinds(problem: Problem) -> list[int]:
     ]
 
 
-def _greedy(problem: Problem, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _greedy(problem: Problem, kinds: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
+    n = len(kinds)
     memory = np.array([problem.pool_memory[pool] for pool in problem.device_pool], np.float64)
     total = problem.durations.sum(axis=1, dtype=np.float64)[problem.device_class]
     speed = 1 / np.maximum(total, 1)
     for score in (memory, speed, memory * speed):
-        yield from _grown(problem, (), score)
+        yield _grown(problem, limit, (), score)
+    rate = np.broadcast_to(problem.links[1], n * n).reshape(n, n)
     for seed in sorted(set(kinds))[:_SEEDS]:
-        yield from _grown(problem, (seed,), _nearness(problem, seed), memory)
-
-
-def _nearness(problem: Problem, device: int) -> NDArray[np.float64]:
-    """The lower rate of the two links between a device and every other."""
-    _, rate = problem.links
-    n = len(problem.cluster.devices)
-    table = np.broadcast_to(rate, n * n).reshape(n, n)
-    return np.asarray(np.minimum(table[device], table[:, device]), np.float64)
+        yield _grown(problem, limit, (seed,), np.minimum(rate[seed], rate[:, seed]), memory)
 
 
 def _grown(
-    problem: Problem, chosen: tuple[int, ...], *scores: NDArray[np.float64]
-) -> Iterator[tuple[int, ...]]:
-    """A choice that starts with the devices that groups require and adds the best of the others."""
-    limit = problem.max_devices or len(problem.cluster.devices)
+    problem: Problem, limit: int, chosen: tuple[int, ...], *scores: NDArray[np.generic]
+) -> tuple[int, ...]:
+    """The devices that groups require, those chosen, and the best of the others."""
     allowed = problem.allowed
-    only = np.flatnonzero(needed(allowed)).tolist()
-    devices = list(dict.fromkeys((*only, *chosen)))
-    keys = (-np.arange(len(allowed)), *reversed(scores))
-    ranked = np.lexsort(keys)[::-1].tolist()
+    devices = list(dict.fromkeys((*np.flatnonzero(needed(allowed)).tolist(), *chosen)))
+    ranked = np.lexsort((-np.arange(len(allowed)), *reversed(scores)))[::-1].tolist()
     while len(devices) < limit:
         homeless = ~allowed[devices].any(axis=0)
         # Prefer the device that serves the most groups without one, then the rank.
         served = allowed[:, homeless].sum(axis=1)
         left = [device for device in ranked if device not in devices]
         devices.append(max(left, key=lambda device: served[device]))
-    if len(devices) == limit and allowed[devices].any(axis=0).all():
-        yield tuple(sorted(devices))
-
-
-def _all(problem: Problem) -> Iterator[tuple[int, ...]]:
-    n, limit = len(problem.cluster.devices), problem.max_devices or 0
-    if math.comb(n, limit) > _CHOICES:
-        return
-    for choice in itertools.combinations(range(n), limit):
-        if problem.allowed[list(choice)].any(axis=0).all():
-            yield choice
+    return tuple(sorted(devices))
 
 
 def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:

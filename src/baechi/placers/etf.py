@@ -28,20 +28,26 @@ from baechi.records.placement import Placement
 from baechi.validation import check_count
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class METF(Placer):
-    """Earliest task first.
+class ListScheduler(Placer):
+    """A placer that may meet dead ends, and retries as in the module.
 
     Attributes:
         retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
 
-    name: ClassVar[str] = "m-etf"
     retries: int = 16
 
     def __post_init__(self) -> None:
         check_count(self.retries, "retries")
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class METF(ListScheduler):
+    """Earliest task first."""
+
+    name: ClassVar[str] = "m-etf"
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""

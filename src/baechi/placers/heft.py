@@ -39,28 +39,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.etf import past_dead_ends
-from baechi.placers.placer import Placer, distinct_loads, is_allowed, placement_of, shortest
+from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.placer import distinct_loads, is_allowed, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
-from baechi.validation import check_count
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class HEFT(Placer):
-    """Heterogeneous earliest finish time.
-
-    Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
-    """
+class HEFT(ListScheduler):
+    """Heterogeneous earliest finish time."""
 
     name: ClassVar[str] = "heft"
-    retries: int = 16
-
-    def __post_init__(self) -> None:
-        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
@@ -101,18 +92,10 @@ def by_rank(
 
 @final
 @dataclass(frozen=True, slots=True)
-class PEFT(Placer):
-    """Predict earliest finish time.
-
-    Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
-    """
+class PEFT(ListScheduler):
+    """Predict earliest finish time."""
 
     name: ClassVar[str] = "peft"
-    retries: int = 16
-
-    def __post_init__(self) -> None:
-        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""

@@ -12,6 +12,7 @@ The numbers of a program should be near 1: tolerances are partly absolute, and C
 `unknown` if numbers differ too much in size.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, final
@@ -190,17 +191,14 @@ class Cvxopt(LinearSolver):
 
     def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
-        try:
-            from cvxopt import matrix, solvers, spmatrix
-        except ModuleNotFoundError as error:
-            raise InputError(_missing("cvxopt")) from error
+        cvxopt = _imported("cvxopt")
         columns = np.arange(len(program.cost))
         bounded = np.isfinite(program.upper)
         first = np.cumsum([0, len(program.limit), len(columns), int(bounded.sum())])
         # A, then -z <= 0, then z <= upper.
         rows = [program.row, first[1] + columns, first[2] + np.arange(int(bounded.sum()))]
         values = [program.value, -np.ones(len(columns)), np.ones(int(bounded.sum()))]
-        left = spmatrix(
+        left = cvxopt.spmatrix(
             np.concatenate(values).tolist(),
             np.concatenate(rows).tolist(),
             np.concatenate([program.column, columns, columns[bounded]]).tolist(),
@@ -212,7 +210,8 @@ class Cvxopt(LinearSolver):
             "maxiters": _CVXOPT_ITERATIONS,
             "refinement": _CVXOPT_REFINEMENT,
         }
-        answer = solvers.lp(matrix(program.cost), left, matrix(right), options=options)
+        cost, right = cvxopt.matrix(program.cost), cvxopt.matrix(right)
+        answer = cvxopt.solvers.lp(cost, left, right, options=options)
         if answer["status"] != "optimal":
             return LinearSolution(answer["status"], None)
         return LinearSolution("optimal", np.array(answer["x"], np.float64).reshape(-1))
@@ -227,7 +226,7 @@ class Mosek(LinearSolver):
 
     def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
-        mosek = _mosek()
+        mosek = _imported("mosek")
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
             try:
                 task.optimize()
@@ -240,14 +239,6 @@ class Mosek(LinearSolver):
             if status != mosek.solsta.optimal:
                 return LinearSolution(str(status), None)
             return LinearSolution("optimal", np.array(task.getxx(mosek.soltype.bas), np.float64))
-
-
-def _mosek() -> Any:
-    try:
-        import mosek
-    except ModuleNotFoundError as error:
-        raise InputError(_missing("mosek")) from error
-    return mosek
 
 
 def _mosek_task(mosek: Any, env: Any, program: LinearProgram) -> Any:
@@ -284,9 +275,12 @@ SOLVERS: Final[dict[str, LinearSolver]] = {
 }
 
 
-def _missing(name: str) -> str:
-    others = ", ".join(repr(other) for other in SOLVERS if other != name)
-    return (
-        f"the linear program was to be solved by {name!r}, which is not installed: run "
-        f"`pip install baechi[{name}]`, or choose another solver: {others}."
-    )
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        others = ", ".join(repr(other) for other in SOLVERS if other != name)
+        raise InputError(
+            f"the linear program was to be solved by {name!r}, which is not installed: run "
+            f"`pip install baechi[{name}]`, or choose another solver: {others}."
+        ) from error

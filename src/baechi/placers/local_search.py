@@ -299,20 +299,16 @@ class _Space:
         different: dict[bytes, _State] = {}
         for devices, order in starts:
             different.setdefault(devices.tobytes(), _State(devices, order, 0, 0, 0))
-        return self.ranked(self._searched(state, 0, 0) for state in different.values())
+        return self.ranked(self.searched(list(different.values()), 0, 0))
 
     def searched(self, states: Sequence[_State], evaluations: int, seed: int) -> list[_State]:
         """The best states found by a search from each, in threads."""
-        seeds = range(seed, seed + len(states))
-        return list(
-            self._threads.map(
-                lambda state, seed: self._searched(state, evaluations, seed), states, seeds
-            )
-        )
 
-    def _searched(self, state: _State, evaluations: int, seed: int) -> _State:
-        rest = (self._clusters, evaluations, self._target, seed, self._halt)
-        return _State(*_core.local_search(self._core, state.devices, state.order, *rest))
+        def search(state: _State, seed: int) -> _State:
+            rest = (self._clusters, evaluations, self._target, seed, self._halt)
+            return _State(*_core.local_search(self._core, state.devices, state.order, *rest))
+
+        return list(self._threads.map(search, states, range(seed, seed + len(states))))
 
     def ranked(self, states: Iterable[_State]) -> list[_State]:
         """Best first; overflowing ones count as longer by twice the missing share of memory."""

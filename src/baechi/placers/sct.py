@@ -15,15 +15,11 @@ step:
 Of the allowed pairs, the one with the smallest (earliest start, op, device) is committed. Without
 favorites this is m-ETF.
 
-Solvers: `"first-order"`, the default, finds a choice and a lower bound that proves its distance
-from the optimum (`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and `"mosek"`
-(`placers/linear_programs.py`) find the optimum, and take longer the larger and wider a graph is.
-HiGHS starts from the first-order result. If a solver stops before the optimum, the first-order
-result is used.
-
-The optimum is not unique, and a simplex returns one with as many favorites as possible. An unneeded
-favorite child hurts: its device idles until it is ready. So shares 1 - x that w does not need are
-removed first (`FavoriteProgram.needed`); `docs/favorites.md` has the measured gain.
+Solvers (`docs/favorites.md`): `"first-order"`, the default, finds a choice and a lower bound that
+proves its distance from the optimum (`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and
+`"mosek"` (`placers/linear_programs.py`) find the optimum. HiGHS starts from the first-order result,
+which is also used if a solver stops before the optimum. Shares 1 - x that w does not need are
+removed (`FavoriteProgram.needed`): an unneeded favorite child only makes its device idle.
 Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
 (i, j), are taken as long as i has no favorite child and j is not one yet.
 
@@ -43,9 +39,8 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import past_dead_ends
+from baechi.placers.etf import ListScheduler, past_dead_ends
 from baechi.placers.linear_programs import SOLVERS, LinearSolver
-from baechi.placers.placer import Placer
 from baechi.placers.sct_program import (
     FavoriteProgram,
     favorite_program,
@@ -55,7 +50,6 @@ from baechi.placers.sct_program import (
 )
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
-from baechi.validation import check_count
 
 # Accuracy of some solvers; values of x closer than this are considered equal.
 _DIGITS: Final = 6
@@ -65,7 +59,7 @@ _FIRST_ORDER_STEPS: Final = 1000
 
 @final
 @dataclass(frozen=True, slots=True)
-class MSCT(Placer):
+class MSCT(ListScheduler):
     """Small communication time.
 
     `stats` has the number of favorites, the optimum of the linear program or a proved bound on it,
@@ -73,7 +67,6 @@ class MSCT(Placer):
     hold if communication is small, rho <= 1.
 
     Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
         solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see the module.
         tolerance: The proved relative gap at which the first-order method stops.
 
@@ -82,13 +75,12 @@ class MSCT(Placer):
     """
 
     name: ClassVar[str] = "m-sct"
-    retries: int = 16
     solver: str | LinearSolver = "first-order"
     tolerance: float = 0.005
 
     def __post_init__(self) -> None:
+        ListScheduler.__post_init__(self)
         check_solver(self.solver)
-        check_count(self.retries, "retries")
         if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 

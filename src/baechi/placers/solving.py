@@ -313,14 +313,14 @@ def _missing_for_all(problem: Problem) -> list[int]:
     for device, pool in enumerate(problem.device_pool):
         timeline = free.timeline()
         timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
-        missing.append(timeline.peaks()[pool] - _bare_memory(problem, pool))
+        missing.append(timeline.peaks()[pool] - _bare_memory(problem, device))
     return missing
 
 
-def _bare_memory(problem: Problem, pool: int) -> int:
-    """A pool's memory less its margin, possibly negative."""
-    devices = problem.pool_devices[pool]
-    return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
+def _bare_memory(problem: Problem, device: int) -> int:
+    """The memory of a device's pool less its margin, possibly negative."""
+    margin = problem.pool_margin[problem.device_pool[device]]
+    return problem.cluster.devices[device].memory_bytes - margin
 
 
 def ample_bytes(problem: Problem) -> int:
@@ -356,7 +356,7 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
         raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
     peaks = replay(problem, placement.devices, placement.order).peaks()
     missing, device = max(
-        (peaks[problem.device_pool[d]] - _bare_memory(problem, problem.device_pool[d]), -d)
+        (peaks[problem.device_pool[d]] - _bare_memory(problem, d), -d)
         for d in set(placement.devices)
     )
     name = problem.cluster.devices[-device].name

@@ -43,7 +43,6 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.problem_arrays import Problem
 from baechi.records.graph import Op, OpGraph, Tensor
-from baechi.records.graph_arrays import exact_sum
 from baechi.records.placement import Placement
 from baechi.validation import INT64_MAX
 
@@ -86,15 +85,9 @@ class Coarse:
 
     def _sums(self, values: NDArray[np.int64]) -> list[int]:
         """The sum of each part over its ops."""
-        if not len(self.group_of):
-            return []
-        row = values[self._sorted]
-        if exact_sum(values) > INT64_MAX:
-            # Times of a kind that no device has, or on faster devices: relevant sums are smaller.
-            exact = np.add.reduceat(row.astype(object), self._begin).tolist()
-            return [min(total, INT64_MAX) for total in exact]
-        sums: list[int] = np.add.reduceat(row, self._begin).tolist()
-        return sums
+        rows = values[self._sorted].astype(object)
+        # Only times of a kind that no device has, or on faster devices, can pass 64 bits.
+        return [min(total, INT64_MAX) for total in np.add.reduceat(rows, self._begin).tolist()]
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -137,17 +130,14 @@ class Coarse:
 
     def _group_names(self) -> list[str | None]:
         """The first fine group's name in every part's group; `None` where a part is alone."""
-        groups = self.group_of.tolist()
+        groups, ops = self.group_of.tolist(), self.problem.graph.ops
         sizes = Counter(groups)
         names: dict[int, str] = {}
         for group, row in zip(groups, self.members, strict=True):
-            if sizes[group] > 1 and group not in names:
-                for op in row:
-                    name = self.problem.graph.ops[op].group
-                    if name is not None:
-                        names[group] = name
-                        break
-        return [names[group] if sizes[group] > 1 else None for group in groups]
+            for name in (ops[op].group for op in row):
+                if name is not None and sizes[group] > 1:
+                    names.setdefault(group, name)
+        return [names.get(group) for group in groups]
 
     def expand(self, placement: Placement) -> Placement:
         """The same placement of the fine graph; members launch one after the other.

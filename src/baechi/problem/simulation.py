@@ -34,9 +34,8 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.allowed_devices import listed
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import Problem, listed
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph

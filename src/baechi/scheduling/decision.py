@@ -22,8 +22,7 @@ from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.placer import shortest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
-from baechi.problem.allowed_devices import known_to
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import Problem, known_to
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
