@@ -19,10 +19,9 @@ from typing import Any
 import pytest
 
 import baechi
-from baechi.placers.etf import METF, schedule_list
+from baechi.placers.etf import METF
 from baechi.placers.linear_programs import Highs
-from baechi.placers.sct import MSCT, rho
-from baechi.placers.sct_favorites import favorite_children, relax, rounded
+from baechi.placers.sct import MSCT, favorite_children, relax, rho, rounded
 from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 
@@ -174,7 +173,8 @@ def test_sct_over_etf(benchmark: Any, bytes_per_s: int, shortest_ns: int) -> Non
                     ratios[name].append(placer.place(problem).stats["makespan_ns"] / etf)
                 program = favorite_program(problem)
                 children = rounded(program, relax(program, Highs()).shares)
-                timeline, _ = schedule_list(problem, children, 0)
+                timeline = problem.timeline()
+                assert timeline.list_schedule(children)
                 ratios["vertex as it is"].append(timeline.makespan() / etf)
     benchmark.group = "m-sct, 1,000 ops, 8 devices"
     benchmark.pedantic(MSCT().place, (problem,), rounds=3)

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from benchmarks import plain_etf
-from benchmarks.placement_quality import coarseness, generators, timelines
+from benchmarks.placement_quality import generators, timelines
 from benchmarks.placement_quality.__main__ import app
 from benchmarks.placement_quality.cases import capped, cases
 from benchmarks.placement_quality.checks import best_ns, by_case, checks, geometric_mean
@@ -332,17 +332,6 @@ def test_no_case_is_told(tmp_path):
     result = CliRunner().invoke(app, ["--quick", "--match", "nothing like it", *where])
     assert result.exit_code == 2
     assert "No case has 'nothing like it' in its name." in result.output
-
-
-def test_coarseness_prints_a_row_per_way_to_coarsen(tmp_path, capsys):
-    coarseness.main(quick=True, instances=tmp_path)
-    text = capsys.readouterr().out
-    assert "grain 0 alone" in text
-    best = [line for line in text.splitlines() if line.startswith("│ graph and all")]
-    ratios = [float(cell.split()[0]) for line in best for cell in line.split("│")[2:-1]]
-    assert len(ratios) == 6
-    # The graph itself is among what is kept.
-    assert all(0 < ratio <= 1 for ratio in ratios)
 
 
 def test_the_timelines_have_a_bar_per_op_and_transfer():

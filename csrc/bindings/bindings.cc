@@ -113,14 +113,19 @@ bool schedule(Timeline& timeline, Array<int32_t> favorites) {
   return list_schedule(timeline, children);
 }
 
+std::vector<std::vector<int32_t>> vectors_of(const std::vector<Array<int32_t>>& arrays) {
+  std::vector<std::vector<int32_t>> rows;
+  for (const Array<int32_t>& array : arrays) rows.push_back(vector_of(array));
+  return rows;
+}
+
 // Devices and order, with makespan, overflow and evaluations.
 std::tuple<OutArray<int32_t>, OutArray<int32_t>, int64_t, int64_t, int64_t> search(
     const Problem& problem, Array<int32_t> devices, Array<int32_t> order,
     const std::vector<Array<int32_t>>& clusters, int64_t budget, int64_t target, uint64_t seed,
     const Halt* halt) {
   const std::vector<int32_t> start = vector_of(devices), launches = vector_of(order);
-  std::vector<std::vector<int32_t>> levels;
-  for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+  const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
   Found found;
   {
     nb::gil_scoped_release unlocked;
@@ -157,22 +162,16 @@ bool schedule_by_insertion(Timeline& timeline, Array<int64_t> ranks, Array<int64
   return insertion_schedule(timeline, rank, after, load);
 }
 
-// Per level the part of every op, and the first part of every part's group.
-std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> coarse_levels(const Problem& problem,
-                                                                           Array<uint8_t> idle,
-                                                                           Array<int32_t> color,
-                                                                           int64_t limit,
-                                                                           Array<int32_t> targets) {
-  std::vector<CoarseLevel> levels;
+// The part of every op, and the first part of every part's group.
+std::pair<OutArray<int32_t>, OutArray<int32_t>> parts_of(const Problem& problem,
+                                                         Array<uint8_t> idle, Array<int32_t> color,
+                                                         int64_t limit) {
+  CoarseGraph coarse;
   {
     nb::gil_scoped_release unlocked;
-    levels = coarsen(problem, vector_of(idle), vector_of(color), limit, vector_of(targets));
+    coarse = coarsen(problem, vector_of(idle), vector_of(color), limit);
   }
-  std::vector<std::pair<OutArray<int32_t>, OutArray<int32_t>>> arrays;
-  for (CoarseLevel& level : levels) {
-    arrays.emplace_back(array_of(std::move(level.part_of)), array_of(std::move(level.group)));
-  }
-  return arrays;
+  return {array_of(std::move(coarse.part_of)), array_of(std::move(coarse.group))};
 }
 
 // The workspace of every part; the tensors that leave their part; and the parts that consume them,
@@ -293,8 +292,7 @@ NB_MODULE(_core, m) {
          int32_t windows, int64_t moves, uint64_t seed, const Halt* halt) {
         const std::vector<int32_t> start = vector_of(devices);
         const std::vector<int64_t> load = vector_of(loads);
-        std::vector<std::vector<int32_t>> levels;
-        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
         std::vector<int32_t> result;
         {
           nb::gil_scoped_release unlocked;
@@ -333,8 +331,7 @@ NB_MODULE(_core, m) {
       "grown",
       [](const Problem& problem, const std::vector<Array<int32_t>>& clusters, int32_t stretch,
          int64_t budget, uint64_t seed, const Halt* halt) {
-        std::vector<std::vector<int32_t>> levels;
-        for (const Array<int32_t>& level : clusters) levels.push_back(vector_of(level));
+        const std::vector<std::vector<int32_t>> levels = vectors_of(clusters);
         Found found;
         {
           nb::gil_scoped_release unlocked;
@@ -347,15 +344,8 @@ NB_MODULE(_core, m) {
   m.def("local_search", &search, "problem"_a, "devices"_a, "order"_a, "clusters"_a, "budget"_a,
         "target"_a, "seed"_a, "halt"_a.none() = nb::none());
 
-  m.def("coarse_levels", &coarse_levels, "problem"_a, "idle"_a, "color"_a, "limit"_a, "targets"_a);
+  m.def("coarsen", &parts_of, "problem"_a, "idle"_a, "color"_a, "limit"_a);
   m.def("coarse_arrays", &coarse_arrays, "problem"_a, "part_of"_a, "parts"_a);
-  m.def(
-      "contracted",
-      [](const Problem& problem, Array<int32_t> part_of, Array<int32_t> group_of) {
-        nb::gil_scoped_release unlocked;
-        return contracted(problem, vector_of(part_of), vector_of(group_of));
-      },
-      "problem"_a, "part_of"_a, "group_of"_a);
   m.def(
       "restricted",
       [](const Problem& problem, Array<int32_t> devices) {

@@ -54,6 +54,13 @@ struct Row {
   const int32_t* end() const { return to; }
 };
 
+// Per value below `count` the places that have it, ascending.
+Rows places(const int32_t* values, int32_t size, int32_t count);
+template <typename Values>
+Rows places(const Values& values, int32_t count) {
+  return places(values.data(), static_cast<int32_t>(values.size()), count);
+}
+
 // A number per source and destination: table[src * devices + dst], or one number for all of them.
 struct PairTable {
   std::vector<int64_t> values;

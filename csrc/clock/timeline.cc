@@ -28,14 +28,13 @@ Rows transpose(const SharedRows& rows, int32_t count) {
   return result;
 }
 
-// Per value below `count` the places that have it, ascending.
-template <typename Values>
-Rows places(const Values& values, int32_t count) {
+}  // namespace
+
+Rows places(const int32_t* values, int32_t size, int32_t count) {
   Rows result;
   result.begin.assign(static_cast<size_t>(count) + 1, 0);
-  result.values.resize(values.size());
-  const int32_t size = static_cast<int32_t>(values.size());
-  if (std::is_sorted(values.begin(), values.end())) {
+  result.values.resize(static_cast<size_t>(size));
+  if (std::is_sorted(values, values + size)) {
     for (int32_t i = 0, row = 0; row <= count; ++row) {
       while (i < size && values[i] < row) ++i;
       result.begin[row] = i;
@@ -43,14 +42,12 @@ Rows places(const Values& values, int32_t count) {
     for (int32_t i = 0; i < size; ++i) result.values[i] = i;
     return result;
   }
-  for (int32_t value : values) ++result.begin[value + 1];
+  for (int32_t i = 0; i < size; ++i) ++result.begin[values[i] + 1];
   for (int32_t row = 0; row < count; ++row) result.begin[row + 1] += result.begin[row];
   std::vector<int64_t> next(result.begin.begin(), result.begin.end() - 1);
   for (int32_t i = 0; i < size; ++i) result.values[next[values[i]]++] = i;
   return result;
 }
-
-}  // namespace
 
 void Graph::derive() {
   group_ops = places(group, groups);

@@ -9,18 +9,16 @@
 namespace baechi {
 
 // A coarse graph: its parts are sets of ops, numbered in topological order.
-struct CoarseLevel {
+struct CoarseGraph {
   std::vector<int32_t> part_of;  // per op
   std::vector<int32_t> group;    // per part, the first part of its group
 };
 
-// The parts that the rules of `baechi.problem.coarsening` make, and then, for each of the falling
-// `targets`, the parts contracted further to about so many, if that changes anything. Levels are
-// nested. `idle[op]` says which ops cost nothing; no group gets more than `limit` bytes; groups of
-// the problem with different `color` are not joined, and an empty vector is one color for all.
-std::vector<CoarseLevel> coarsen(const Problem& problem, const std::vector<uint8_t>& idle,
-                                 const std::vector<int32_t>& color, int64_t limit,
-                                 const std::vector<int32_t>& targets);
+// The parts that the rules of `baechi.problem.coarsening` make. `idle[op]` says which ops cost
+// nothing; no group gets more than `limit` bytes; groups of the problem with different `color` are
+// not joined, and an empty vector is one color for all.
+CoarseGraph coarsen(const Problem& problem, const std::vector<uint8_t>& idle,
+                    const std::vector<int32_t>& color, int64_t limit);
 
 // Per part, the most bytes of workspaces and of tensors that never leave it, while its ops run in
 // order.
@@ -34,11 +32,6 @@ struct CoarseTensors {
 };
 CoarseTensors coarse_tensors(const Problem& problem, const std::vector<int32_t>& part_of,
                              int32_t parts);
-
-// The problem whose ops are the parts of a level: a part takes the sum of its ops' durations on
-// every class of devices, and runs them one after the other.
-Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
-                   const std::vector<int32_t>& group_of);
 
 // The same problem with the groups of each cluster joined into one.
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster);

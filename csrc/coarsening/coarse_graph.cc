@@ -77,53 +77,6 @@ std::vector<uint8_t> allowed_together(const Problem& problem, const std::vector<
 
 }  // namespace
 
-Problem contracted(const Problem& problem, const std::vector<int32_t>& part_of,
-                   const std::vector<int32_t>& group_of) {
-  const int32_t parts = static_cast<int32_t>(group_of.size());
-  CoarseTensors tensors = coarse_tensors(problem, part_of, parts);
-  Problem result = problem;
-  result.ops = parts;
-  result.tensors = static_cast<int32_t>(tensors.tensors.size());
-  result.workspace = coarse_workspace(problem, part_of, parts);
-  std::vector<int32_t> part_group(parts, 0);
-  result.groups = 0;
-  for (int32_t part = 0; part < parts; ++part) {
-    const int32_t first = group_of[part];
-    part_group[part] = first == part ? result.groups++ : part_group[first];
-  }
-  std::vector<int64_t> persistent(result.groups, 0);
-  std::vector<int32_t> group_in(problem.groups);
-  for (int32_t group = 0; group < problem.groups; ++group) {
-    group_in[group] = part_group[part_of[*problem.group_ops.first(group)]];
-    persistent[group_in[group]] += problem.group_persistent[group];
-  }
-  result.group = std::move(part_group);
-  result.group_persistent = std::move(persistent);
-  result.allowed = allowed_together(problem, group_in, result.groups);
-  std::vector<int32_t> producer;
-  std::vector<int64_t> nbytes;
-  std::vector<uint8_t> kept;
-  for (int32_t tensor : tensors.tensors) {
-    producer.push_back(part_of[problem.producer[tensor]]);
-    nbytes.push_back(problem.nbytes[tensor]);
-    kept.push_back(problem.kept[tensor]);
-  }
-  result.producer = std::move(producer);
-  result.nbytes = std::move(nbytes);
-  result.kept = std::move(kept);
-  result.consumers = std::move(tensors.consumers);
-  const size_t classes = problem.ops == 0 ? 0 : problem.durations.size() / problem.ops;
-  result.durations.assign(classes * parts, 0);
-  for (size_t row = 0; row < classes; ++row) {
-    for (int32_t op = 0; op < problem.ops; ++op) {
-      result.durations[row * parts + part_of[op]] += problem.durations[row * problem.ops + op];
-    }
-  }
-  result.derive();
-  result.finish();
-  return result;
-}
-
 Problem regrouped(const Problem& problem, const std::vector<int32_t>& cluster) {
   Problem result = problem;
   result.groups = problem.groups == 0 ? 0 : 1 + *std::max_element(cluster.begin(), cluster.end());

@@ -23,7 +23,7 @@ std::vector<int64_t> longest_times(const Problem& problem) {
 // it is next; only sets that block the order are split.
 void split_cycles(const Neighbors& neighbors, std::vector<int32_t>& set) {
   const int32_t n = static_cast<int32_t>(set.size());
-  const Rows members = rows_by(set, n);
+  const Rows members = places(set, n);
   std::vector<int64_t> waiting(n, 0);  // per set, arcs from parts that are not done
   std::vector<uint8_t> done(n, 0);
   std::vector<int32_t> ready;
@@ -68,7 +68,7 @@ void split_cycles(const Neighbors& neighbors, std::vector<int32_t>& set) {
 std::vector<int32_t> ranks(const Parts& parts, const Neighbors& neighbors,
                            const std::vector<int32_t>& set) {
   const int32_t n = parts.size();
-  const Rows members = rows_by(set, n);
+  const Rows members = places(set, n);
   std::vector<int64_t> waiting(n, 0);
   std::vector<int32_t> first(n, INT32_MAX), rank(n);
   for (int32_t u = 0; u < n; ++u) {
@@ -118,22 +118,9 @@ void contract_tensors(const Parts& parts, const std::vector<int32_t>& rank, Part
 
 }  // namespace
 
-Rows rows_by(const std::vector<int32_t>& keys, int32_t count) {
-  Rows rows;
-  rows.begin.assign(static_cast<size_t>(count) + 1, 0);
-  for (int32_t key : keys) ++rows.begin[key + 1];
-  std::partial_sum(rows.begin.begin(), rows.begin.end(), rows.begin.begin());
-  rows.values.resize(keys.size());
-  std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
-  for (size_t i = 0; i < keys.size(); ++i) {
-    rows.values[next[keys[i]]++] = static_cast<int32_t>(i);
-  }
-  return rows;
-}
-
 Neighbors neighbors_of(const Parts& parts) {
   const int32_t n = parts.size();
-  const Rows outputs = rows_by(parts.producer, n);
+  const Rows outputs = places(parts.producer, n);
   Neighbors result;
   Arcs& after = result.after;
   std::vector<int64_t> seen(n, -1);  // where a successor stands, if it does so in this part's row
@@ -194,7 +181,7 @@ Groups::Groups(const Parts& parts, const Neighbors& neighbors, int64_t limit)
       limit_(limit),
       union_(parts.size()),
       load_(parts.bytes),
-      members_(rows_by(parts.group, parts.size())),
+      members_(places(parts.group, parts.size())),
       degree_(parts.size(), 0),
       seen_(parts.size(), -1) {
   for (int32_t part = 0; part < parts.size(); ++part) {

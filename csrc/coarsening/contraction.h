@@ -73,9 +73,6 @@ struct Neighbors {
   Arcs before, after;
 };
 
-// Rows of what has equal keys below `count`: row k has the indices i with keys[i] == k, ascending.
-Rows rows_by(const std::vector<int32_t>& keys, int32_t count);
-
 Neighbors neighbors_of(const Parts& parts);
 
 // Every op alone. For `idle` and `color` see `coarsen`.

@@ -305,16 +305,7 @@ class Search {
 Rows members_of(const std::vector<int32_t>& cluster) {
   int32_t count = 0;
   for (int32_t c : cluster) count = std::max(count, c + 1);
-  Rows rows;
-  rows.begin.assign(static_cast<size_t>(count) + 1, 0);
-  for (int32_t c : cluster) ++rows.begin[c + 1];
-  for (int32_t c = 0; c < count; ++c) rows.begin[c + 1] += rows.begin[c];
-  rows.values.resize(cluster.size());
-  std::vector<int64_t> next(rows.begin.begin(), rows.begin.end() - 1);
-  for (size_t i = 0; i < cluster.size(); ++i) {
-    rows.values[next[cluster[i]]++] = static_cast<int32_t>(i);
-  }
-  return rows;
+  return places(cluster, count);
 }
 
 Found local_search(const Problem& problem, const std::vector<int32_t>& devices,

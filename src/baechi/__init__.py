@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from baechi.errors import ReservationError as ReservationError
     from baechi.errors import TraceError as TraceError
     from baechi.placers.auto import Auto as Auto
+    from baechi.placers.baselines import MTopo as MTopo
     from baechi.placers.baselines import Pinned as Pinned
     from baechi.placers.baselines import RandomPlacer as RandomPlacer
     from baechi.placers.baselines import RoundRobin as RoundRobin
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from baechi.placers.metis import Metis as Metis
     from baechi.placers.sct import MSCT as MSCT
     from baechi.placers.solving import solve as solve
-    from baechi.placers.topo import MTopo as MTopo
     from baechi.placing import place as place
     from baechi.probing.cluster_probe import probe as probe
     from baechi.problem.simulation import Timeline as Timeline
@@ -84,14 +84,13 @@ _HOMES = {
     "baechi.records.graph": ("Op", "OpGraph", "Tensor"),
     "baechi.records.placement": ("Measurement", "Placement", "Schedule", "Span", "Transfer"),
     "baechi.placers.auto": ("Auto",),
-    "baechi.placers.baselines": ("Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
+    "baechi.placers.baselines": ("MTopo", "Pinned", "RandomPlacer", "RoundRobin", "SingleDevice"),
     "baechi.placers.contiguous": ("Contiguous",),
     "baechi.placers.etf": ("METF",),
     "baechi.placers.heft": ("HEFT", "PEFT"),
     "baechi.placers.metis": ("Metis",),
     "baechi.placers.sct": ("MSCT",),
     "baechi.placers.local_search": ("LocalSearch",),
-    "baechi.placers.topo": ("MTopo",),
     "baechi.placing": ("place",),
     "baechi.probing.cluster_probe": ("probe",),
     "baechi.costs.profiling": ("profile",),

@@ -18,7 +18,7 @@ from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
 from baechi.errors import InfeasibleError, InputError
 from baechi.placers.auto import check_effort
-from baechi.placers.placer_names import placer_of
+from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
 from baechi.program.memory_fitting import solve_with_held

@@ -22,8 +22,8 @@ from baechi import (
     _core,
     solve,
 )
-from baechi.placers.assignments import depth_first, shuffled
 from baechi.placers.memory_packing import backtracked, is_hopeless, is_unpackable
+from baechi.placers.placer import depth_first, shuffled
 from baechi.placers.solving import find
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay

@@ -24,8 +24,9 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.placers import assignments, contiguous
-from baechi.placers.assignments import device_range, is_allowed, live_loads, shortest_assignment
+from baechi.placers import contiguous
+from baechi.placers import placer as assignments
+from baechi.placers.placer import device_range, is_allowed, live_loads, shortest_assignment
 from baechi.problem.problem_arrays import Problem
 
 LINK = Link(10, 10**9)

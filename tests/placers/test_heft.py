@@ -11,7 +11,7 @@ from seeds import seeds
 from strategies import clusters, dense, graphs, tight
 
 from baechi import HEFT, PEFT, Cluster, Device, Link, Op, OpGraph, Tensor, _core, solve
-from baechi.placers.assignments import distinct_loads, group_loads
+from baechi.placers.placer import distinct_loads, group_loads
 from baechi.problem.problem_arrays import Problem
 
 # The graph of HEFT's Fig. 2 and of PEFT's Fig. 2. Parent, child, mean transfer; tasks from 1.

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import highspy
 import numpy as np
@@ -12,15 +13,15 @@ from hypothesis import strategies as st
 from strategies import layered
 
 from baechi import InputError
+from baechi.placers import linear_programs
 from baechi.placers.linear_programs import (
     Cvxopt,
     Highs,
     LinearProgram,
     Mosek,
-    write_mosek_task,
 )
-from baechi.placers.sct_favorites import relax
-from baechi.placers.sct_program import capped, near_point, solver_rows
+from baechi.placers.sct import relax
+from baechi.placers.sct_program import near_point, solver_rows
 
 
 def plain(program):
@@ -77,12 +78,13 @@ def test_cvxopt_knows_the_optimum_of_large_programs(n, cost):
 
 
 def test_moseks_task_has_the_optimum_of_highs(tmp_path):
-    pytest.importorskip("mosek")
+    mosek = pytest.importorskip("mosek")
     for seed, width in ((1, 4), (2, 10)):
         program = layered(300, width, seed)
         rows = solver_rows(program)
         path = tmp_path / f"{seed}.mps"
-        write_mosek_task(rows.program, path)
+        with mosek.Env() as env, linear_programs._mosek_task(mosek, env, rows.program) as task:
+            task.writedata(str(path))
         reader = highspy.Highs()
         reader.setOptionValue("output_flag", False)
         reader.readModel(str(path))
@@ -132,14 +134,14 @@ def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width
     shares = program.feasible(np.random.default_rng(seed).random(len(program.src)))
     start = near_point(program, rows, shares)
     lp = rows.program
-    sums = np.bincount(lp.row, lp.value * start.values[lp.column], minlength=len(lp.limit))
+    sums = np.bincount(lp.row, lp.value * start[lp.column], minlength=len(lp.limit))
     assert (sums <= lp.limit + 1e-9).all()
-    assert (start.values >= 0).all()
-    assert (start.values <= lp.upper).all()
+    assert (start >= 0).all()
+    assert (start <= lp.upper).all()
     best = pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
     assert Highs().solve(lp, start).values[-1] == best
-    assert capped(lp, start).upper[-1] == start.values[-1]
-    assert Highs().solve(capped(lp, start), start).values[-1] == best
+    capped = replace(lp, upper=np.append(lp.upper[:-1], start[-1]))
+    assert Highs().solve(capped, start).values[-1] == best
 
 
 def test_equal_programs_have_equal_answers():
@@ -157,11 +159,11 @@ def test_a_point_in_a_fresh_process():
     """HiGHS's crossover falls over where nothing ran before it."""
     text = (
         "import numpy as np\n"
-        "from baechi.placers.linear_programs import Highs, LinearProgram, Point\n"
+        "from baechi.placers.linear_programs import Highs, LinearProgram\n"
         "one = np.ones(1)\n"
         "zero = np.zeros(1, np.int64)\n"
         "program = LinearProgram(-one, 2 * one, zero, zero, one, one)\n"
-        "print(Highs().solve(program, Point(0.5 * one)).values[0])\n"
+        "print(Highs().solve(program, 0.5 * one).values[0])\n"
     )
     done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "1.0"

@@ -35,7 +35,7 @@ def test_the_net_weighs_a_tensor_once_however_many_read_it():
     ops = tuple(Op(f"o{i}", 10 + i, group="g" if i in {1, 3} else None) for i in range(4))
     tensors = (Tensor(0, (1, 2, 3), 30), Tensor(0, (2,), 10), Tensor(1, (3,), 99))
     problem = Problem(OpGraph(ops, tensors), Cluster.uniform(2, 10**4, LINK))
-    net = mincut._Net.of(problem)
+    net = mincut._Net(problem)
     # Groups are 0, {1, 3} and 2. 40 ns are shared by two readers, and 20 ns are for one alone.
     edges = zip(net.src.tolist(), net.dst.tolist(), net.weight.tolist(), strict=True)
     assert list(edges) == [(0, 1, 20), (0, 2, 40), (1, 0, 20), (2, 0, 40)]
@@ -55,7 +55,7 @@ def test_weights_are_in_proportion_and_none_is_more_than_a_part():
 
 def repair(problem, assignment):
     devices = tuple(range(len(problem.cluster.devices)))
-    net = mincut._Net.of(problem)
+    net = mincut._Net(problem)
     return mincut._Repair(problem, net, np.array(assignment, np.int64), devices).repaired()
 
 
@@ -81,13 +81,13 @@ def test_a_repair_looks_at_the_pool_and_gives_up_where_nothing_fits():
 def test_shares_follow_memory_and_speed():
     devices = [Device("small", 100), Device("large", 300, 3.0)]
     problem = Problem(knots(4, heavy=10), Cluster.connected(devices, LINK))
-    tasks = list(mincut._tasks(problem, mincut._Net.of(problem)))
+    tasks = list(mincut._tasks(problem, mincut._Net(problem)))
     assert tasks[0][0] == (1,)
     shares = [balance[0] for used, balance in tasks if used == (1, 0)]
     # Times are rounded up to whole ns: 4 and 10.
     assert shares == [pytest.approx([10 / 14, 4 / 14]), pytest.approx([0.75, 0.25])]
     equal = Problem(knots(4, heavy=10), Cluster.uniform(2, 150, LINK))
-    tasks = list(mincut._tasks(equal, mincut._Net.of(equal)))
+    tasks = list(mincut._tasks(equal, mincut._Net(equal)))
     assert all(shares is None for _, (shares, _) in tasks)
     assert max(len(weights) for _, (_, weights) in tasks) == 2
 

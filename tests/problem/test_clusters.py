@@ -1,6 +1,7 @@
 """Clusters of groups: nested, alike in size, and of groups that send each other much."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import strategies as st
 from strategies import clusters as device_clusters
 from strategies import colored, graphs
 
-from baechi import Cluster, Link, Op, OpGraph, Tensor
-from baechi.problem.coarsening import clusters
+from baechi import Cluster, Link, Op, OpGraph, Tensor, _core
+from baechi.problem.problem_arrays import Problem
 
 # A byte takes a nanosecond, after a hundred.
 CLUSTER = Cluster.uniform(2, 10**6, Link(100, 10**9))
@@ -23,7 +24,8 @@ def chain(sizes, time_ns=1000, persistent=0):
 
 
 def levels(graph, cluster=CLUSTER, color=None):
-    return [level.tolist() for level in clusters(colored(graph, cluster, color))]
+    problem = colored(graph, cluster, color)
+    return [level.tolist() for level in _core.group_clusters(problem.core, problem.group_colors)]
 
 
 def test_heavy_edges_go_first():
@@ -81,3 +83,20 @@ def test_levels_are_nested_and_of_one_color(graph, cluster, data):
     for level in found:
         assert len(set(zip(level, colors, strict=True))) == len(set(level))
     assert found == levels(graph, cluster, np.array(colors, np.int32))
+
+
+def etf(core):
+    """What earliest task first does with the problem: spans, transfers and peaks."""
+    timeline = _core.Timeline(core)
+    timeline.list_schedule(np.empty(0, np.int32))
+    return timeline.spans(), timeline.transfers(), timeline.peaks()
+
+
+@given(graphs(max_ops=12), device_clusters())
+def test_regrouped_is_the_problem_with_larger_groups(graph, cluster):
+    problem = Problem(graph, cluster)
+    for level in levels(graph, cluster):
+        names = [f"c{level[group]}" for group in problem.op_group]
+        ops = tuple(replace(op, group=g) for op, g in zip(graph.ops, names, strict=True))
+        larger = Problem(replace(graph, ops=ops), cluster)
+        assert etf(_core.regrouped(problem.core, np.array(level, np.int32))) == etf(larger.core)

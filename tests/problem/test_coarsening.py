@@ -1,7 +1,6 @@
 """Coarsening: what it fuses by hand, and that it stays exact whatever it fuses."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import coarsening_oracle
 import numpy as np
@@ -20,12 +19,10 @@ from baechi import (
     OpGraph,
     Placement,
     Tensor,
-    _core,
     simulate,
 )
 from baechi.placers.baselines import SingleDevice
-from baechi.problem.coarsening import Coarse, coarsen, grains, regrouped
-from baechi.problem.coarsening import clusters as nested
+from baechi.problem.coarsening import Coarse, coarsen
 from baechi.problem.problem_arrays import Problem
 
 # A byte takes a nanosecond, after a hundred.
@@ -189,20 +186,6 @@ def mirrored(seed, n):
     return OpGraph(tuple(ops), tuple(tensors))
 
 
-def layered(n, width, seed=0):
-    """Layers of ops, each of which reads one to three ops of the layer before."""
-    draw = np.random.default_rng(seed)
-    consumers = [[] for _ in range(n)]
-    for op in range(width, n):
-        layer = op - op % width
-        for producer in {int(draw.integers(layer - width, layer)) for _ in range(3)}:
-            consumers[producer].append(op)
-    times = draw.integers(1000, 100_000, n).tolist()
-    sizes = draw.integers(100, 50_000, n).tolist()
-    ops = tuple(Op(f"o{i}", times[i], 10) for i in range(n))
-    return OpGraph(ops, tuple(Tensor(i, tuple(row), sizes[i]) for i, row in enumerate(consumers)))
-
-
 def check(coarse):
     """What every coarse graph must be. Constructing it fails on a cycle."""
     graph, coarse_graph = coarse.problem.graph, coarse.graph
@@ -239,88 +222,33 @@ def check_limit(coarse):
 
 
 @given(graphs(max_ops=14), clusters(), st.data())
-def test_a_coarse_graph_of_any_grain_stands_for_the_fine_one(graph, cluster, data):
+def test_a_coarse_graph_stands_for_the_fine_one(graph, cluster, data):
     n = len(Problem(graph, cluster).group_ops)
     colors = data.draw(st.lists(st.integers(0, 1), min_size=n, max_size=n))
     color = data.draw(st.sampled_from([None, np.array(colors, np.int32)]))
-    problem = colored(graph, cluster, color)
-    levels = grains(problem, (6, 3, 1))
-    assert np.array_equal(levels[0].part_of, coarsen(problem).part_of)
-    for level in levels:
-        check(level)
-        if color is not None:
-            ops = range(len(graph.ops))
-            pairs = {(level.part_of[op], colors[problem.op_group[op]]) for op in ops}
-            assert len(pairs) == len(level.members)
-    for fine, coarse in pairwise(levels):
-        assert len(coarse.members) < len(fine.members)
-        assert set(zip(fine.part_of, coarse.part_of, strict=True)) == {
-            (fine.part_of[row[0]], coarse.part_of[row[0]]) for row in fine.members
-        }
-    again = grains(colored(graph, cluster, color), (6, 3, 1))
-    assert [level.graph for level in levels] == [level.graph for level in again]
+    coarse = coarse_of(graph, cluster, color)
+    check(coarse)
+    if color is not None:
+        op_group = coarse.problem.op_group
+        pairs = {(coarse.part_of[op], colors[op_group[op]]) for op in range(len(graph.ops))}
+        assert len(pairs) == len(coarse.members)
+    assert coarse.graph == coarse_of(graph, cluster, color).graph
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_grains_of_mirrored_graphs(seed):
-    for level in grains(Problem(mirrored(seed, 80), CLUSTER), (40, 20, 10)):
-        check(level)
-
-
-def test_grains_of_a_layered_graph_shrink_and_stay_even():
-    problem = Problem(layered(3000, 10), Cluster.uniform(4, 10**9, Link(100, 10**9)))
-    levels = grains(problem, (1000, 300, 100))
-    assert [len(level.members) for level in levels[1:]] <= [1000, 300, 100]
-    total = sum(op.time_ns for op in problem.graph.ops)
-    for level in levels:
-        check(level)
-        assert max(op.time_ns for op in level.graph.ops) <= total / 8
+def test_coarse_mirrored_graphs(seed):
+    check(coarse_of(mirrored(seed, 80)))
 
 
 @given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
 def test_a_placement_expands_to_one_of_the_fine_graph(graph, cluster):
-    for coarse in grains(Problem(graph, cluster), (4, 2)):
-        placement = METF().place(Problem(coarse.graph, cluster))
-        fine = coarse.expand(placement)
-        # `simulate` checks the order and the groups.
-        simulate(graph, cluster, fine)
-        for part, row in enumerate(coarse.members):
-            assert {fine.devices[op] for op in row} == {placement.devices[part]}
-
-
-def etf(core):
-    """What earliest task first does with the problem: spans and transfers."""
-    timeline = _core.Timeline(core)
-    timeline.list_schedule(np.empty(0, np.int32))
-    return timeline.spans(), timeline.transfers(), timeline.peaks()
-
-
-@given(graphs(max_ops=12), clusters())
-def test_the_core_is_that_of_the_coarse_graph(graph, cluster):
-    speedless = replace(cluster, devices=tuple(replace(d, speed=1.0) for d in cluster.devices))
-    for coarse in grains(Problem(graph, speedless), (6, 3)):
-        assert etf(coarse.core) == etf(Problem(coarse.graph, speedless).core)
-
-
-@given(graphs(max_ops=10), clusters(whole=True, memory=st.just(10**6)))
-def test_arrays_expand_like_placements(graph, cluster):
-    for coarse in grains(Problem(graph, cluster), (4, 2)):
-        placement = METF().place(Problem(coarse.graph, cluster))
-        fine = coarse.expand(placement)
-        arrays = (np.array(row, np.int32) for row in (placement.devices, placement.order))
-        devices, order = coarse.expand_arrays(*arrays)
-        assert (tuple(devices), tuple(order)) == (fine.devices, fine.order)
-
-
-@given(graphs(max_ops=12), clusters())
-def test_regrouped_is_the_problem_with_larger_groups(graph, cluster):
-    problem = Problem(graph, cluster)
-    for level in nested(problem):
-        row = level.tolist()
-        names = [f"c{row[group]}" for group in problem.op_group]
-        ops = tuple(replace(op, group=g) for op, g in zip(graph.ops, names, strict=True))
-        larger = Problem(replace(graph, ops=ops), cluster)
-        assert etf(regrouped(problem, level)) == etf(larger.core)
+    coarse = coarse_of(graph, cluster)
+    placement = METF().place(Problem(coarse.graph, cluster))
+    fine = coarse.expand(placement)
+    # `simulate` checks the order and the groups.
+    simulate(graph, cluster, fine)
+    for part, row in enumerate(coarse.members):
+        assert {fine.devices[op] for op in row} == {placement.devices[part]}
 
 
 def test_names_do_not_matter():
@@ -333,9 +261,9 @@ def test_names_do_not_matter():
         graph.tensors,
     )
     cluster = Cluster.uniform(3, 10**5, Link(50, 10**9))
-    levels = [[c.part_of.tolist() for c in grains(Problem(g, cluster))] for g in (graph, renamed)]
-    assert levels[0] == levels[1]
-    assert len(levels[0]) > 1
+    parts = [coarse_of(g, cluster).part_of.tolist() for g in (graph, renamed)]
+    assert parts[0] == parts[1]
+    assert 1 < len(set(parts[0])) < len(graph.ops)
 
 
 def test_on_one_device_the_coarse_step_is_the_fine_one():
@@ -351,16 +279,17 @@ def test_on_one_device_the_coarse_step_is_the_fine_one():
 
 @pytest.mark.parametrize("ops", [(), (Op("one", 5, 3, 2),)])
 def test_a_graph_of_no_op_or_one(ops):
-    (level,) = grains(Problem(OpGraph(ops), CLUSTER))
-    assert level.members == tuple((op,) for op in range(len(ops)))
-    assert level.graph == OpGraph(ops)
+    coarse = coarse_of(OpGraph(ops))
+    assert coarse.members == tuple((op,) for op in range(len(ops)))
+    assert coarse.graph == OpGraph(ops)
 
 
 def test_a_large_graph():
-    problem = Problem(layered(100_000, 100), Cluster.uniform(8, 10**12, Link(100, 10**9)))
-    levels = grains(problem, (30_000, 10_000))
-    assert len(levels) == 3
-    assert len(levels[-1].graph.ops) <= 10_000
+    n = 100_000
+    ops = tuple(Op(f"o{i}", 1000 + i % 7, 10) for i in range(n))
+    chains = tuple(Tensor(i, (i + 100,), 500) for i in range(n - 100))
+    coarse = coarse_of(OpGraph(ops, chains), Cluster.uniform(8, 10**12, Link(100, 10**9)))
+    assert len(coarse.graph.ops) == 100
 
 
 def test_a_placement_of_another_graph_is_not_expanded():

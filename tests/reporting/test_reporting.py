@@ -28,7 +28,7 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.problem.memory_profile import peak_holdings
+from baechi.problem.simulation import peak_holdings
 from baechi.reporting import (
     device_facts,
     memory_profile,

@@ -2,15 +2,10 @@
 
 Candidates in order, which breaks ties: every single device, the placers, and the results of local
 search from them (`placers/local_search.py`). So the result is never worse than the best single
-device that fits, nor than any of the placers, nor than with less effort. Efforts, with their cost
-on two cores:
-
-- `"fast"`, for schedulers that call often: m-ETF and HEFT on the graph itself, the contiguous
-  split up to 4,000 ops, and a short search; about 0.1 s for 2,000 ops on 8 devices. Where that
-  finds nothing, the search is as long as a balanced one.
-- `"balanced"`: all placers, also on the coarse graph (`problem/coarsening.py`), and a search from
-  eight starts; under 2 s.
-- `"thorough"`: the same, and a search from 32 starts; under a minute.
+device that fits, nor than any of the placers, nor than with less effort. `docs/solver.md` has the
+efforts with their cost: `"fast"` runs m-ETF, HEFT and a quick contiguous split, and a short search
+(a balanced one where that finds nothing); `"balanced"` all placers, also on the coarse graph;
+`"thorough"` the same with a longer search.
 
 With more than `_MANY_DEVICES` devices, m-ETF and HEFT run first; the other placers and the search
 use only the devices that the best of them use. Above `_BALANCED_OPS` ops placers get only the
@@ -25,20 +20,18 @@ from typing import ClassVar, Final, final
 import numpy as np
 
 from baechi.errors import InputError
-from baechi.placers.baselines import SingleDevice
+from baechi.placers.baselines import MTopo, SingleDevice
 from baechi.placers.contiguous import Contiguous
-from baechi.placers.device_choice import device_kinds
+from baechi.placers.device_choice import device_kinds, used_devices
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT, PEFT
-from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved, used_devices
+from baechi.placers.local_search import BALANCED, FAST, THOROUGH, Budget, improved
 from baechi.placers.memory_packing import Packing
 from baechi.placers.metis import Metis
-from baechi.placers.placer import Placer, placement_of, timed
+from baechi.placers.placer import Placer, placed_in, timed
 from baechi.placers.sct import MSCT
-from baechi.placers.topo import MTopo
 from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import fits_memory, replay
 from baechi.records.placement import Placement
 from baechi.validation import FrozenDict, check_is, check_row
 
@@ -154,23 +147,21 @@ def portfolio(
     *,
     coarsely: bool = True,
 ) -> list[tuple[str, Placement | None]]:
-    """Labels and placements of the placers on the grains that the effort requires.
+    """Labels and placements of the placers on the graph and, if `coarsely`, on the coarse graph.
 
-    Args:
-        problem: What to place.
-        placers: The placers.
-        effort: See the module.
-        coarsely: Whether they get the coarse graph. If so, and the graph is large or the effort
-            fast, they get the graph itself only where nothing else fits.
+    If the graph is large or the effort fast, they get the graph itself only where nothing else
+    fits.
     """
     candidates: list[tuple[str, Placement | None]] = []
     coarse = coarsen(problem) if coarsely else None
     if coarse is not None and len(coarse.members) < len(problem.graph.ops):
-        coarse_problem = problem.lumped(coarse.graph, coarse.members)
         for placer in placers:
-            placement = placer.place(coarse_problem)
+            placement = placer.place(coarse.lumped)
             if placement is not None:
-                placement = _expanded(problem, coarse.expand(placement))
+                fine = coarse.expand(placement)
+                stats = {key: fine.stats[key] for key in fine.stats if key != "makespan_ns"}
+                devices = np.array(fine.devices, np.int32)
+                placement = placed_in(problem, devices, fine.order, placement.placer, stats)
             candidates.append((f"{placer.name}/coarse", placement))
     fits = any(placement is not None for _, placement in candidates)
     if not fits or effort == "thorough" or (effort == "balanced" and not _is_large(problem)):
@@ -204,12 +195,3 @@ def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
         if kinds[index] == index:
             name = problem.cluster.devices[index].name
             yield f"single/{name}", SingleDevice(index).place(problem)
-
-
-def _expanded(problem: Problem, placement: Placement) -> Placement | None:
-    """The placement with its makespan on the graph itself, if it fits there."""
-    timeline = replay(problem, placement.devices, placement.order)
-    if not fits_memory(problem, timeline):
-        return None
-    stats = {key: value for key, value in placement.stats.items() if key != "makespan_ns"}
-    return placement_of(problem, timeline, placement.placer, stats)

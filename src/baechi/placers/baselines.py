@@ -1,6 +1,6 @@
-"""Baseline placers, which ignore costs.
+"""Baseline placers, which ignore times: single, round-robin, random, pinned, and m-TOPO.
 
-None of them searches: if its placement does not fit, `solve` raises an error.
+All but m-TOPO are fixed: if the placement does not fit, `solve` raises an error.
 """
 
 import random
@@ -9,12 +9,13 @@ from typing import ClassVar, final
 
 import numpy as np
 
+from baechi import _core
 from baechi.errors import InputError
 from baechi.placers.device_choice import device_choices
-from baechi.placers.placer import Placer, in_index_order
+from baechi.placers.placer import HEADROOMS, Placer, in_index_order, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
-from baechi.validation import check_count, check_counts
+from baechi.validation import check_count, check_counts, check_is
 
 
 @final
@@ -44,8 +45,7 @@ class SingleDevice(Placer):
             in_index_order(problem, [device] * len(problem.graph.ops), self.name)
             for device in devices
         ]
-        fitting = [placement for placement in found if placement is not None]
-        return min(fitting, key=lambda placement: placement.stats["makespan_ns"], default=None)
+        return shortest(placement for placement in found if placement is not None)
 
 
 def _choices(problem: Problem) -> list[list[int]]:
@@ -124,3 +124,75 @@ class Pinned(Placer):
             InputError: The pins are for another graph or cluster, or part a group.
         """
         return in_index_order(problem, self.devices, self.name)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MTopo(Placer):
+    """Fills devices in index order, with ops in index order, up to a balanced cap.
+
+    Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-TOPO": Cap = sum(d) / n + max(d), where
+    d is the memory of an op and n the number of devices. O(ops * log ops + tensors).
+
+    Differences from the paper: d is that of a whole group, since its ops share a device; a device
+    also closes when an op does not fit there by the exact clock, so that the cap never exceeds the
+    real limit; on unequal devices the mean is divided in proportion to their memory; and after a
+    dead end (a backward op that no longer fits beside its forward op) the schedule is retried with
+    lower caps and increasing shares of every memory held back (`HEADROOMS`).
+
+    Attributes:
+        capped: Whether a device closes at the balanced cap; else only when it is full.
+    """
+
+    name: ClassVar[str] = "m-topo"
+    capped: bool = True
+
+    def __post_init__(self) -> None:
+        check_is(self.capped, bool, "capped")
+
+    def place(self, problem: Problem) -> Placement | None:
+        """Fill the devices; a closed device stays closed."""
+        for headroom in HEADROOMS:
+            timeline = problem.timeline(headroom)
+            if self._fill(problem, timeline, headroom):
+                return placement_of(problem, timeline, self.name)
+        return None
+
+    def _fill(self, problem: Problem, timeline: _core.Timeline, headroom: float) -> bool:
+        """Commit every op; false at a dead end."""
+        loads = problem.group_bytes
+        caps = [int(cap * (1 - headroom)) for cap in self._caps(problem, loads)]
+        filled = [0] * len(caps)
+        device = 0
+
+        def closed(op: int, load: int, device: int) -> bool:
+            over = self.capped and filled[device] > 0 and filled[device] + load > caps[device]
+            return over or not timeline.fits(op, device)
+
+        for op, group in enumerate(problem.op_group):
+            target = timeline.group_device(op)
+            if target < 0:
+                may = problem.allowed[:, group]
+                while device < len(caps) and may[device] and closed(op, loads[group], device):
+                    device += 1
+                # A device that is not allowed for the group stays open for others.
+                target = device
+                while target < len(caps) and (
+                    not may[target] or (target > device and closed(op, loads[group], target))
+                ):
+                    target += 1
+                if target == len(caps):
+                    return False
+                filled[target] += loads[group]
+            elif not timeline.fits(op, target):
+                return False
+            timeline.commit(op, target)
+        return True
+
+    def _caps(self, problem: Problem, loads: tuple[int, ...]) -> list[int]:
+        memory = [
+            problem.pool_memory[pool] * bool(problem.allowed[device].any())
+            for device, pool in enumerate(problem.device_pool)
+        ]
+        total = max(1, sum(sorted(memory)[-(problem.max_devices or len(memory)) :]))
+        return [-(-sum(loads) * m // total) + max(loads, default=0) for m in memory]

@@ -22,21 +22,23 @@ blocks * (devices + moments))) per program, with blocks of neighboring groups so
 blocks**2 * devices <= `work`, and some tens of simulations.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import ClassVar, Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.assignments import (
+from baechi.placers.placer import (
+    HEADROOMS,
+    Placer,
     depth_first,
     device_range,
     live_loads,
     shortest_assignment,
 )
-from baechi.placers.placer import HEADROOMS, Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
@@ -65,12 +67,12 @@ class Contiguous(Placer):
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
-        rows = [row for order in _orders(problem) for row in _rows(problem, order, self.work)]
+        rows = [(order, _splits(problem, order, self.work)) for order in _orders(problem)]
         for headroom in self.headrooms:
             candidates: dict[tuple[int, ...], tuple[int, ...]] = {}
-            for row in rows:
-                for assignment in row.splits(problem, headroom):
-                    candidates.setdefault(assignment, row.order)
+            for order, splits in rows:
+                for assignment in splits(headroom):
+                    candidates.setdefault(assignment, order)
             placement = shortest_assignment(problem, candidates, self.name, self.reordered)
             if placement is not None or not candidates:
                 return placement
@@ -86,57 +88,36 @@ def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
     yield tuple(sorted(range(n), key=lambda op: (-ranks[op], op)))
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class _Row:
-    """The groups in a row, as blocks, and devices for segments of it.
-
-    Attributes:
-        order: Order of the ops; the row follows the groups' first ops.
-        blocks: Number of blocks.
-        block: Block of every group.
-        loads: Bytes of every group, per moment.
-        costs: The mean transfer time of every tensor.
-        devices: Devices in the order of their segments.
-        caps: Maximum load of each device.
-    """
-
-    order: tuple[int, ...]
-    blocks: int
-    block: NDArray[np.int32]
-    loads: NDArray[np.int64]
-    costs: NDArray[np.int64]
-    devices: tuple[int, ...]
-    caps: tuple[int, ...]
-
-    def splits(self, problem: Problem, headroom: float) -> Iterator[tuple[int, ...]]:
-        """The device of every group in the best splits that leave a share of each memory free."""
-        for bottleneck in (False, True):
-            splits = _core.contiguous_splits(
-                problem.core,
-                blocks=self.blocks,
-                block=self.block,
-                loads=self.loads.reshape(-1),
-                costs=self.costs,
-                devices=np.array(self.devices, np.int32),
-                caps=np.array([cap - int(cap * headroom) for cap in self.caps], np.int64),
-                allowed=problem.allowed.astype(np.uint8).reshape(-1),
-                bottleneck=bottleneck,
-            )
-            for index in sorted({round(i) for i in np.linspace(0, len(splits) - 1, _SPLITS)}):
-                if splits:
-                    yield tuple(np.array(splits[index], np.int32)[self.block].tolist())
-
-
-def _rows(problem: Problem, order: tuple[int, ...], work: int) -> Iterator[_Row]:
-    """The row of groups in that order, once for every order of the devices."""
+def _splits(
+    problem: Problem, order: tuple[int, ...], work: int
+) -> Callable[[float], Iterator[tuple[int, ...]]]:
+    """A function from a headroom to the best splits for that order: a device per group."""
     row = tuple(dict.fromkeys(problem.op_group[op] for op in order))
     costs = np.array(_core.mean_transfers(problem.core), np.int64)
     loads = live_loads(problem, order)
-    need = int(loads.sum(axis=1).max(initial=0))
-    for devices, caps in _rows_of_devices(problem, need):
-        most = max(2, int((work / len(devices)) ** 0.5))
-        yield _Row(order, *_blocks(problem, row, costs, most), loads, costs, devices, caps)
+    rows = [
+        (devices, caps, *_blocks(problem, row, costs, max(2, int((work / len(devices)) ** 0.5))))
+        for devices, caps in _rows_of_devices(problem, int(loads.sum(axis=1).max(initial=0)))
+    ]
+
+    def splits(headroom: float) -> Iterator[tuple[int, ...]]:
+        for (devices, caps, blocks, block), bottleneck in product(rows, (False, True)):
+            found = _core.contiguous_splits(
+                problem.core,
+                blocks=blocks,
+                block=block,
+                loads=loads.reshape(-1),
+                costs=costs,
+                devices=np.array(devices, np.int32),
+                caps=np.array([cap - int(cap * headroom) for cap in caps], np.int64),
+                allowed=problem.allowed.astype(np.uint8).reshape(-1),
+                bottleneck=bottleneck,
+            )
+            some = np.linspace(0, len(found) - 1, _SPLITS) if found else ()
+            for index in sorted({round(i) for i in some}):
+                yield tuple(np.array(found[index], np.int32)[block].tolist())
+
+    return splits
 
 
 def _rows_of_devices(problem: Problem, need: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:

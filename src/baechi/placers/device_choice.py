@@ -1,42 +1,52 @@
-"""Choices of devices under a limit on their number.
+"""The devices to look at: those that missing links leave, choices of some, and those in use.
 
-With at most k devices, a placer runs once per choice of k devices with all others excluded, so no
-placer needs to handle the limit. A choice must have a device for every group. Equal devices are
-interchangeable, and of choices that differ only in them the first is used.
+`linked`: with constraints, a greedy placer may put an op where its consumers, which must be
+elsewhere, cannot get its output. Such devices are ruled out beforehand: a device stays allowed for
+a group only if for every group that it shares a tensor with some allowed device is linked to it
+(arc consistency: Mackworth, Consistency in Networks of Relations, 1977). If the ops form a tree, no
+dead end remains; otherwise fewer do. O(edges * sweeps), and O(devices**2) per set of devices met.
 
-Choices in order: greedy ones, by memory, by speed, by both, and around every kind of device in turn
-by the rate of its links; then all others, if they are few.
-Complexity: O(choices * (devices * groups + devices**2)).
+`device_choices`: with at most k devices, a placer runs once per choice of k devices with all others
+excluded, so no placer needs to handle the limit. A choice must have a device for every group. Equal
+devices are interchangeable, and of choices that differ only in them the first is used. Greedy
+choices come first, by memory, by speed, by both, and around every kind of device in turn by the
+rate of its links; then all others, if they are few. O(choices * (devices * groups + devices**2)).
 """
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baechi.problem.allowed_devices import needed
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import Problem, needed
+from baechi.records.placement import Placement
 
 # All choices are listed up to this number of them.
 _CHOICES: Final = 256
 # Maximum number of kinds of devices around which a choice is made.
 _SEEDS: Final = 16
+# Most devices of the placements whose devices `used_devices` returns.
+MOST_USED: Final = 16
 
 
 def device_choices(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Sets of `max_devices` devices, ascending; all devices where their number has no limit."""
-    n = len(problem.cluster.devices)
-    if problem.max_devices is None:
+    n, limit = len(problem.cluster.devices), problem.max_devices
+    if limit is None:
         yield tuple(range(n))
         return
     kinds = device_kinds(problem)
+    few = math.comb(n, limit) <= _CHOICES
+    others = itertools.combinations(range(n), limit) if few else ()
     seen = set()
-    for choice in itertools.chain(_greedy(problem, kinds), _all(problem)):
+    for choice in itertools.chain(_greedy(problem, kinds, limit), others):
         key = tuple(sorted(kinds[device] for device in choice))
-        if key not in seen:
+        everywhere = problem.allowed[list(choice)].any(axis=0).all()
+        if key not in seen and len(choice) == limit and everywhere:
             seen.add(key)
             yield choice
 
@@ -61,48 +71,108 @@ def device_kinds(problem: Problem) -> list[int]:
     ]
 
 
-def _greedy(problem: Problem, kinds: Sequence[int]) -> Iterator[tuple[int, ...]]:
+def _greedy(problem: Problem, kinds: Sequence[int], limit: int) -> Iterator[tuple[int, ...]]:
+    n = len(kinds)
     memory = np.array([problem.pool_memory[pool] for pool in problem.device_pool], np.float64)
     total = problem.durations.sum(axis=1, dtype=np.float64)[problem.device_class]
     speed = 1 / np.maximum(total, 1)
     for score in (memory, speed, memory * speed):
-        yield from _grown(problem, (), score)
+        yield _grown(problem, limit, (), score)
+    rate = np.broadcast_to(problem.links[1], n * n).reshape(n, n)
     for seed in sorted(set(kinds))[:_SEEDS]:
-        yield from _grown(problem, (seed,), _nearness(problem, seed), memory)
-
-
-def _nearness(problem: Problem, device: int) -> NDArray[np.float64]:
-    """The lower rate of the two links between a device and every other."""
-    _, rate = problem.links
-    n = len(problem.cluster.devices)
-    table = np.broadcast_to(rate, n * n).reshape(n, n)
-    return np.asarray(np.minimum(table[device], table[:, device]), np.float64)
+        yield _grown(problem, limit, (seed,), np.minimum(rate[seed], rate[:, seed]), memory)
 
 
 def _grown(
-    problem: Problem, chosen: tuple[int, ...], *scores: NDArray[np.float64]
-) -> Iterator[tuple[int, ...]]:
-    """A choice that starts with the devices that groups require and adds the best of the others."""
-    limit = problem.max_devices or len(problem.cluster.devices)
+    problem: Problem, limit: int, chosen: tuple[int, ...], *scores: NDArray[np.generic]
+) -> tuple[int, ...]:
+    """The devices that groups require, those chosen, and the best of the others."""
     allowed = problem.allowed
-    only = np.flatnonzero(needed(allowed)).tolist()
-    devices = list(dict.fromkeys((*only, *chosen)))
-    keys = (-np.arange(len(allowed)), *reversed(scores))
-    ranked = np.lexsort(keys)[::-1].tolist()
+    devices = list(dict.fromkeys((*np.flatnonzero(needed(allowed)).tolist(), *chosen)))
+    ranked = np.lexsort((-np.arange(len(allowed)), *reversed(scores)))[::-1].tolist()
     while len(devices) < limit:
         homeless = ~allowed[devices].any(axis=0)
         # Prefer the device that serves the most groups without one, then the rank.
         served = allowed[:, homeless].sum(axis=1)
         left = [device for device in ranked if device not in devices]
         devices.append(max(left, key=lambda device: served[device]))
-    if len(devices) == limit and allowed[devices].any(axis=0).all():
-        yield tuple(sorted(devices))
+    return tuple(sorted(devices))
 
 
-def _all(problem: Problem) -> Iterator[tuple[int, ...]]:
-    n, limit = len(problem.cluster.devices), problem.max_devices or 0
-    if math.comb(n, limit) > _CHOICES:
-        return
-    for choice in itertools.combinations(range(n), limit):
-        if problem.allowed[list(choice)].any(axis=0).all():
-            yield choice
+def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]:
+    """The devices of the best placements and those that some group requires, ascending."""
+    used: set[int] = set()
+    for placement in sorted(placements, key=lambda p: p.stats["makespan_ns"]):
+        more = used | set(placement.devices)
+        if used and len(more) > MOST_USED:
+            break
+        used = more
+    return sorted(used | set(np.flatnonzero(needed(problem.allowed)).tolist())) if used else []
+
+
+def linked(problem: Problem) -> Problem | None:
+    """The problem without devices ruled out by missing links; `None` if a group has none left.
+
+    Unchanged where there are no constraints (all ops can be on one device) or no missing links.
+    """
+    if problem.constraints is None or problem.cluster.uniform_link is not None:
+        return problem
+    reach = _reach(problem)
+    if reach.all():
+        return problem
+    allowed = _consistent(problem, reach)
+    if allowed is None or (allowed == problem.allowed).all():
+        return None if allowed is None else problem
+    return Problem(problem.graph, problem.cluster, problem.constraints, allowed)
+
+
+def _reach(problem: Problem) -> NDArray[np.bool_]:
+    """True where the outputs of a device (row) can get to another (column)."""
+    n = len(problem.cluster.devices)
+    _, rate = problem.links
+    direct = np.broadcast_to(rate, n * n).reshape(n, n) > 0
+    direct |= np.eye(n, dtype=np.bool_)
+    pool = np.array(problem.device_pool)
+    handed = direct & (pool[:, None] == pool)
+    return np.asarray((direct.astype(np.float32) @ handed.astype(np.float32)) > 0)
+
+
+def _consistent(problem: Problem, reach: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
+    """The allowed devices that remain when no more can be ruled out."""
+    op_group = problem.graph.arrays.op_group
+    producers, consumers = problem.graph.arrays.edges()
+    pairs = np.unique(np.stack([op_group[producers], op_group[consumers]]), axis=1)
+    edges = [(src, dst) for src, dst in pairs.T.tolist() if src != dst]
+    # Sets of devices as the bits of an int.
+    left = [_bits(column) for column in problem.allowed.T]
+    forth, back = _images(reach), _images(reach.T)
+    before: list[int] = []
+    while before != left:
+        before = list(left)
+        for src, dst in edges:
+            left[dst] &= forth(left[src])
+        for src, dst in reversed(edges):
+            left[src] &= back(left[dst])
+    if 0 in left:
+        return None
+    n = len(reach)
+    return np.array([[bool(bits >> device & 1) for bits in left] for device in range(n)], np.bool_)
+
+
+def _bits(flags: NDArray[np.bool_]) -> int:
+    return sum(1 << device for device in np.flatnonzero(flags).tolist())
+
+
+def _images(reach: NDArray[np.bool_]) -> Callable[[int], int]:
+    """A function from a set of devices to all devices that they reach."""
+    rows = [_bits(row) for row in reach]
+
+    @cache
+    def image(devices: int) -> int:
+        union = 0
+        for device, row in enumerate(rows):
+            if devices >> device & 1:
+                union |= row
+        return union
+
+    return image

@@ -20,97 +20,85 @@ from dataclasses import dataclass
 from typing import ClassVar, final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.placer import HEADROOMS, Placer, placement_of
+from baechi.placers.placer import HEADROOMS, Placer, Stats, placement_of
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 from baechi.validation import check_count
 
 
-@final
 @dataclass(frozen=True, slots=True)
-class METF(Placer):
-    """Earliest task first.
+class ListScheduler(Placer):
+    """A placer that may meet dead ends, and retries as in the module.
 
     Attributes:
         retries: Maximum number of retries after a dead end, each with one more group pinned.
     """
 
-    name: ClassVar[str] = "m-etf"
     retries: int = 16
 
     def __post_init__(self) -> None:
         check_count(self.retries, "retries")
 
+
+@final
+@dataclass(frozen=True, slots=True)
+class METF(ListScheduler):
+    """Earliest task first."""
+
+    name: ClassVar[str] = "m-etf"
+
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
-        timeline, pins = schedule_list(problem, np.empty(0, np.int32), self.retries)
-        if timeline is None:
-            return None
-        return placement_of(problem, timeline, self.name, {"pinned groups": pins} if pins else {})
-
-
-def schedule_list(
-    problem: Problem, favorites: NDArray[np.int32], retries: int
-) -> tuple[_core.Timeline | None, int]:
-    """The complete timeline of the list scheduler, or `None`; and the number of pinned groups.
-
-    Args:
-        problem: Graph and cluster.
-        favorites: Favorite child of every op, or -1; empty for ETF's rule.
-        retries: Maximum number of groups to pin.
-    """
-    return past_dead_ends(problem, lambda timeline: timeline.list_schedule(favorites), retries)
+        nothing = np.empty(0, np.int32)
+        return past_dead_ends(
+            problem, lambda timeline: timeline.list_schedule(nothing), self.retries, self.name, {}
+        )
 
 
 def past_dead_ends(
-    problem: Problem, schedule: Callable[[_core.Timeline], bool], retries: int
-) -> tuple[_core.Timeline | None, int]:
-    """The first complete timeline after retries, as in the module; and the number of pinned groups.
+    problem: Problem,
+    schedule: Callable[[_core.Timeline], bool],
+    retries: int,
+    placer: str,
+    stats: Stats,
+) -> Placement | None:
+    """The first schedule that is complete, after retries as in the module.
 
-    Args:
-        problem: Graph and cluster.
-        schedule: Commits all ops to a timeline, in which groups may be reserved and memory held
-            back; false at a dead end.
-        retries: Maximum number of groups to pin.
+    `schedule` commits all ops to a timeline, in which groups may be reserved and memory held back;
+    it returns false at a dead end. At most `retries` groups are pinned.
     """
     for headroom in HEADROOMS:
         timeline = problem.timeline(headroom)
         if schedule(timeline):
-            return timeline, 0
-    pins: dict[int, int] = {}
-    while True:
-        timeline = problem.timeline()
-        for group, device in pins.items():
-            timeline.reserve(problem.group_ops[group][0], device)
+            return placement_of(problem, timeline, placer, stats)
+    pins: dict[int, int] = {}  # the first op of a group, and its device
+    for _ in range(retries + 1):
+        timeline, fresh = problem.timeline(), problem.timeline()
+        for op, device in pins.items():
+            timeline.reserve(op, device)
+            fresh.reserve(op, device)
         if schedule(timeline):
-            return timeline, len(pins)
-        pin = _next_pin(problem, timeline, pins) if len(pins) < retries else None
+            more = {"pinned groups": len(pins)} if pins else {}
+            return placement_of(problem, timeline, placer, {**stats, **more})
+        pin = _next_pin(problem, timeline, fresh)
         if pin is None:
-            return None, len(pins)
+            return None
         pins[pin[0]] = pin[1]
+    return None
 
 
 def _next_pin(
-    problem: Problem, timeline: _core.Timeline, pins: dict[int, int]
+    problem: Problem, timeline: _core.Timeline, fresh: _core.Timeline
 ) -> tuple[int, int] | None:
-    """The largest group without a device, and the device with the most room for it."""
-    homeless = [
-        group for group, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0
-    ]
-    if not homeless:
+    """The largest group without a device, by its first op, and the device with most room for it."""
+    nbytes, pool = problem.group_persistent, problem.device_pool
+    homeless = [g for g, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0]
+    group = max(homeless, key=lambda group: nbytes[group], default=-1)
+    if group < 0 or not nbytes[group]:
         return None
-    group = max(homeless, key=lambda group: (problem.group_persistent[group], -group))
-    fresh = problem.timeline()
-    for pinned, device in pins.items():
-        fresh.reserve(problem.group_ops[pinned][0], device)
-    room = fresh.left()
-    op = problem.group_ops[group][0]
-    devices = [d for d in range(len(problem.device_pool)) if fresh.allows(op, d)]
-    if not devices:
-        return None
-    device = max(devices, key=lambda d: (room[problem.device_pool[d]], -d))
-    fits = problem.group_persistent[group] <= room[problem.device_pool[device]]
-    return (group, device) if fits and problem.group_persistent[group] else None
+    room, op = fresh.left(), problem.group_ops[group][0]
+    devices = [d for d in range(len(pool)) if fresh.allows(op, d)]
+    device = max(devices, key=lambda d: room[pool[d]], default=-1)
+    return (op, device) if device >= 0 and nbytes[group] <= room[pool[device]] else None

@@ -32,7 +32,6 @@ Complexity: O((ops * devices + tensors) * log ops) where memory is ample and gap
 takes O(tensors * kinds of devices).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, final
 
@@ -40,29 +39,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.assignments import distinct_loads, is_allowed, shortest
-from baechi.placers.etf import past_dead_ends
-from baechi.placers.placer import Placer, placement_of
+from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.placer import distinct_loads, is_allowed, placement_of, shortest
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
-from baechi.validation import check_count
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class HEFT(Placer):
-    """Heterogeneous earliest finish time.
-
-    Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
-    """
+class HEFT(ListScheduler):
+    """Heterogeneous earliest finish time."""
 
     name: ClassVar[str] = "heft"
-    retries: int = 16
-
-    def __post_init__(self) -> None:
-        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""
@@ -79,32 +68,17 @@ def by_rank(
 ) -> Placement | None:
     """The shorter of the two schedules by rank; `None` if neither fits.
 
-    Args:
-        problem: Graph and cluster.
-        ranks: Rank of every op; of the ready ops the highest is next.
-        future: Time added to the end of an op on a device, in the layout of the core's
-            `ranked_schedule`.
-        placer: Name of the placer.
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
+    Of the ready ops that of the highest rank is next. `future` is added to the end of an op on a
+    device, and has the layout of the core's `ranked_schedule`.
     """
-    return shortest(_schedules(problem, ranks, future, placer, retries))
-
-
-def _schedules(
-    problem: Problem,
-    ranks: NDArray[np.int64],
-    future: NDArray[np.int64],
-    placer: str,
-    retries: int,
-) -> Iterator[Placement]:
-    appended, pins = past_dead_ends(
-        problem, lambda timeline: timeline.ranked_schedule(ranks, future), retries
+    appended = past_dead_ends(
+        problem,
+        lambda timeline: timeline.ranked_schedule(ranks, future),
+        retries,
+        placer,
+        {"schedule": "appended"},
     )
-    if appended is not None:
-        stats: dict[str, int | float | str] = {"schedule": "appended"}
-        if pins:
-            stats["pinned groups"] = pins
-        yield placement_of(problem, appended, placer, stats)
+    found = [] if appended is None else [appended]
     for loads in distinct_loads(problem):
         timeline = problem.timeline()
         inserted = timeline.insertion_schedule(ranks, future, np.array(loads, np.int64))
@@ -112,23 +86,16 @@ def _schedules(
             continue
         placement = placement_of(problem, timeline, placer, {"schedule": "inserted"})
         if is_allowed(problem, np.array(placement.devices, np.int32)):
-            yield placement
+            found.append(placement)
+    return shortest(found)
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class PEFT(Placer):
-    """Predict earliest finish time.
-
-    Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
-    """
+class PEFT(ListScheduler):
+    """Predict earliest finish time."""
 
     name: ClassVar[str] = "peft"
-    retries: int = 16
-
-    def __post_init__(self) -> None:
-        check_count(self.retries, "retries")
 
     def place(self, problem: Problem) -> Placement | None:
         """A placement by the rule of the module."""

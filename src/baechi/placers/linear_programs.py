@@ -8,13 +8,13 @@ fixed seeds, and stop by iterations, never by time, so that equal programs give 
 An optimum need not be unique: HiGHS's simplex and MOSEK return a vertex of the optimal face,
 CVXOPT a point inside it.
 
-The numbers of a program should be near 1: tolerances are partly absolute, and CVXOPT's interior
-point returns `unknown` if numbers differ too much in size.
+The numbers of a program should be near 1: tolerances are partly absolute, and CVXOPT returns
+`unknown` if numbers differ too much in size.
 """
 
+import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Final, final
 
 import highspy
@@ -29,6 +29,9 @@ _PRIMAL_SIMPLEX: Final = 4
 # of rows, and it returns `unknown`.
 _CVXOPT_REFINEMENT: Final = 2
 _CVXOPT_ITERATIONS: Final = 200
+
+# A feasible point near the optimum: values per column.
+Start = NDArray[np.float64] | None
 
 
 @final
@@ -62,18 +65,6 @@ class LinearProgram:
 
 @final
 @dataclass(frozen=True, eq=False)
-class Point:
-    """A feasible point near the optimum, as a start for a solver.
-
-    Attributes:
-        values: Per column.
-    """
-
-    values: NDArray[np.float64]
-
-
-@final
-@dataclass(frozen=True, eq=False)
 class LinearSolution:
     """Result of a solver.
 
@@ -93,7 +84,7 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
         """The optimum, or the reason for stopping before it.
 
         Args:
@@ -121,7 +112,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
         """The optimum, or the reason for stopping before it."""
         make: Any = _SilentHighs  # some releases have types, others do not
         solver = make()
@@ -182,10 +173,10 @@ def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
     return lp
 
 
-def _highs_solution(program: LinearProgram, start: Point) -> "highspy.HighsSolution":
-    terms = program.value * start.values[program.column]
+def _highs_solution(program: LinearProgram, start: NDArray[np.float64]) -> "highspy.HighsSolution":
+    terms = program.value * start[program.column]
     solution = highspy.HighsSolution()
-    solution.col_value = start.values.tolist()
+    solution.col_value = start.tolist()
     solution.row_value = np.bincount(program.row, terms, minlength=len(program.limit)).tolist()
     solution.value_valid = True
     return solution
@@ -198,19 +189,16 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
-        try:
-            from cvxopt import matrix, solvers, spmatrix
-        except ModuleNotFoundError as error:
-            raise InputError(_missing("cvxopt")) from error
+        cvxopt = _imported("cvxopt")
         columns = np.arange(len(program.cost))
         bounded = np.isfinite(program.upper)
         first = np.cumsum([0, len(program.limit), len(columns), int(bounded.sum())])
         # A, then -z <= 0, then z <= upper.
         rows = [program.row, first[1] + columns, first[2] + np.arange(int(bounded.sum()))]
         values = [program.value, -np.ones(len(columns)), np.ones(int(bounded.sum()))]
-        left = spmatrix(
+        left = cvxopt.spmatrix(
             np.concatenate(values).tolist(),
             np.concatenate(rows).tolist(),
             np.concatenate([program.column, columns, columns[bounded]]).tolist(),
@@ -222,7 +210,8 @@ class Cvxopt(LinearSolver):
             "maxiters": _CVXOPT_ITERATIONS,
             "refinement": _CVXOPT_REFINEMENT,
         }
-        answer = solvers.lp(matrix(program.cost), left, matrix(right), options=options)
+        cost, right = cvxopt.matrix(program.cost), cvxopt.matrix(right)
+        answer = cvxopt.solvers.lp(cost, left, right, options=options)
         if answer["status"] != "optimal":
             return LinearSolution(answer["status"], None)
         return LinearSolution("optimal", np.array(answer["x"], np.float64).reshape(-1))
@@ -235,9 +224,9 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram, start: Point | None = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
-        mosek = _mosek()
+        mosek = _imported("mosek")
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
             try:
                 task.optimize()
@@ -250,29 +239,6 @@ class Mosek(LinearSolver):
             if status != mosek.solsta.optimal:
                 return LinearSolution(str(status), None)
             return LinearSolution("optimal", np.array(task.getxx(mosek.soltype.bas), np.float64))
-
-
-def write_mosek_task(program: LinearProgram, path: Path) -> None:
-    """Write the task that `Mosek` would solve; needs the package, but no licence.
-
-    Args:
-        program: The program.
-        path: The file, with the suffix of a format that MOSEK writes, such as `.mps`.
-
-    Raises:
-        InputError: MOSEK is not installed.
-    """
-    mosek = _mosek()
-    with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
-        task.writedata(str(path))
-
-
-def _mosek() -> Any:
-    try:
-        import mosek
-    except ModuleNotFoundError as error:
-        raise InputError(_missing("mosek")) from error
-    return mosek
 
 
 def _mosek_task(mosek: Any, env: Any, program: LinearProgram) -> Any:
@@ -309,9 +275,12 @@ SOLVERS: Final[dict[str, LinearSolver]] = {
 }
 
 
-def _missing(name: str) -> str:
-    others = ", ".join(repr(other) for other in SOLVERS if other != name)
-    return (
-        f"the linear program was to be solved by {name!r}, which is not installed: run "
-        f"`pip install baechi[{name}]`, or choose another solver: {others}."
-    )
+def _imported(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        others = ", ".join(repr(other) for other in SOLVERS if other != name)
+        raise InputError(
+            f"the linear program was to be solved by {name!r}, which is not installed: run "
+            f"`pip install baechi[{name}]`, or choose another solver: {others}."
+        ) from error

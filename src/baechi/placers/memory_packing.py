@@ -9,17 +9,11 @@ clock, in index order and in list order. The searches, in order of cost (`arrang
    devices at which everything fits, and with higher ones;
 3. backtracking over devices with the exact clock (`backtracked`), exhaustive on small problems.
 
-Backtracking: for a given order of the ops, `csrc/schedulers/backtracking.cc` assigns devices to one
-group after another and backtracks when the ops committed so far exceed a memory by the exact clock,
-whatever follows. Small problems are searched exhaustively; large ones by many short searches with
-budgets counted in ops, each with another rule for the devices. The orders are the ops' own and a
-depth-first one, which consumes tensors soon and so holds less at a time (`depth_first`). It is
-hard to predict which order fits where memory is tight, so small problems also try random ones;
-together they cost as much as one of these. Without an order the same search packs persistent bytes
-alone: if that is impossible, nothing fits in any order (`is_unpackable`).
-
-So it succeeds wherever first fit, bin packing or, on small problems, full backtracking does.
-Complexity: some tens of simulations, and the budget of the backtracking.
+`docs/solver.md` describes the backtracking (`csrc/schedulers/backtracking.cc`), its orders and its
+budgets. Without an order the same search packs persistent bytes alone: if that is impossible,
+nothing fits in any order (`is_unpackable`). So it succeeds wherever first fit, bin packing or, on
+small problems, full backtracking does. Complexity: some tens of simulations, and the budget of the
+backtracking.
 """
 
 from collections import Counter
@@ -30,21 +24,19 @@ from typing import ClassVar, Final, final
 import numpy as np
 
 from baechi import _core
-from baechi.placers.assignments import (
+from baechi.placers.baselines import MTopo, SingleDevice
+from baechi.placers.etf import METF
+from baechi.placers.placer import (
+    Placer,
     depth_first,
     group_loads,
     in_both_orders,
-    in_order,
     op_devices,
+    placed_in,
     shortest,
     shuffled,
 )
-from baechi.placers.baselines import SingleDevice
-from baechi.placers.etf import METF
-from baechi.placers.placer import Placer, placement_of
-from baechi.placers.topo import MTopo
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.simulation import fits_memory
 from baechi.records.placement import Placement
 
 # Fill levels of the devices are tried in steps of 1 / _STEPS of their memory.
@@ -82,9 +74,7 @@ class Packing(Placer):
 def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placement]:
     """Valid placements from the module's searches, in their order; empty if all fail.
 
-    Args:
-        problem: Graph and cluster.
-        patience: The budget of each backtracking.
+    `patience` is the budget of each backtracking.
     """
     if is_hopeless(problem):
         return
@@ -250,16 +240,14 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
         for seed in range(_RANDOM):
             tries.setdefault(shuffled(problem, seed), budget // _RANDOM)
     for order, most in tries.items():
-        launches = np.array(order, np.int32)
-        assignment, _ = _core.backtrack(problem.core, launches, most, _SEED)
-        if not len(assignment):
-            continue
-        timeline = problem.timeline()
-        devices = op_devices(problem, assignment.tolist())
-        if in_order(timeline, devices, order) and fits_memory(problem, timeline):
-            yield placement_of(problem, timeline, placer)
-        yield from in_both_orders(problem, assignment.tolist(), placer)
-        return
+        found, _ = _core.backtrack(problem.core, np.array(order, np.int32), most, _SEED)
+        if len(found):
+            assignment = found.tolist()
+            placement = placed_in(problem, op_devices(problem, assignment), order, placer)
+            if placement is not None:
+                yield placement
+            yield from in_both_orders(problem, assignment, placer)
+            return
 
 
 def is_unpackable(problem: Problem) -> bool:

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.assignments import (
+from baechi.placers.placer import (
+    Placer,
     device_range,
     live_loads,
     shortest_assignment,
 )
-from baechi.placers.placer import Placer
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
@@ -74,20 +74,18 @@ class Metis(Placer):
                 "placer 'metis' needs pymetis, which is not installed here: "
                 "pip install 'baechi[metis]'. Placer 'contiguous' looks for small cuts without it."
             )
-        net = _Net.of(problem)
-        order = range(len(problem.graph.ops))
-        candidates: dict[tuple[int, ...], range] = {}
+        net = _Net(problem)
+        candidates: list[tuple[int, ...]] = []
         for parts, devices in _partitions(problem, net, self.seed):
             assignment = np.array(devices, np.int64)[parts]
             repaired = _Repair(problem, net, assignment, devices).repaired()
-            if repaired is not None:
-                candidates.setdefault(repaired, order)
-            candidates.setdefault(tuple(assignment.tolist()), order)
-        return shortest_assignment(problem, candidates, self.name)
+            candidates += [] if repaired is None else [repaired]
+            candidates.append(tuple(assignment.tolist()))
+        order = range(len(problem.graph.ops))
+        return shortest_assignment(problem, dict.fromkeys(candidates, order), self.name)
 
 
 @final
-@dataclass(frozen=True, eq=False)
 class _Net:
     """The groups as a weighted graph.
 
@@ -99,16 +97,7 @@ class _Net:
         times: Time of every group on the fastest device, ns.
     """
 
-    src: NDArray[np.int64]
-    dst: NDArray[np.int64]
-    weight: NDArray[np.int64]
-    loads: NDArray[np.int64]
-    times: NDArray[np.int64]
-
-    @staticmethod
-    def of(problem: Problem) -> "_Net":
-        """The net of a problem."""
-        groups = len(problem.group_ops)
+    def __init__(self, problem: Problem) -> None:
         op_group = problem.op_group
         costs = _core.mean_transfers(problem.core)
         weights: dict[tuple[int, int], int] = {}
@@ -118,16 +107,12 @@ class _Net:
             for reader in readers:
                 for edge in ((home, reader), (reader, home)):
                     weights[edge] = weights.get(edge, 0) + cost // len(readers)
-        edges = np.array(sorted(weights), np.int64).reshape(-1, 2)
-        times = np.zeros(groups, np.int64)
-        np.add.at(times, np.array(op_group, np.int64), problem.durations.min(axis=0))
-        return _Net(
-            edges[:, 0],
-            edges[:, 1],
-            np.array([weights[edge] for edge in sorted(weights)], np.int64),
-            live_loads(problem, range(len(problem.graph.ops))),
-            times,
-        )
+        edges = sorted(weights)
+        self.src, self.dst = np.array(edges, np.int64).reshape(-1, 2).T
+        self.weight = np.array([weights[edge] for edge in edges], np.int64)
+        self.loads = live_loads(problem, range(len(op_group)))
+        self.times = np.zeros(len(problem.group_ops), np.int64)
+        np.add.at(self.times, problem.graph.arrays.op_group, problem.durations.min(axis=0))
 
 
 def _partitions(

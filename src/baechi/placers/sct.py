@@ -1,8 +1,9 @@
 """m-SCT: small communication time, under memory.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), section "m-SCT", after Hanen and Munier (1995). A
-linear program picks favorite children (`placers/sct_favorites.py`), and the list scheduler keeps
-them with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
+linear program (`placers/sct_program.py`) picks favorite children: pairs of ops to run in succession
+on one device. The list scheduler keeps them together (`csrc/schedulers/list_schedule.cc`). At every
+step:
 
 - A device has room for an op if the op has a path to it and fits there at its earliest start.
 - A device is *awake* if the favorite child of its last op is ready and not committed, and of all
@@ -14,38 +15,59 @@ them with their parents (`csrc/schedulers/list_schedule.cc`). At every step:
 Of the allowed pairs, the one with the smallest (earliest start, op, device) is committed. Without
 favorites this is m-ETF.
 
-For differences from the paper see `placers/etf.py` and `placers/sct_favorites.py`.
+Solvers (`docs/favorites.md`): `"first-order"`, the default, finds a choice and a lower bound that
+proves its distance from the optimum (`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and
+`"mosek"` (`placers/linear_programs.py`) find the optimum. HiGHS starts from the first-order result,
+which is also used if a solver stops before the optimum. Shares 1 - x that w does not need are
+removed (`FavoriteProgram.needed`): an unneeded favorite child only makes its device idle.
+Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
+(i, j), are taken as long as i has no favorite child and j is not one yet.
 
-`stats` has the number of favorites, the optimum of the linear program or a proved bound on it,
-the method, and rho, the longest transfer over the shortest op: the paper's bounds
-hold if communication is small, rho <= 1.
+Differences from the paper, besides those of `placers/etf.py`: edges inside one group cost nothing
+and get no favorites; HiGHS instead of MOSEK; no unneeded favorites; the threshold is 1/2 with
+repair, instead of 0.1 without; c is the mean over the links. w is not a lower bound on the makespan
+if communication outweighs computation. Complexity: a linear program of ops + edges rows and
+columns, of which first-order takes some hundred passes over the edges; then as m-ETF.
 """
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, final
+from dataclasses import dataclass, replace
+from typing import ClassVar, Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
+from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import schedule_list
-from baechi.placers.linear_programs import LinearSolver
-from baechi.placers.placer import Placer, placement_of
-from baechi.placers.sct_favorites import check_solver, favorite_children
+from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.linear_programs import SOLVERS, LinearSolver
+from baechi.placers.sct_program import (
+    FavoriteProgram,
+    favorite_program,
+    links_between,
+    near_point,
+    solver_rows,
+)
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
-from baechi.validation import check_count
+
+# Accuracy of some solvers; values of x closer than this are considered equal.
+_DIGITS: Final = 6
+# Twice the steps that the hardest graph seen so far took to 0.25 %.
+_FIRST_ORDER_STEPS: Final = 1000
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class MSCT(Placer):
+class MSCT(ListScheduler):
     """Small communication time.
 
+    `stats` has the number of favorites, the optimum of the linear program or a proved bound on it,
+    the method, and rho, the longest transfer over the shortest op: the paper's bounds
+    hold if communication is small, rho <= 1.
+
     Attributes:
-        retries: Maximum number of retries after a dead end, each with one more group pinned.
-        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see
-            `placers/sct_favorites.py`.
+        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see the module.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -53,13 +75,12 @@ class MSCT(Placer):
     """
 
     name: ClassVar[str] = "m-sct"
-    retries: int = 16
     solver: str | LinearSolver = "first-order"
     tolerance: float = 0.005
 
     def __post_init__(self) -> None:
+        ListScheduler.__post_init__(self)
         check_solver(self.solver)
-        check_count(self.retries, "retries")
         if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
@@ -78,12 +99,25 @@ class MSCT(Placer):
             "lp_bound_ns": round(favorites.bound_ns),
             "rho": ratio if math.isfinite(ratio) else "infinite",
         }
-        timeline, pins = schedule_list(problem, favorites.children, self.retries)
-        if timeline is None:
-            return None
-        if pins:
-            stats["pinned groups"] = pins
-        return placement_of(problem, timeline, self.name, stats)
+        return past_dead_ends(
+            problem,
+            lambda timeline: timeline.list_schedule(favorites.children),
+            self.retries,
+            self.name,
+            stats,
+        )
+
+
+def check_solver(solver: str | LinearSolver) -> None:
+    """Check that this is a solver, or the name of one.
+
+    Raises:
+        InputError: Any other.
+    """
+    names = ("first-order", *SOLVERS)
+    if not isinstance(solver, LinearSolver) and solver not in names:
+        known = ", ".join(repr(name) for name in names)
+        raise InputError(f"solver {solver!r} is unknown; it must be one of {known}.")
 
 
 def rho(problem: Problem) -> float:
@@ -93,29 +127,125 @@ def rho(problem: Problem) -> float:
     something is, but no op takes time. Tensors that no other group consumes are not sent.
     O(tensors + links + ops).
     """
-    groups, pools = problem.op_group, problem.device_pool
-    nbytes = np.array(
-        [
-            tensor.nbytes
-            for tensor in problem.graph.tensors
-            if any(groups[consumer] != groups[tensor.producer] for consumer in tensor.consumers)
-        ],
-        np.float64,
-    )
-    links = {
-        link
-        for src, row in enumerate(problem.cluster.links)
-        for dst, link in enumerate(row)
-        if link is not None and pools[src] != pools[dst]
-    }
-    if not nbytes.size or not links:
+    arrays = problem.graph.arrays
+    producers, consumers = arrays.edges()
+    sent = arrays.op_group[producers] != arrays.op_group[consumers]
+    links = set(links_between(problem))
+    if not sent.any() or not links:
         return 0.0
-    largest = float(nbytes.max())
+    largest = float(np.repeat(arrays.nbytes, np.diff(arrays.consumer_begin))[sent].max())
     longest_ns = max(
         link.latency_ns + link.overhead_ns + largest * 1e9 / link.bytes_per_s for link in links
     )
     times = problem.durations
-    shortest_ns = float(times.min(where=times > 0, initial=np.iinfo(np.int64).max))
     if not (times > 0).any():
         return float("inf") if longest_ns else 0.0
-    return longest_ns / shortest_ns
+    return longest_ns / float(times[times > 0].min())
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Favorites:
+    """Favorite children, with figures of the relaxation.
+
+    Attributes:
+        children: The favorite child of every op, or -1; no op is that of two.
+        objective_ns: w of the relaxed choice before rounding, as a longest path.
+        bound_ns: A lower bound on w: proved by `"first-order"`; for the others their optimum, up to
+            their tolerances.
+        method: The solver, and the reason why another one stopped before it.
+    """
+
+    children: NDArray[np.int32]
+    objective_ns: float
+    bound_ns: float
+    method: str
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Relaxed:
+    """A solution of the program: 1 - x of every edge, feasible, and a bound on w."""
+
+    shares: NDArray[np.float64]
+    bound_ns: float
+
+
+def favorite_children(
+    problem: Problem,
+    solver: str | LinearSolver = "first-order",
+    tolerance: float = 0.005,
+) -> Favorites:
+    """The favorite child of every op; the arguments are those of `MSCT`.
+
+    Raises:
+        InputError: The solver is unknown, not installed, or has no licence.
+    """
+    check_solver(solver)
+    program = favorite_program(problem)
+    if not program.free.any():
+        shares = np.zeros(len(program.src))
+        method, relaxed = "none needed", Relaxed(shares, program.spans(shares)[2])
+    else:
+        method, relaxed = "first-order", first_order(program, tolerance)
+        chosen = SOLVERS.get(solver) if isinstance(solver, str) else solver
+        if chosen is not None:
+            solved = relax(program, chosen, relaxed.shares)
+            if isinstance(solved, str):
+                method = f"first-order ({chosen.name} stopped: {solved})"
+            else:
+                method, relaxed = chosen.name, solved
+    children = rounded(program, program.needed(relaxed.shares))
+    objective_ns = program.spans(relaxed.shares)[2]
+    return Favorites(children, objective_ns, relaxed.bound_ns, method)
+
+
+def relax(
+    program: FavoriteProgram, solver: LinearSolver, near: NDArray[np.float64] | None = None
+) -> Relaxed | str:
+    """The optimum of a program that has a free edge, or the reason why the solver stopped.
+
+    `near` are feasible shares near the optimum, as a start for HiGHS.
+    """
+    rows = solver_rows(program)
+    start, whole = None, rows.program
+    if near is not None:
+        start = near_point(program, rows, near)
+        # When a solver pushes the point to a vertex, it may not raise w.
+        whole = replace(whole, upper=np.append(whole.upper[:-1], start[-1]))
+    solution = solver.solve(whole, start)
+    if solution.values is None:
+        return solution.status
+    shares = np.zeros(len(program.src))
+    shares[program.free] = 1.0 - solution.values[: int(program.free.sum())]
+    return Relaxed(
+        program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution.values[-1])
+    )
+
+
+def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
+    """A solution within the tolerance; times are scaled, so that their squares stay in range."""
+    unit_ns = float(program.free_cost.max())
+    shares, _, bound, _ = _core.save_transfers(
+        program.times / unit_ns,
+        *program.ends,
+        program.free_cost / unit_ns,
+        tolerance,
+        _FIRST_ORDER_STEPS,
+    )
+    return Relaxed(np.array(shares, np.float64), bound * unit_ns)
+
+
+def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
+    """The favorite children of feasible shares, by the module's rounding."""
+    x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
+    order = np.lexsort((program.dst, program.src, -program.cost, x))
+    order = order[x[order] < 0.5]
+    children = [-1] * len(program.times)
+    taken = set[int]()
+    pairs = zip(program.src[order].tolist(), program.dst[order].tolist(), strict=True)
+    for parent, child in pairs:
+        if children[parent] < 0 and child not in taken:
+            children[parent] = child
+            taken.add(child)
+    return np.array(children, np.int32)

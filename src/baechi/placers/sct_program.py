@@ -7,10 +7,10 @@ other child did (with unlimited devices). Source: Hanen and Munier (1995), as in
 
     minimize w
     0 <= x_ij <= 1                               variables
-    s_i + k_i + c_ij x_ij <= s_j                 an edge, `_edge_rows`
-    s_i + k_i <= w                               an op, `_end_rows`
-    sum over children j of i of (1 - x_ij) <= 1  at most one favorite child, `_choice_rows`
-    sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent, `_choice_rows`
+    s_i + k_i + c_ij x_ij <= s_j                 an edge
+    s_i + k_i <= w                               an op
+    sum over children j of i of (1 - x_ij) <= 1  at most one favorite child
+    sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent
 
 Known values are left out without a change of the optimum: an edge gets x = 0 if it is the only
 candidate at both ends; an edge that costs nothing (inside a group, or without a link) gets x = 1;
@@ -22,17 +22,17 @@ satisfies all edge and end rows.
 Complexity: edges + ops rows and columns.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-from baechi.placers.linear_programs import LinearProgram, Point
+from baechi.placers.linear_programs import LinearProgram
 from baechi.problem.problem_arrays import Problem
+from baechi.records.cluster import Link
 
 
 @final
@@ -115,31 +115,36 @@ class FavoriteProgram:
         return self.src.astype(np.int32), self.dst.astype(np.int32)
 
 
-def favorite_program(problem: Problem) -> FavoriteProgram:
-    """The program of a problem; tensors between the same two ops are sent one after another."""
-    n, tensors = len(problem.graph.ops), problem.graph.tensors
+def links_between(problem: Problem) -> list[Link]:
+    """The links between two memories."""
     pools = problem.device_pool
-    links = [
+    return [
         link
         for src, row in enumerate(problem.cluster.links)
         for dst, link in enumerate(row)
         if link is not None and pools[src] != pools[dst]
     ]
+
+
+def favorite_program(problem: Problem) -> FavoriteProgram:
+    """The program of a problem; tensors between the same two ops are sent one after another."""
+    arrays, n = problem.graph.arrays, len(problem.graph.ops)
+    links = links_between(problem)
     empty_ns = sum(link.latency_ns + link.overhead_ns for link in links) / max(1, len(links))
     ns_per_byte = sum(1e9 / link.bytes_per_s for link in links) / max(1, len(links))
-    fan_out = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
-    producers = np.array([tensor.producer for tensor in tensors], np.int64)
-    sent_ns = empty_ns + ns_per_byte * np.array([t.nbytes for t in tensors], np.float64)
-    consumers = chain.from_iterable(tensor.consumers for tensor in tensors)
-    dst = np.fromiter(consumers, np.int64, int(fan_out.sum()))
-    pairs, pair_of = np.unique(np.repeat(producers, fan_out) * n + dst, return_inverse=True)
-    total = np.bincount(pair_of, np.repeat(sent_ns, fan_out), minlength=len(pairs))
-    cost = total.astype(np.float64)
+    sent_ns = empty_ns + ns_per_byte * arrays.nbytes.astype(np.float64)
+    producers, consumers = arrays.edges()
+    pairs, pair_of = np.unique(producers.astype(np.int64) * n + consumers, return_inverse=True)
+    each_ns = np.repeat(sent_ns, np.diff(arrays.consumer_begin))
+    cost = np.bincount(pair_of, each_ns, minlength=len(pairs)).astype(np.float64)
     src, dst = pairs // max(1, n), pairs % max(1, n)
-    groups = np.array(problem.op_group, np.int64)
-    cost[groups[src] == groups[dst]] = 0.0
+    cost[arrays.op_group[src] == arrays.op_group[dst]] = 0.0
     times = problem.durations[problem.device_class].mean(axis=0)
     return FavoriteProgram(times, src, dst, cost)
+
+
+# Rows, columns and values of the nonzeros of some constraints, and the constraints' upper bounds.
+_Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]
 
 
 @final
@@ -160,103 +165,46 @@ class SolverRows:
 
 def solver_rows(program: FavoriteProgram) -> SolverRows:
     """The rows of a program that has a free edge."""
-    n, free = len(program.times), program.free
+    n, edges, free = len(program.times), len(program.src), program.free
     choices = int(free.sum())
     unit_ns = float(program.free_cost.max())
-    heads, _, offset_ns = program.spans(np.ones(len(free)))
+    heads, _, offset_ns = program.spans(np.ones(edges))
     ends = heads + program.times
     column = np.where(free, np.cumsum(free) - 1, -1)
-    blocks = [
-        _edge_rows(program, (heads[program.dst] - ends[program.src]) / unit_ns, column, unit_ns),
-        _end_rows(program, (offset_ns - ends) / unit_ns, choices),
+    edge = np.arange(edges)
+    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
+    end = np.arange(len(last))
+    blocks: list[_Block] = [
+        # s_i - s_j + c_ij x_ij <= the slack without transfers.
+        (
+            np.concatenate([edge, edge, edge[free]]),
+            np.concatenate([choices + program.src, choices + program.dst, column[free]]),
+            np.concatenate([np.ones(edges), -np.ones(edges), program.cost[free] / unit_ns]),
+            (heads[program.dst] - ends[program.src]) / unit_ns,
+        ),
+        # s_i - w <= the slack without transfers, for ops without children.
+        (
+            np.concatenate([end, end]),
+            np.concatenate([choices + last, np.full(len(last), choices + n)]),
+            np.concatenate([np.ones(len(last)), -np.ones(len(last))]),
+            (offset_ns - ends[last]) / unit_ns,
+        ),
         _choice_rows(program.src, column),
         _choice_rows(program.dst, column),
     ]
-    first = np.cumsum([0] + [len(limit) for _, _, _, limit in blocks])
+    rows, columns, values, limits = zip(*blocks, strict=True)
+    first = np.cumsum([0, *map(len, limits)])
     return SolverRows(
         LinearProgram(
             cost=np.concatenate([np.zeros(choices + n), np.ones(1)]),
             upper=np.concatenate([np.ones(choices), np.full(n + 1, np.inf)]),
-            row=np.concatenate([row + first[b] for b, (row, _, _, _) in enumerate(blocks)]),
-            column=np.concatenate([columns for _, columns, _, _ in blocks]),
-            value=np.concatenate([values for _, _, values, _ in blocks]),
-            limit=np.concatenate([limit for _, _, _, limit in blocks]),
+            row=np.concatenate([row + first[b] for b, row in enumerate(rows)]),
+            column=np.concatenate(columns),
+            value=np.concatenate(values),
+            limit=np.concatenate(limits),
         ),
         offset_ns,
         unit_ns,
-    )
-
-
-def near_point(program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]) -> Point:
-    """The point of the program's `rows` at these shares; every op starts as early as possible."""
-    heads, _, total = program.spans(shares)
-    without, _, _ = program.spans(np.ones(len(shares)))
-    starts = np.maximum(0.0, heads - without) / rows.unit_ns
-    w = (total - rows.offset_ns) / rows.unit_ns
-    return Point(np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]]))
-
-
-def capped(program: LinearProgram, point: Point) -> LinearProgram:
-    """The program with w bounded by its value at this point.
-
-    The optimum does not change. When a solver pushes the point to a vertex, it may not raise w.
-    """
-    upper = program.upper.copy()
-    upper[-1] = point.values[-1]
-    return replace(program, upper=upper)
-
-
-def greedy_matching(
-    program: FavoriteProgram, order: NDArray[np.int64], may: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """A greedy matching: the allowed edges, in order, that share no end with an earlier one.
-
-    The two ends are separate: an op may be the parent of one edge and the child of another.
-    """
-    order = order[may[order]]
-    parents, children = set[int](), set[int]()
-    taken = np.zeros(len(may), np.bool_)
-    for edge, parent, child in zip(
-        order.tolist(), program.src[order].tolist(), program.dst[order].tolist(), strict=True
-    ):
-        if parent not in parents and child not in children:
-            parents.add(parent)
-            children.add(child)
-            taken[edge] = True
-    return taken
-
-
-# Rows, columns and values of the nonzeros of some constraints, and the constraints' upper bounds.
-_Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64]]
-
-
-def _edge_rows(
-    program: FavoriteProgram,
-    slack: NDArray[np.float64],
-    column: NDArray[np.int64],
-    unit_ns: float,
-) -> _Block:
-    """s_i - s_j + c_ij x_ij <= the slack without transfers."""
-    row, free = np.arange(len(program.src)), program.free
-    choices = int(free.sum())
-    return (
-        np.concatenate([row, row, row[free]]),
-        np.concatenate([choices + program.src, choices + program.dst, column[free]]),
-        np.concatenate([np.ones(len(row)), -np.ones(len(row)), program.cost[free] / unit_ns]),
-        slack,
-    )
-
-
-def _end_rows(program: FavoriteProgram, slack: NDArray[np.float64], choices: int) -> _Block:
-    """s_i - w <= the slack without transfers, for ops without children."""
-    n = len(program.times)
-    last = np.flatnonzero(np.bincount(program.src, minlength=n) == 0)
-    row = np.arange(len(last))
-    return (
-        np.concatenate([row, row]),
-        np.concatenate([choices + last, np.full(len(last), choices + n)]),
-        np.concatenate([np.ones(len(last)), -np.ones(len(last))]),
-        slack[last],
     )
 
 
@@ -273,3 +221,14 @@ def _choice_rows(end: NDArray[np.int64], column: NDArray[np.int64]) -> _Block:
         -np.ones(int(kept.sum())),
         1.0 - degree[keep].astype(np.float64),
     )
+
+
+def near_point(
+    program: FavoriteProgram, rows: SolverRows, shares: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """The columns of `rows` at these shares, where every op starts as early as possible."""
+    heads, _, total = program.spans(shares)
+    without, _, _ = program.spans(np.ones(len(shares)))
+    starts = np.maximum(0.0, heads - without) / rows.unit_ns
+    w = (total - rows.offset_ns) / rows.unit_ns
+    return np.concatenate([1.0 - shares[program.free], starts, [max(0.0, w)]])

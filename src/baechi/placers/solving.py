@@ -12,15 +12,18 @@ from typing import Final, NoReturn
 import numpy as np
 
 from baechi.errors import InfeasibleError, InputError
-from baechi.placers.assignments import shortest
 from baechi.placers.auto import Auto, best, check_effort, portfolio
-from baechi.placers.baselines import SingleDevice
-from baechi.placers.device_choice import device_choices, device_kinds
+from baechi.placers.baselines import MTopo, RandomPlacer, RoundRobin, SingleDevice
+from baechi.placers.contiguous import Contiguous
+from baechi.placers.device_choice import device_choices, device_kinds, linked
+from baechi.placers.etf import METF
+from baechi.placers.heft import HEFT, PEFT
+from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
-from baechi.placers.placer import Placer
-from baechi.placers.placer_names import placer_of
+from baechi.placers.metis import Metis
+from baechi.placers.placer import Placer, shortest
+from baechi.placers.sct import MSCT
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.reachable_devices import linked
 from baechi.problem.simulation import fits_memory, replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -75,9 +78,7 @@ def solve(
     placer = placer_of(placer)
     if effort is None:
         effort = placer.effort if isinstance(placer, Auto) else Auto().effort
-    check_effort(effort)
-    if isinstance(placer, Auto):
-        placer = replace(placer, effort=effort)
+    placer = _with_effort(placer, effort)
     problem = Problem(graph, cluster, constraints)
     placement = _attempt(problem, placer, effort)
     if placement is None and placer.fixed:
@@ -94,11 +95,12 @@ def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") 
 
     Computing the missing memory takes many times longer than finding that nothing fits.
     """
+    return _attempt(problem, _with_effort(placer_of(placer), effort), effort)
+
+
+def _with_effort(placer: Placer, effort: str) -> Placer:
     check_effort(effort)
-    placer = placer_of(placer)
-    if isinstance(placer, Auto):
-        placer = replace(placer, effort=effort)
-    return _attempt(problem, placer, effort)
+    return replace(placer, effort=effort) if isinstance(placer, Auto) else placer
 
 
 def _attempt(
@@ -111,22 +113,20 @@ def _attempt(
     if problem.max_devices is None:
         return _attempt_freely(problem, placer, effort, patience)
     # All choices are tried fast, and the best of them with the requested effort.
-    first = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
+    first = _with_effort(placer, "fast")
     found: list[Placement] = []
-    choices = []
+    choice: tuple[int, ...] = ()  # that of the shortest
     for tried, devices in enumerate(device_choices(problem)):
         if found and tried >= _CHOICES[effort]:
             break
         placement = _attempt_freely(problem.within(devices), first, effort, patience)
         if placement is not None:
             found.append(placement)
-            choices.append(devices)
+            if shortest(found) is placement:
+                choice = devices
     if isinstance(placer, Auto):
         if first != placer and found:
-            devices = min(
-                zip(found, choices, strict=True), key=lambda row: row[0].stats["makespan_ns"]
-            )[1]
-            placement = _attempt_freely(problem.within(devices), placer, effort, patience)
+            placement = _attempt_freely(problem.within(choice), placer, effort, patience)
             found += [placement] if placement is not None else []
         # The best single device may be in none of the choices.
         single = best([("single", SingleDevice().place(problem))], placer.name)
@@ -210,21 +210,18 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
     largest need of those that earliest task first cannot place.
     """
     timeline = problem.timeline()
-    n = len(problem.graph.ops)
-    free = Problem(problem.graph, problem.cluster).timeline()
-    needs = [free.need(op) for op in range(n)]
-    left = problem.pool_memory
+    arrays, left = problem.graph.arrays, problem.pool_memory
+    needs = (arrays.running_bytes() + arrays.group_persistent[arrays.op_group]).tolist()
     memory = np.array(left, np.int64)[np.array(problem.device_pool)]
-    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[problem.graph.arrays.op_group]
-    candidates = [op for op in range(n) if needs[op] > most[op]]
+    most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[arrays.op_group]
+    candidates = np.flatnonzero(needs > most).tolist()
     if not candidates:
         timeline.list_schedule(np.empty(0, np.int32))
-        candidates = [
-            op for op in range(n) if not timeline.committed(op) and timeline.waits_for(op) < 0
-        ]
-        needs = [timeline.need(op) for op in range(n)]
+        ops = range(len(needs))
+        candidates = [op for op in ops if not timeline.committed(op) and timeline.waits_for(op) < 0]
+        needs = [timeline.need(op) for op in ops]
         left = tuple(max(0, nbytes) for nbytes in timeline.left())
-    op = max(candidates, key=lambda op: (needs[op], -op))
+    op = max(candidates, key=lambda op: needs[op])
     home = timeline.group_device(op)
     may = [home] if home >= 0 else [d for d in range(len(memory)) if timeline.allows(op, d)]
     return op, needs[op], tuple(left[pool] for pool in problem.device_pool), may
@@ -252,8 +249,7 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     def solved_fast(units: int, device: int) -> bool:
         return _attempt(grown(problem, device, units * unit), fast, "fast", HASTY) is not None
 
-    fast = replace(placer, effort="fast") if isinstance(placer, Auto) else placer
-
+    fast = _with_effort(placer, "fast")
     kinds = device_kinds(problem)
     different = [device for device, kind in enumerate(kinds) if device == kind]
     missing = _missing_for_all(problem)
@@ -317,14 +313,14 @@ def _missing_for_all(problem: Problem) -> list[int]:
     for device, pool in enumerate(problem.device_pool):
         timeline = free.timeline()
         timeline.fold(np.full(n, device, np.int32), np.arange(n, dtype=np.int32))
-        missing.append(timeline.peaks()[pool] - _bare_memory(problem, pool))
+        missing.append(timeline.peaks()[pool] - _bare_memory(problem, device))
     return missing
 
 
-def _bare_memory(problem: Problem, pool: int) -> int:
-    """A pool's memory less its margin, possibly negative."""
-    devices = problem.pool_devices[pool]
-    return problem.cluster.devices[devices[0]].memory_bytes - problem.pool_margin[pool]
+def _bare_memory(problem: Problem, device: int) -> int:
+    """The memory of a device's pool less its margin, possibly negative."""
+    margin = problem.pool_margin[problem.device_pool[device]]
+    return problem.cluster.devices[device].memory_bytes - margin
 
 
 def ample_bytes(problem: Problem) -> int:
@@ -360,7 +356,7 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
         raise InputError(f"placer {placer.name!r} found no placement even with ample memory.")
     peaks = replay(problem, placement.devices, placement.order).peaks()
     missing, device = max(
-        (peaks[problem.device_pool[d]] - _bare_memory(problem, problem.device_pool[d]), -d)
+        (peaks[problem.device_pool[d]] - _bare_memory(problem, d), -d)
         for d in set(placement.devices)
     )
     name = problem.cluster.devices[-device].name
@@ -380,3 +376,37 @@ def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:
         missing,
         name,
     )
+
+
+PLACERS: Final[dict[str, Placer]] = {
+    placer.name: placer
+    for placer in (
+        Auto(),
+        MTopo(),
+        METF(),
+        MSCT(),
+        HEFT(),
+        PEFT(),
+        Contiguous(),
+        Metis(),
+        LocalSearch(),
+        SingleDevice(),
+        RoundRobin(),
+        RandomPlacer(),
+    )
+}
+
+
+def placer_of(placer: str | Placer) -> Placer:
+    """The placer of that name, in any case.
+
+    Raises:
+        InputError: There is none.
+    """
+    if isinstance(placer, Placer):
+        return placer
+    known = PLACERS.get(placer.lower()) if isinstance(placer, str) else None
+    if known is None:
+        names = ", ".join(repr(name) for name in PLACERS)
+        raise InputError(f"placer {placer!r} is unknown; it must be one of {names}, or a Placer.")
+    return known

@@ -84,11 +84,6 @@ def _effort(size: int) -> tuple[int, int, int]:
     return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
-def _usable(problem: Problem) -> int:
-    """Number of devices that a schedule may use."""
-    return problem.max_devices or len(problem.cluster.devices)
-
-
 # The class, the memory, and the allowed groups.
 _Look = tuple[int, int, bytes]
 
@@ -133,7 +128,8 @@ class _Sites:
     def __init__(self, problem: Problem, *, limited: bool) -> None:
         self.problem = problem
         looks = [_look(problem, device) for device in range(len(problem.cluster.devices))]
-        latency, rate = _links(problem) if limited else _free_links(len(looks))
+        free = np.zeros((len(looks), len(looks)), np.int64)
+        latency, rate = _links(problem) if limited else (free, free)
         self.members = _members(problem, looks, latency, rate)
         classes = [np.unique(problem.device_class[row]) for row in self.members]
         self.durations = np.array([problem.durations[row].min(axis=0) for row in classes])
@@ -153,7 +149,7 @@ class _Sites:
     def weight_sum(self, weights: NDArray[np.int64]) -> int:
         """The largest sum of weights over as many devices as a schedule may use."""
         each = np.repeat(weights, [len(row) for row in self.members])
-        return int(np.sort(each)[::-1][: _usable(self.problem)].sum())
+        return int(np.sort(each)[::-1][: self.problem.max_devices].sum())
 
 
 def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -161,17 +157,9 @@ def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
     A tensor comes from its producer's device, or from another device of the reader's pool.
     """
-    rows, n = problem.cluster.links, len(problem.cluster.devices)
-    one = rows[0][-1]
-    if all((row[:i] + row[i + 1 :]).count(one) == n - 1 for i, row in enumerate(rows)):
-        # Most clusters have equal links; then there is no need to read a million of them.
-        latency = np.full((n, n), one.latency_ns if one else _FOREVER, np.int64)
-        rate = np.full((n, n), one.bytes_per_s if one else 0, np.int64)
-    else:
-        links = [link for row in rows for link in row]
-        latency = np.array([link.latency_ns if link else _FOREVER for link in links])
-        rate = np.array([link.bytes_per_s if link else 0 for link in links])
-        latency, rate = latency.reshape(n, n), rate.reshape(n, n)
+    n = len(problem.cluster.devices)
+    latency, rate = (np.broadcast_to(row, n * n).reshape(n, n) for row in problem.links)
+    latency = np.where(rate > 0, latency, _FOREVER)
     best_latency, best_rate = latency.copy(), rate.copy()
     for pool in problem.pool_devices:
         if len(pool) == 1:
@@ -191,10 +179,6 @@ def _links(problem: Problem) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
                 best_latency[outside, to] = np.minimum(best_latency[outside, to], detour)
                 best_rate[outside, to] = np.maximum(best_rate[outside, to], rate[outside, over])
     return best_latency, best_rate
-
-
-def _free_links(n: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    return np.zeros((n, n), np.int64), np.zeros((n, n), np.int64)
 
 
 def _members(

@@ -21,26 +21,16 @@ too, but groups that merely touch do not merge. No group becomes larger than a s
 memory, so that every group fits on a device and leaves room for others. Groups with different
 allowed devices (colors) are not joined.
 
-Coarser levels start from there (`grains`). A round matches groups by decreasing t^2 / (w * w'),
-where t is the time to send the tensors between two groups, and w and w' are their works. It joins
-their parts along edges u -> v for which the longest path to v is one edge longer than that to u,
-or the longest path from u one edge longer than that from v: so no other path leads from u to v. If
-that finds nothing, it joins adjacent neighbors of one part if the longest paths to both, or from
-both, are equally long: so no path connects them. The limits still apply, and no group takes more
-work than a few times the mean part at the target, or half a device's even share, so that devices
-can still work in parallel.
-
 A round's sets may form cycles. Kahn's algorithm finds them; when it is stuck, it splits the set of
 the first remaining part and continues, so only sets that block the order are split.
 
-Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion; the
-matching is multilevel partitioning's, kept acyclic (Herrmann et al., SIAM J. Sci. Comput. 41,
-2019). Differences from the paper: fusion never makes a cycle, group size is limited, and branches
-survive. Complexity: O((ops + tensors) log ops) per round, and a handful of rounds per level.
+Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion.
+Differences from the paper: fusion never makes a cycle, group size is limited, and branches survive.
+Graphs coarser than this are not easier to place (`docs/solver.md`). Complexity: O((ops + tensors)
+log ops) per round, and a handful of rounds.
 """
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,15 +43,12 @@ from baechi import _core
 from baechi.errors import InputError
 from baechi.problem.problem_arrays import Problem
 from baechi.records.graph import Op, OpGraph, Tensor
-from baechi.records.graph_arrays import exact_sum
 from baechi.records.placement import Placement
 from baechi.validation import INT64_MAX
 
 # The largest memory holds this many of the largest fused groups: then first fit wastes at most
 # about an eighth of a device, and a graph that fills the devices has several groups for each.
 _GROUPS_PER_DEVICE: Final = 8
-# The default numbers of parts: about a third each, down to a few for every device.
-_TARGETS: Final = (2048, 768, 256, 96, 32)
 
 
 @final
@@ -98,15 +85,9 @@ class Coarse:
 
     def _sums(self, values: NDArray[np.int64]) -> list[int]:
         """The sum of each part over its ops."""
-        if not len(self.group_of):
-            return []
-        row = values[self._sorted]
-        if exact_sum(values) > INT64_MAX:
-            # Times of a kind that no device has, or on faster devices: relevant sums are smaller.
-            exact = np.add.reduceat(row.astype(object), self._begin).tolist()
-            return [min(total, INT64_MAX) for total in exact]
-        sums: list[int] = np.add.reduceat(row, self._begin).tolist()
-        return sums
+        rows = values[self._sorted].astype(object)
+        # Only times of a kind that no device has, or on faster devices, can pass 64 bits.
+        return [min(total, INT64_MAX) for total in np.add.reduceat(rows, self._begin).tolist()]
 
     @cached_property
     def graph(self) -> OpGraph:
@@ -140,28 +121,23 @@ class Coarse:
         return OpGraph(tuple(ops), tuple(coarse_tensors), times)
 
     @cached_property
-    def core(self) -> _core.Problem:
-        """The coarse problem for C++, without the objects of `graph`.
-
-        A part's duration is the sum of its ops' durations on a device. `Problem(graph, cluster)`
-        divides the sum of their times by the device's speed and rounds up, which may give less, by
-        under a nanosecond per op.
-        """
-        return _core.contracted(self.problem.core, self.part_of, self.group_of)
+    def lumped(self) -> Problem:
+        """The coarse graph on the same cluster; a group may go where those in it may."""
+        fine = self.problem
+        first = self._sorted[self._begin[np.unique(self.group_of)]]
+        allowed = fine.allowed[:, fine.graph.arrays.op_group[first]]
+        return Problem(self.graph, fine.cluster, fine.constraints, allowed)
 
     def _group_names(self) -> list[str | None]:
         """The first fine group's name in every part's group; `None` where a part is alone."""
-        groups = self.group_of.tolist()
+        groups, ops = self.group_of.tolist(), self.problem.graph.ops
         sizes = Counter(groups)
         names: dict[int, str] = {}
         for group, row in zip(groups, self.members, strict=True):
-            if sizes[group] > 1 and group not in names:
-                for op in row:
-                    name = self.problem.graph.ops[op].group
-                    if name is not None:
-                        names[group] = name
-                        break
-        return [names[group] if sizes[group] > 1 else None for group in groups]
+            for name in (ops[op].group for op in row):
+                if name is not None and sizes[group] > 1:
+                    names.setdefault(group, name)
+        return [names.get(group) for group in groups]
 
     def expand(self, placement: Placement) -> Placement:
         """The same placement of the fine graph; members launch one after the other.
@@ -179,81 +155,16 @@ class Coarse:
         digest = self.problem.graph.digest
         return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
 
-    def expand_arrays(
-        self, devices: NDArray[np.int32], order: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """The same devices and order for the fine ops; members launch one after the other."""
-        rank = np.empty(len(order), np.int32)
-        rank[order] = np.arange(len(order), dtype=np.int32)
-        fine_order = np.argsort(rank[self.part_of], kind="stable").astype(np.int32)
-        return devices[self.part_of], fine_order
-
 
 def coarsen(problem: Problem) -> Coarse:
     """The graph with its chains, idle ops and cheap ops fused.
 
-    Args:
-        problem: The fine graph, and the cluster, whose links decide what is cheap and whose memory
-            limits the groups. Groups with different allowed devices are not joined.
-    """
-    return grains(problem, ())[0]
-
-
-def grains(problem: Problem, targets: Sequence[int] = _TARGETS) -> tuple[Coarse, ...]:
-    """Coarse graphs with fewer and fewer parts, each representing the fine graph.
-
-    A part runs its ops one after another, and waits for the inputs of all of them. So on wide
-    graphs with cheap transfers, a level of few parts loses most of the parallelism: it is for
-    algorithms that need a small graph. Where it suffices to make few decisions, `clusters` and
-    `regrouped` lose less.
-
-    Args:
-        problem: The fine graph and the cluster.
-        targets: Numbers of parts, falling. A level may have more where the limits allow no fewer.
-
-    Returns:
-        The result of `coarsen`, then a level for each target that reduces the parts by a tenth or
-        more. Every level joins parts of the previous one.
+    The cluster's links decide what is cheap, and its memory limits the groups.
     """
     arrays = problem.graph.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
     pools = np.array(problem.device_pool)[problem.allowed.any(axis=1)]
     largest = max((problem.pool_memory[pool] for pool in pools.tolist()), default=0)
-    levels = _core.coarse_levels(
-        problem.core,
-        idle.astype(np.uint8),
-        problem.group_colors,
-        largest // _GROUPS_PER_DEVICE,
-        np.array(targets, np.int32),
-    )
-    return tuple(Coarse(problem, part_of, group_of) for part_of, group_of in levels)
-
-
-def regrouped(problem: Problem, cluster: NDArray[np.int32]) -> _core.Problem:
-    """The problem for C++, where the groups of one cluster share a device.
-
-    So a list scheduler places few clusters, but still starts every op separately: unlike a coarse
-    graph, this keeps the parallelism. Its placements are valid for the problem itself.
-
-    Args:
-        problem: The problem.
-        cluster: The cluster of every group, counted from 0; one of the levels of `clusters`.
-    """
-    return _core.regrouped(problem.core, cluster)
-
-
-def clusters(problem: Problem) -> tuple[NDArray[np.int32], ...]:
-    """Nested clusters of well-connected groups, for a local search that moves many groups at once.
-
-    Other groups may lie on paths between the groups of a cluster, so this is not a coarse graph.
-    The rules are in `csrc/coarsening/clusters.cc`; O(pairs of a tensor and a consumer), up to a
-    logarithm.
-
-    Args:
-        problem: The problem. Groups with different allowed devices are never in one cluster.
-
-    Returns:
-        The cluster of each group, per level, counted by first group. On level 0 every group is
-        alone; every other level joins clusters of the previous one; the last has a handful.
-    """
-    return tuple(_core.group_clusters(problem.core, problem.group_colors))
+    limit = largest // _GROUPS_PER_DEVICE
+    parts = _core.coarsen(problem.core, idle.astype(np.uint8), problem.group_colors, limit)
+    return Coarse(problem, *parts)

@@ -1,11 +1,13 @@
-"""A graph and a cluster as the flat arrays that the C++ core reads.
+"""A graph, a cluster and constraints as the flat arrays that the C++ core reads.
 
 The core adds times and bytes without overflow checks; `Problem` proves beforehand that no such sum
-can reach 2**62.
+can reach 2**62. `allowed_devices` resolves the names of constraints, refuses contradictions, and
+makes a table of groups and devices; placers read only that, and the limit on the number of devices.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import InitVar, dataclass, replace
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Final, final
 
@@ -14,14 +16,17 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.allowed_devices import allowed_devices, known_to, of_groups, restricted_to
-from baechi.records.cluster import PORTS, Cluster
+from baechi.records.cluster import PORTS, Cluster, Link
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import exact_sum
 from baechi.units import format_bytes
 
 LIMIT: Final = 2**62
+# Maximum number of names listed in an error.
+_LISTED: Final = 8
+# Maximum number of names searched for one like an unknown one, at about 20 us each.
+_SEARCHED: Final = 5_000
 
 
 @final
@@ -33,6 +38,7 @@ class Problem:
         graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
         cluster: The devices and links.
         constraints: Constraints besides memory; `None` is none.
+        narrowed: With constraints, the value of `allowed` in place of the devices that they name.
 
     Raises:
         InputError: An argument has the wrong type, times or bytes add up to 2**62 or more, or the
@@ -42,8 +48,9 @@ class Problem:
     graph: OpGraph
     cluster: Cluster
     constraints: Constraints | None = None
+    narrowed: InitVar[NDArray[np.bool_] | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, narrowed: NDArray[np.bool_] | None) -> None:
         for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
             if not isinstance(value, kind):
                 raise InputError(
@@ -57,19 +64,20 @@ class Problem:
                     f"constraints is a {type(self.constraints).__name__}; give a "
                     "baechi.Constraints or None."
                 )
-            self.__dict__["allowed"] = allowed_devices(self.graph, self.cluster, self.constraints)
-        self._check_times()
-        self._check_bytes()
+            if narrowed is None:
+                narrowed = allowed_devices(self.graph, self.cluster, self.constraints)
+            self.__dict__["allowed"] = narrowed
+        self._check_sums()
 
-    def _check_times(self) -> None:
+    def _check_sums(self) -> None:
         latency, rate = self.links
         paths = rate > 0
         latency_ns = int(np.where(paths, latency, 0).max())
         overhead_ns = int(self.overheads.max(initial=0))
         slowest = int(np.where(paths, rate, LIMIT).min())
-        tensors = len(self.graph.tensors)
-        sent_ns = self.graph.arrays.total_tensor_bytes * 10**9 // slowest
-        sent_ns += tensors * (1 + latency_ns + overhead_ns)
+        arrays = self.graph.arrays
+        sent_ns = arrays.total_tensor_bytes * 10**9 // slowest
+        sent_ns += len(self.graph.tensors) * (1 + latency_ns + overhead_ns)
         # Each op may also have a hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
         total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
@@ -79,9 +87,6 @@ class Problem:
                 "an overhead or a tensor is too large, or a speed or a rate too small. Are they in "
                 "ns, bytes and bytes per second?"
             )
-
-    def _check_bytes(self) -> None:
-        arrays = self.graph.arrays
         total = arrays.total_op_bytes + len(self.pool_devices) * arrays.total_tensor_bytes
         if total >= LIMIT:
             raise InputError(
@@ -92,8 +97,7 @@ class Problem:
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
         """True where a device may take a group: a row per device, a column per group."""
-        shape = (len(self.cluster.devices), self.graph.arrays.groups)
-        return np.broadcast_to(np.True_, shape)
+        return np.broadcast_to(np.True_, (len(self.cluster.devices), self.graph.arrays.groups))
 
     @property
     def max_devices(self) -> int | None:
@@ -115,13 +119,11 @@ class Problem:
         return color.reshape(-1).astype(np.int32)
 
     def within(self, devices: Sequence[int]) -> "Problem":
-        """The problem with all other devices excluded and no limit on their number.
-
-        Raises:
-            InputError: A group may use none of them.
-        """
-        constraints = self.constraints or Constraints()
-        return Problem(self.graph, self.cluster, restricted_to(constraints, self.cluster, devices))
+        """The problem with all other devices excluded and no limit on their number."""
+        constraints = replace(self.constraints or Constraints(), max_devices=None)
+        allowed = self.allowed.copy()
+        allowed[np.setdiff1d(np.arange(len(allowed)), devices)] = False
+        return Problem(self.graph, self.cluster, constraints, allowed)
 
     def on(self, devices: Sequence[int]) -> "Problem":
         """The problem of a cluster of only these devices, renumbered in their order.
@@ -141,39 +143,21 @@ class Problem:
             self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
             for device in devices
         }
-        constraints = replace(known_to(self.constraints, cluster), margins=margins)
-        return Problem(self.graph, cluster, constraints)
-
-    def lumped(self, graph: OpGraph, members: Sequence[Sequence[int]]) -> "Problem":
-        """The problem of a coarser graph, each of whose ops represents ops of one color.
-
-        Args:
-            graph: The coarser graph.
-            members: The ops of this problem's graph for each op of the coarser graph.
-        """
-        if self.constraints is None:
-            return Problem(graph, self.cluster)
-        _, first = np.unique(graph.arrays.op_group, return_index=True)
-        fine = self.graph.arrays.op_group[np.array([members[op][0] for op in first], np.int64)]
-        names = [graph.ops[op].name for op in first]
-        allowed = self.allowed[:, fine]
-        constraints = of_groups(self.constraints, self.cluster, names, allowed)
-        return Problem(graph, self.cluster, constraints)
+        constraints = replace(self.constraints, margins=margins)
+        return Problem(self.graph, cluster, constraints, self.allowed[list(devices)])
 
     @cached_property
+    def _classes(self) -> tuple[list[tuple[str, float]], NDArray[np.int32]]:
+        """Kind ("" without times of its own) and speed of every class; the class per device."""
+        times = self.graph.times
+        keys = [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
+        rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
+        return list(rows), np.array([rows[key] for key in keys], np.int32)
+
+    @property
     def device_class(self) -> NDArray[np.int32]:
         """The row of `durations` of every device; devices of one kind and speed share a row."""
-        rows = {key: row for row, key in enumerate(self._classes)}
-        return np.array([rows[key] for key in self._class_of], np.int32)
-
-    @cached_property
-    def _class_of(self) -> list[tuple[str, float]]:
-        times = self.graph.times
-        return [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
-
-    @cached_property
-    def _classes(self) -> list[tuple[str, float]]:
-        return list(dict.fromkeys(self._class_of))
+        return self._classes[1]
 
     @cached_property
     def durations(self) -> NDArray[np.int64]:
@@ -182,8 +166,9 @@ class Problem:
         A speed of exactly 1.0 leaves the time as it is; any other divides it as IEEE doubles.
         """
         arrays = self.graph.arrays
-        rows = np.empty((len(self._classes), len(self.graph.ops)), np.int64)
-        for at, (kind, speed) in enumerate(self._classes):
+        classes, _ = self._classes
+        rows = np.empty((len(classes), len(self.graph.ops)), np.int64)
+        for at, (kind, speed) in enumerate(classes):
             times = arrays.kind_times[kind] if kind in self.graph.times else arrays.times
             if speed == 1.0:
                 rows[at] = times
@@ -200,26 +185,27 @@ class Problem:
         return rows
 
     @cached_property
+    def _links(self) -> list[Link | None]:
+        """Per source and destination, row by row; only one where all pairs have equal links."""
+        link = self.cluster.uniform_link
+        return [link for row in self.cluster.links for link in row] if link is None else [link]
+
+    @cached_property
     def links(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Latency and rate per source and destination, row by row; rate 0 is no path.
 
         One number each where all pairs of devices have equal links.
         """
-        link = self.cluster.uniform_link
-        if link is not None:
-            return np.array([link.latency_ns]), np.array([link.bytes_per_s])
-        links = [link for row in self.cluster.links for link in row]
-        return (
-            np.array([link.latency_ns if link is not None else 0 for link in links], np.int64),
-            np.array([link.bytes_per_s if link is not None else 0 for link in links], np.int64),
-        )
+        rows = [
+            (0, 0) if link is None else (link.latency_ns, link.bytes_per_s) for link in self._links
+        ]
+        latency, rate = np.array(rows, np.int64).T
+        return latency.copy(), rate.copy()
 
     @cached_property
     def overheads(self) -> NDArray[np.int64]:
         """Overhead of a transfer at its receiver, likewise; empty where no link has any."""
-        link = self.cluster.uniform_link
-        links = [link for row in self.cluster.links for link in row] if link is None else [link]
-        rows = [0 if link is None else link.overhead_ns for link in links]
+        rows = [0 if link is None else link.overhead_ns for link in self._links]
         return np.array(rows if any(rows) else [], np.int64)
 
     @cached_property
@@ -236,10 +222,8 @@ class Problem:
     @cached_property
     def pool_devices(self) -> tuple[tuple[int, ...], ...]:
         """The devices of every pool."""
-        rows: list[list[int]] = [[] for _ in range(1 + max(self.device_pool))]
-        for device, pool in enumerate(self.device_pool):
-            rows[pool].append(device)
-        return tuple(map(tuple, rows))
+        pools = np.array(self.device_pool)
+        return tuple(tuple(np.flatnonzero(pools == p).tolist()) for p in range(pools.max() + 1))
 
     @cached_property
     def pool_memory(self) -> tuple[int, ...]:
@@ -314,11 +298,121 @@ class Problem:
     def timeline(self, headroom: float = 0.0) -> _core.Timeline:
         """A fresh timeline of the core.
 
-        Args:
-            headroom: The share of every memory that groups of several ops leave free when they are
-                placed, for the needs of their later ops there.
+        Groups of several ops leave the headroom, a share of every memory, free when they are
+        placed, for the needs of their later ops there.
         """
         timeline = _core.Timeline(self.core)
         for pool, memory_bytes in enumerate(self.pool_memory):
             timeline.hold_back(pool, int(memory_bytes * headroom))
         return timeline
+
+
+def allowed_devices(
+    graph: OpGraph, cluster: Cluster, constraints: Constraints
+) -> NDArray[np.bool_]:
+    """True where a device may take a group: a row per device, a column per group.
+
+    Raises:
+        InputError: An op, group or device is unknown, or the constraints contradict each other.
+    """
+    device_of = {device.name: index for index, device in enumerate(cluster.devices)}
+    op_group = graph.arrays.op_group
+    allowed = np.ones((len(device_of), graph.arrays.groups), np.bool_)
+
+    def device(name: str, what: str) -> int:
+        if name not in device_of:
+            raise InputError(f"{what} names device {name!r}; the cluster has {listed(device_of)}.")
+        return device_of[name]
+
+    def group(name: str, what: str) -> int:
+        members = graph.groups.get(name, ())
+        op = graph.op_index.get(name, members[0] if members else None)
+        if op is None:
+            raise InputError(
+                f"{what} names {name!r}, but the graph has no op and no group of this name"
+                f"{_hint(graph, name)}"
+            )
+        return int(op_group[op])
+
+    for name in constraints.margins:
+        device(name, "a margin")
+    for name in constraints.excluded:
+        allowed[device(name, "excluded")] = False
+    for name, row in constraints.forbidden.items():
+        what = f"forbidden[{name!r}]"
+        allowed[[device(other, what) for other in row], group(name, what)] = False
+    pinned: dict[int, tuple[str, str]] = {}
+    for name, target in constraints.pins.items():
+        column, at = group(name, "a pin"), device(target, f"the pin of {name!r}")
+        first, other = pinned.setdefault(column, (name, target))
+        if other != target:
+            raise InputError(
+                f"{first!r} is pinned to {other!r} and {name!r} to {target!r}, but they are in one "
+                "group; pin the group once."
+            )
+        if not allowed[at, column]:
+            raise InputError(
+                f"{name!r} is pinned to {target!r}, where the constraints also forbid it; drop "
+                "the pin, or the entry in forbidden or excluded."
+            )
+        allowed[:, column] = False
+        allowed[at, column] = True
+    somewhere = np.asarray(allowed.any(axis=0))
+    if not somewhere.all():
+        op = graph.ops[int(np.argmin(somewhere[op_group]))]
+        raise InputError(
+            f"op {op.name!r} may go to no device: all are forbidden to it or to its group, or "
+            "excluded; leave it at least one."
+        )
+    limit = constraints.max_devices
+    targets = sorted({target for _, target in pinned.values()})
+    if limit is not None and len(targets) > limit:
+        raise InputError(
+            f"ops are pinned to {len(targets)} devices ({listed(targets)}), but max_devices is "
+            f"{limit}; raise it, or pin to fewer."
+        )
+    alone = [cluster.devices[device].name for device in np.flatnonzero(needed(allowed))]
+    if limit is not None and len(alone) > limit:
+        raise InputError(
+            f"there are ops that may go to {listed(alone)} alone, but max_devices is {limit}; "
+            "raise it, or forbid and exclude less."
+        )
+    return allowed
+
+
+def _hint(graph: OpGraph, name: str) -> str:
+    """A hint on an unknown op or group: a submodule, similar names, or some examples."""
+    inside = [op for op in graph.op_index if op.startswith((f"{name}/", f"{name}."))]
+    if inside:
+        return f"; it is a submodule's, so name its ops: {listed(inside)}."
+    known = list(dict.fromkeys([*graph.op_index, *graph.groups]))
+    alike = get_close_matches(name, known[:_SEARCHED], 3)
+    return f". Did you mean {listed(alike)}?" if alike else f", only {listed(known)}."
+
+
+def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """True where a device is the only one that some group may use: one entry per device."""
+    return np.asarray(allowed[:, allowed.sum(axis=0) == 1].any(axis=1))
+
+
+def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
+    """The constraints without the devices that the cluster does not have; pins stay."""
+    names = {device.name for device in cluster.devices}
+    forbidden = {
+        name: tuple(device for device in devices if device in names)
+        for name, devices in constraints.forbidden.items()
+    }
+    return Constraints(
+        constraints.pins,
+        {name: devices for name, devices in forbidden.items() if devices},
+        tuple(device for device in constraints.excluded if device in names),
+        constraints.max_devices,
+        {name: nbytes for name, nbytes in constraints.margins.items() if name in names},
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    """The names, or the first of very many."""
+    rows = [repr(name) for name in names][:_LISTED]
+    more = len(names) - len(rows)
+    return ", ".join(rows) + (f" and {more} more" if more else "")

@@ -19,21 +19,23 @@ a placer and the simulator compute the same numbers. The rules:
 - Constraints limit the devices of each group, the number of devices in use, and the usable memory.
 
 The implementation is `csrc/clock/timeline.cc`; an independent, slow one is
-`tests/support/oracle.py`.
+`tests/support/oracle.py`. `memory_profile` and `peak_holdings` follow the rules for memory once
+more, from a schedule alone, so the text of a report agrees with its figures.
 """
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NoReturn, final
+from itertools import chain
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.allowed_devices import check_devices, why_not
 from baechi.problem.bounds import lower_bound_ns
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import Problem, listed
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
@@ -85,18 +87,23 @@ class Timeline:
                 constraint other than a margin is violated.
         """
         self._check(op, device)
-        constraints = self._problem.constraints
-        if constraints is not None and not self._core.allows(op, device):
-            self._forbid(constraints, op, device)
-        group_device = self._core.group_device(op)
-        if group_device not in (-1, device):
-            names = [self._problem.cluster.devices[d].name for d in (device, group_device)]
+        problem = self._problem
+        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
+            raise InputError(_why_not(problem, op, device))
+        name = problem.cluster.devices[device].name
+        if not self._core.allows(op, device):
             raise InputError(
-                f"op {self._name(op)} cannot go to {names[0]!r}: its group "
-                f"{self._problem.graph.ops[op].group!r} is on {names[1]!r}."
+                f"op {self._name(op)} cannot go to {name!r}: {problem.max_devices} other devices "
+                "are in use, and max_devices allows no more."
+            )
+        home = self._core.group_device(op)
+        if home not in (-1, device):
+            raise InputError(
+                f"op {self._name(op)} cannot go to {name!r}: its group "
+                f"{problem.graph.ops[op].group!r} is on {problem.cluster.devices[home].name!r}."
             )
         if self._core.earliest_start(op, device) is None:
-            raise InputError(_no_path(self._problem, op, device))
+            raise InputError(_no_path(problem, op, device))
         return Span(op, device, *self._core.commit(op, device))
 
     def schedule(self) -> Schedule:
@@ -112,15 +119,6 @@ class Timeline:
                 "commit every op before asking for the schedule."
             )
         return schedule_of(self._problem, self._core)
-
-    def _forbid(self, constraints: Constraints, op: int, device: int) -> NoReturn:
-        problem = self._problem
-        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
-            raise InputError(why_not(problem.graph, problem.cluster, constraints, op, device))
-        raise InputError(
-            f"op {self._name(op)} cannot go to {problem.cluster.devices[device].name!r}: "
-            f"{constraints.max_devices} other devices are in use, and max_devices allows no more."
-        )
 
     def _name(self, op: int) -> str:
         return repr(self._problem.graph.ops[op].name)
@@ -179,14 +177,16 @@ def overflows(
 
     Devices of a pool share their largest margin.
     """
-    margins: dict[str, int] = {}
-    for device in cluster.devices:
+    margins: Counter[int] = Counter()
+    memory_of = memories(cluster)
+    for memory, device in zip(memory_of, cluster.devices, strict=True):
         margin = 0 if constraints is None else constraints.margins.get(device.name, 0)
-        pool = device.pool or f"alone:{device.name}"
-        margins[pool] = max(margin, margins.get(pool, 0))
+        margins[memory] = max(margin, margins[memory])
     rows = (
-        (row.name, peak - max(0, row.memory_bytes - margins[row.pool or f"alone:{row.name}"]))
-        for row, peak in zip(cluster.devices, schedule.peak_bytes, strict=True)
+        (device.name, peak - max(0, device.memory_bytes - margins[memory]))
+        for device, memory, peak in zip(
+            cluster.devices, memory_of, schedule.peak_bytes, strict=True
+        )
     )
     return tuple((name, missing) for name, missing in rows if missing > 0)
 
@@ -263,10 +263,41 @@ def _check_placement(
             f"group {graph.ops[op].group!r} is parted: op {graph.ops[op].name!r} is on "
             f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
         )
-    if problem.constraints is not None:
-        check_devices(
-            graph, cluster, problem.constraints, problem.allowed, devices.astype(np.int64)
+    here = problem.allowed[devices, op_group]
+    if not here.all():
+        op = int(np.argmin(here))
+        raise InputError(_why_not(problem, op, int(devices[op])))
+    used = np.unique(devices).tolist()
+    if problem.max_devices is not None and len(used) > problem.max_devices:
+        raise InputError(
+            f"the placement uses {len(used)} devices "
+            f"({listed([cluster.devices[device].name for device in used])}), but max_devices is "
+            f"{problem.max_devices}."
         )
+
+
+def _why_not(problem: Problem, op: int, device: int) -> str:
+    """The constraint that keeps the op from a device that it may not use."""
+    graph, constraints = problem.graph, problem.constraints or Constraints()
+    name, target = graph.ops[op].name, problem.cluster.devices[device].name
+    if target in constraints.excluded:
+        return f"op {name!r} is on {target!r}, which the constraints exclude for all."
+    group = graph.ops[op].group
+    members = (op,) if group is None else graph.groups[group]
+    subjects = [graph.ops[member].name for member in members]
+    # A group's name applies where no op has it.
+    if group is not None and group not in graph.op_index:
+        subjects.append(group)
+    for subject in subjects:
+        whose = f"op {name!r}" if subject == name else f"{subject!r}, with which {name!r} shares it"
+        if target in constraints.forbidden.get(subject, ()):
+            return f"op {name!r} is on {target!r}, which the constraints forbid to {whose}."
+        if constraints.pins.get(subject, target) != target:
+            return (
+                f"op {name!r} is on {target!r}, but the constraints pin {whose} to "
+                f"{constraints.pins[subject]!r}."
+            )
+    return f"op {name!r} is on {target!r}, which the constraints forbid to op {name!r}."
 
 
 def _no_path(problem: Problem, op: int, device: int) -> str:
@@ -278,3 +309,111 @@ def _no_path(problem: Problem, op: int, device: int) -> str:
         f"link from the device of one of its producers ({names}). Add the link or place them "
         "together."
     )
+
+
+Steps = tuple[tuple[int, int], ...]
+
+PERSISTENT = "parameters and optimizer"
+TENSORS = "tensors made here"
+COPIES = "copies received"
+WORKSPACE = "workspace"
+
+
+class Holding(NamedTuple):
+    """Bytes that a memory holds for one reason, in [start_ns, stop_ns)."""
+
+    memory: int
+    reason: str
+    nbytes: int
+    start_ns: int
+    stop_ns: int
+
+
+def memory_profile(
+    graph: OpGraph, cluster: Cluster, schedule: Schedule, longer: Iterable[Holding] = ()
+) -> tuple[Steps, ...]:
+    """The memory of each device as steps `(time_ns, bytes)`, from time 0 on.
+
+    A step holds until the next one's time; the last one is at the end of the schedule, and the
+    highest is `Schedule.peak_bytes`. Devices of one pool share one memory and have equal steps.
+    `longer` are additional holdings. O(n log n) time in ops, consumers and transfers.
+    """
+    memory_of = memories(cluster)
+    level: Counter[int] = Counter()
+    changes: dict[int, Counter[int]] = {memory: Counter() for memory in memory_of}
+    for held in chain(_holdings(graph, memory_of, schedule), longer):
+        if held.reason == PERSISTENT:
+            level[held.memory] += held.nbytes
+        elif held.start_ns < held.stop_ns:
+            changes[held.memory][held.start_ns] += held.nbytes
+            changes[held.memory][held.stop_ns] -= held.nbytes
+    profiles: dict[int, Steps] = {}
+    for memory, row in changes.items():
+        nbytes = level[memory]
+        steps = {0: nbytes}
+        for time_ns in sorted(row):
+            nbytes += row[time_ns]
+            if row[time_ns]:
+                steps[time_ns] = nbytes
+        steps[max([schedule.makespan_ns, *row])] = nbytes
+        profiles[memory] = tuple(steps.items())
+    return tuple(profiles[memory] for memory in memory_of)
+
+
+def peak_holdings(
+    graph: OpGraph, cluster: Cluster, schedule: Schedule
+) -> tuple[tuple[int, Mapping[str, int]], ...]:
+    """The first time of each device's peak, and the bytes held then by reason."""
+    memory_of = memories(cluster)
+    profiles = memory_profile(graph, cluster, schedule)
+    peak_ns = [max(steps, key=lambda step: step[1])[0] for steps in profiles]
+    held_at_peak: dict[int, Counter[str]] = {memory: Counter() for memory in memory_of}
+    for held in _holdings(graph, memory_of, schedule):
+        at_peak = held.start_ns <= peak_ns[held.memory] < held.stop_ns
+        if at_peak or held.reason == PERSISTENT:
+            held_at_peak[held.memory][held.reason] += held.nbytes
+    return tuple(
+        (time_ns, held_at_peak[memory]) for time_ns, memory in zip(peak_ns, memory_of, strict=True)
+    )
+
+
+def memories(cluster: Cluster) -> list[int]:
+    """The first device of each device's pool; the device itself where it is in none."""
+    first: dict[str, int] = {}
+    return [
+        first.setdefault(device.pool, index) if device.pool else index
+        for index, device in enumerate(cluster.devices)
+    ]
+
+
+def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Iterator[Holding]:
+    graph = graph.explicit
+    end_ns = schedule.makespan_ns
+    span_of = {span.op: span for span in schedule.spans}
+    for span in schedule.spans:
+        op, memory = graph.ops[span.op], memory_of[span.device]
+        yield Holding(memory, PERSISTENT, op.persistent_bytes, 0, end_ns)
+        yield Holding(memory, WORKSPACE, op.workspace_bytes, span.start_ns, span.end_ns)
+        # Inputs that are already freed.
+        yield Holding(memory, TENSORS, -op.reused_bytes, span.start_ns, span.end_ns)
+    arrivals: dict[int, dict[int, int]] = defaultdict(dict)  # tensor -> memory -> start of copy
+    departed: Counter[int] = Counter()  # tensor -> end of its last transfer out
+    for transfer in schedule.transfers:
+        memory = memory_of[transfer.dst]
+        if memory_of[transfer.src] != memory:  # there are no copies inside a pool
+            start_ns = arrivals[transfer.tensor].get(memory, transfer.start_ns)
+            arrivals[transfer.tensor][memory] = min(start_ns, transfer.start_ns)
+            departed[transfer.tensor] = max(departed[transfer.tensor], transfer.end_ns)
+    for index, tensor in enumerate(graph.tensors):
+        producer = span_of[tensor.producer]
+        home = memory_of[producer.device]
+        last_use: Counter[int] = Counter()
+        for consumer in tensor.consumers:
+            span = span_of[consumer]
+            memory = memory_of[span.device]
+            last_use[memory] = max(last_use[memory], span.end_ns)
+        stays = tensor.kept or not tensor.consumers
+        stop_ns = end_ns if stays else max(last_use[home], departed[index])
+        yield Holding(home, TENSORS, tensor.nbytes, producer.start_ns, stop_ns)
+        for memory, start_ns in arrivals[index].items():
+            yield Holding(memory, COPIES, tensor.nbytes, start_ns, last_use[memory])

@@ -22,7 +22,7 @@ Complexity: O(n log n) in ops, consumers and instructions.
 from collections.abc import Iterator, Sequence
 from typing import final
 
-from baechi.problem.memory_profile import Holding, memories, memory_profile
+from baechi.problem.simulation import Holding, memories, memory_profile
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Place, Program, Run, Wait

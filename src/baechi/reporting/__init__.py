@@ -4,7 +4,7 @@ Everything is computed from values that a file can hold, so that a report can be
 that has neither torch nor the model.
 """
 
-from baechi.problem.memory_profile import memory_profile as memory_profile
+from baechi.problem.simulation import memory_profile as memory_profile
 from baechi.reporting.facts import DeviceFacts as DeviceFacts
 from baechi.reporting.facts import device_facts as device_facts
 from baechi.reporting.facts import error_text as error_text

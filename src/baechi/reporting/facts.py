@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import final
 
 from baechi.errors import InputError
-from baechi.placers.placer_names import PLACERS
+from baechi.placers.solving import PLACERS
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement, Schedule, Span, Transfer, error_of

@@ -4,7 +4,7 @@ from html import escape
 from typing import Any, Final
 
 from baechi.errors import InputError
-from baechi.problem.memory_profile import memory_profile
+from baechi.problem.simulation import memory_profile
 from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
 from baechi.reporting.graph_layout import lay_out, sections

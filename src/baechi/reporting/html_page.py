@@ -6,7 +6,7 @@ from html import escape
 from string import Template
 from typing import Any, Final
 
-from baechi.problem.memory_profile import peak_holdings
+from baechi.problem.simulation import peak_holdings
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement, Schedule

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from baechi.problem.memory_profile import memory_profile
+from baechi.problem.simulation import memory_profile
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Schedule, Transfer

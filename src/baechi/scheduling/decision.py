@@ -14,15 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Final, NoReturn, final
 
 from baechi.errors import InfeasibleError, InputError, ReservationError
-from baechi.placers.assignments import shortest
 from baechi.placers.auto import best, portfolio
+from baechi.placers.device_choice import linked
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
+from baechi.placers.placer import shortest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
-from baechi.problem.allowed_devices import known_to
-from baechi.problem.problem_arrays import Problem
-from baechi.problem.reachable_devices import linked
+from baechi.problem.problem_arrays import Problem, known_to
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints

@@ -8,7 +8,7 @@ from strategies import clusters, graphs, layered
 
 from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Tensor
 from baechi.placers.linear_programs import Highs
-from baechi.placers.sct_favorites import favorite_children, first_order, relax
+from baechi.placers.sct import favorite_children, first_order, relax
 from baechi.placers.sct_program import favorite_program
 from baechi.problem.problem_arrays import Problem
 

@@ -22,8 +22,8 @@ from baechi import (
     simulate,
     solve,
 )
+from baechi.placers.device_choice import linked
 from baechi.problem.problem_arrays import Problem
-from baechi.problem.reachable_devices import linked
 
 LINK = Link(10, 10**9)
 
