@@ -21,7 +21,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.placer_names import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
-from baechi.program.memory_fitting import solve_with_held
+from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph

@@ -10,9 +10,9 @@ from torch import fx
 from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError
-from baechi.program.compilation import compile_program
-from baechi.program.memory_fitting import instant_ops, scheduled
+from baechi.program.compilation import compile_program, instant_ops
 from baechi.program.race_proof import check_program
+from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
