@@ -28,7 +28,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
-from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.placement_match import refuse_meta

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 from baechi.runtime.autograd.tape import TapeCode
-from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.runtime.verification import Unsplit, verify
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.tracing.workarounds.recurrent_weights import compact

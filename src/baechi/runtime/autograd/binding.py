@@ -6,7 +6,7 @@ slots. `gradients` does the same for what goes backward.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from baechi.errors import ExecutionError
-from baechi.records.instructions import Copy, Free, Place, Program
+from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
@@ -164,9 +164,10 @@ class _Binder:
         ]
         inputs = tuple(self._value(node) for node in self._inputs)
         copies, frees = self._instructions()
+        last = self._last(tapes, frees[0])
         counts = len(self._slots), len(self._values), len(results), gradients.n, len(tapes)
         return Bound(
-            tuple(tapes),
+            tuple(replace(tape, last=last[tape.index]) for tape in tapes),
             copies,
             frees,
             Sizes(*counts),
@@ -374,6 +375,28 @@ class _Binder:
                     cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
                     frees[-1][place] = Moves(tuple(held.get(place, {}).values()), cleared)
         return tuple(copies), tuple(frees)
+
+    def _last(
+        self, tapes: Sequence[TapeCode], frees: Mapping[Place, Moves]
+    ) -> dict[int, tuple[int, ...]]:
+        """By tape the slots freed right after its segment that no later tape of it reads.
+
+        Also those that this tape does not read: they may be views of what it does.
+        """
+        phase = self._program.phases[0]
+        last: dict[int, tuple[int, ...]] = {}
+        for rows in phase.lanes:
+            freed: set[int] = set()
+            for row in reversed(rows):
+                if isinstance(row, Free):
+                    freed.update(frees[Place(row.tensor, row.device)].slots)
+                    continue
+                if isinstance(row, Run):
+                    for tape in reversed(phase.segments[row.segment].tapes):
+                        last[tape] = tuple(sorted(freed))
+                        freed -= {slot for _, slot in tapes[tape].fills}
+                freed = set()
+        return last
 
     def _is_made(self, place: Place) -> bool:
         """True if a gradient stays where its reader made it, not where it is used."""

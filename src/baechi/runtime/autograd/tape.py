@@ -66,6 +66,8 @@ class TapeCode:
         parameters: (parameter, slot of its gradient) of those that no entry stands for.
         sums: (slot of the sum, slot) of what is added up after its backward, in this order.
         recomputation: Its recomputation, if it is checkpointed.
+        last: Slots that nobody reads after its forward; their values live until the code is done
+            with them.
     """
 
     index: int
@@ -88,14 +90,10 @@ class TapeCode:
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
     sums: tuple[tuple[int, int], ...] = ()
     recomputation: Recomputation | None = None
+    last: tuple[int, ...] = ()
 
-    def forward(self, step: Step, last: Sequence[int] = ()) -> None:
+    def forward(self, step: Step) -> None:
         """Run the operators.
-
-        Args:
-            step: The call.
-            last: Slots that nobody reads after this; their values live until the code is done with
-                them.
 
         Raises:
             ExecutionError: An operator failed; names it and the model's own line.
@@ -104,7 +102,7 @@ class TapeCode:
         slots = step.slots
         for argument, slot in self.fills:
             arguments[argument] = slots[slot]
-        for slot in last:
+        for slot in self.last:
             slots[slot] = None
         mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
         for argument, index in self.given:

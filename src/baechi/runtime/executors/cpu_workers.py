@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import final
+from typing import Final, final
 
 import torch
 
@@ -25,9 +25,13 @@ from baechi.errors import ExecutionError
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Wait
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.autograd.tape import TapeCode
 
 Action = Callable[[Step], None]
+
+_UNPLACED: Final = (
+    "the module was unplaced within a step and has no workers any more: go backward before "
+    "unplace()."
+)
 
 
 @final
@@ -45,10 +49,12 @@ class _Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._shared = _Shared()
-        arguments = (self._shared, threads)
-        threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-        self.submit(_nothing)
+        self._start, self._done = threading.Lock(), threading.Lock()
+        self._tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
+        self._closed = False
+        self._gone = False
+        threading.Thread(target=self._serve, args=(threads,), name=name, daemon=True).start()
+        self.submit(lambda: None)
         self.wait()  # it has its threads now
 
     def submit(self, task: Callable[[], None]) -> None:
@@ -57,10 +63,10 @@ class _Worker:
         Raises:
             ExecutionError: The worker was closed.
         """
-        if self._shared.closed:
-            raise _unplaced()
-        self._shared.tasks.append(task)
-        _ring(self._shared.start)
+        if self._closed:
+            raise ExecutionError(_UNPLACED)
+        self._tasks.append(task)
+        _ring(self._start)
 
     def wait(self) -> None:
         """Return when the task has ended.
@@ -68,61 +74,38 @@ class _Worker:
         Raises:
             ExecutionError: The worker was closed before it could begin.
         """
-        while self._shared.tasks:
-            if self._shared.gone:
-                self._shared.tasks.clear()
-                raise _unplaced()
-            _ring(self._shared.start)
-            self._shared.done.acquire()
+        while self._tasks:
+            if self._gone:
+                self._tasks.clear()
+                raise ExecutionError(_UNPLACED)
+            _ring(self._start)
+            self._done.acquire()
 
     def close(self) -> None:
         """End the thread, after its task."""
-        self._shared.closed = True
-        _ring(self._shared.start)
+        self._closed = True
+        _ring(self._start)
 
-
-@final
-class _Shared:
-    """State that a worker's thread and its owner share; the thread keeps no owner alive."""
-
-    def __init__(self) -> None:
-        self.start, self.done = threading.Lock(), threading.Lock()
-        self.tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
-        self.closed = False
-        self.gone = False
+    def _serve(self, threads: int) -> None:
+        # torch sets a thread's number at its first look at it, from the process's: look, then set.
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        while True:
+            while not self._tasks:
+                if self._closed:
+                    self._gone = True
+                    _ring(self._done)
+                    return
+                self._start.acquire()
+            self._tasks[0]()
+            self._tasks.popleft()  # a step that is done must not be kept until the next
+            _ring(self._done)
 
 
 def _ring(bell: threading.Lock) -> None:
     """Let the waiter at the lock go on, now or when it comes."""
     with contextlib.suppress(RuntimeError):  # it is open already
         bell.release()
-
-
-def _serve(shared: _Shared, threads: int) -> None:
-    # torch sets a thread's number at its first look at it, from the process's: look, then set.
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-    while True:
-        while not shared.tasks:
-            if shared.closed:
-                shared.gone = True
-                _ring(shared.done)
-                return
-            shared.start.acquire()
-        shared.tasks[0]()
-        shared.tasks.popleft()  # a step that is done must not be kept until the next
-        _ring(shared.done)
-
-
-def _nothing() -> None:
-    """The first task of a worker."""
-
-
-def _unplaced() -> ExecutionError:
-    return ExecutionError(
-        "the module was unplaced within a step and has no workers any more: go backward before "
-        "unplace()."
-    )
 
 
 @final
@@ -179,7 +162,7 @@ class CpuExecutor:
                 if isinstance(row, Wait):
                     actions.append(self._wait(mine[lane, position]))
                 else:
-                    actions += _actions_of(program, bound, number, rows, position)
+                    actions += _actions_of(program, bound, number, row)
                 if (lane, position) in gates:
                     actions.append(self._open(gates[lane, position]))
             lanes.append(actions)
@@ -287,11 +270,8 @@ class CpuExecutor:
             _ring(gate)
 
 
-def _actions_of(
-    program: Program, bound: Bound, number: int, rows: Sequence[Instruction], position: int
-) -> list[Action]:
+def _actions_of(program: Program, bound: Bound, number: int, row: Instruction) -> list[Action]:
     """The actions of an instruction that is no wait."""
-    row = rows[position]
     if isinstance(row, Copy):
         return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
     if isinstance(row, Free):
@@ -301,52 +281,7 @@ def _actions_of(
     tapes = [bound.tapes[tape] for tape in segment.tapes]
     if number:
         return [tape.recompute if segment.again else tape.backward for tape in tapes]
-    freed = freed_after(rows, position, bound)
-    return [forward_of(tapes, index, freed) for index in range(len(tapes))]
-
-
-def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
-    """The slots that the lane frees right after a segment, with no reads in between."""
-    slots: set[int] = set()
-    for row in rows[position + 1 :]:
-        if not isinstance(row, Free):
-            break
-        slots.update(bound.frees[0][Place(row.tensor, row.device)].slots)
-    return frozenset(slots)
-
-
-def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
-    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
-    last = last_of(tapes, index, freed)
-    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
-
-
-def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tuple[int, ...]:
-    """The slots that are freed after a segment and that no later tape of it reads.
-
-    Also those that this tape does not read: they may be views of what it does.
-    """
-    later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
-    return tuple(sorted(freed - later))
-
-
-def last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
-    """The slots that nothing reads after each segment of the forward, in launch order."""
-    phase = program.phases[0]
-    left = [len(rows) for rows in phase.lanes]
-    later: set[int] = set()
-    last: dict[int, frozenset[int]] = {}
-    for lane in reversed(phase.launch):
-        left[lane] -= 1
-        row = phase.lanes[lane][left[lane]]
-        if isinstance(row, Copy):
-            later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
-        elif isinstance(row, Run):
-            tapes = phase.segments[row.segment].tapes
-            read = {slot for tape in tapes for _, slot in bound.tapes[tape].fills}
-            last[row.segment] = frozenset(read - later)
-            later |= read
-    return last
+    return [tape.forward for tape in tapes]
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
@@ -383,17 +318,16 @@ class _ThreadState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
-        self._autocast_dtype = torch.get_autocast_dtype("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu")
         self._caching = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
+        """The block runs under them."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
-                stack.enter_context(
-                    torch.autocast("cpu", self._autocast_dtype, cache_enabled=self._caching)
-                )
+                stack.enter_context(torch.autocast("cpu", self._dtype, cache_enabled=self._caching))
             yield

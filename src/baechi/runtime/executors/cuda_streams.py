@@ -13,8 +13,8 @@ The stream that owns a tensor's memory, and when it is freed, without `record_st
 - A tensor that a lane makes is memory of its stream. The program frees it on that lane, after waits
   for all its readers; so do replays of CUDA graphs, whose memory is reserved.
 - What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
-  read by another. It is held to the end of the phase, where all streams wait for all
-  (`stream_sync`). So are the gradients that the caller gives. Backward holds again what autograd
+  read by another. It is held to the end of the phase, where all streams wait for all (`join`), in
+  `HeldStorages`. So are the gradients that the caller gives. Backward holds again what autograd
   has saved of it.
 - Results are copied to memory of the caller's stream if they may be another's; but not gradients of
   parameters: the next use of these writes the parameters, after all of this step.
@@ -25,7 +25,7 @@ The stream that owns a tensor's memory, and when it is freed, without `record_st
 
 import contextlib
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -33,14 +33,12 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
-from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Wait
+from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.cuda_graphs.recorded_tape import Statics
-from baechi.runtime.cuda_graphs.replay import Graphs
-from baechi.runtime.executors.copy_buffers import CopyBuffers, move
-from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
-from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.runtime.executors.cpu_workers import let_go
+from baechi.runtime.executors.cuda_graphs import Graphs, Statics
+from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
 from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
@@ -95,7 +93,6 @@ class CudaExecutor:
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
         # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
         self._busy = threading.RLock()
-        self._barriers = StreamBarriers()
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
@@ -122,23 +119,7 @@ class CudaExecutor:
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
         self._copy_buffers = CopyBuffers()
-        # Of every segment its tapes, with the slots that each is the last to read.
-        self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
-        # What a launch has read is read on CPUs; a stream may still have to.
-        last = {} if gpus else last_reads(program, bound)
         for number, phase in enumerate(program.phases):
-            self._runs.append({})
-            for rows in phase.lanes:
-                for position, row in enumerate(rows):
-                    if isinstance(row, Run):
-                        indices = phase.segments[row.segment].tapes
-                        tapes = [bound.tapes[tape] for tape in indices]
-                        freed = freed_after(rows, position, bound) if number == 0 else frozenset()
-                        freed |= last.get(row.segment, frozenset())
-                        self._runs[-1][row.segment] = [
-                            (tape, () if number else last_of(tapes, i, freed))
-                            for i, tape in enumerate(indices)
-                        ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -156,7 +137,7 @@ class CudaExecutor:
         """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
             with self._busy:
-                self._barriers.join(streams := self._callers(step.own), streams)
+                join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
@@ -235,22 +216,22 @@ class CudaExecutor:
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    self._run_tapes(step, phase, row.segment)
+                    self._run_tapes(step, phase, self._program.phases[phase].segments[row.segment])
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     made = step.meter is not None or self._places[row.src] != self._places[row.dst]
                     send = partial(self._send, step, row, streams, phase)
                     move(step, moves, send, together=made)
 
-    def _run_tapes(self, step: Step, phase: int, segment: int) -> None:
-        for index, last in self._runs[phase][segment]:
+    def _run_tapes(self, step: Step, phase: int, segment: Segment) -> None:
+        for index in segment.tapes:
             tape = self._tape(step, index)
-            if self._program.phases[phase].segments[segment].again:
+            if segment.again:
                 tape.recompute(step)
             elif phase:
                 tape.backward(step)
             else:
-                tape.forward(step, last)
+                tape.forward(step)
 
     def _tape(self, step: Step, index: int) -> Any:
         if self._graphs is not None and step.own.replayed:
@@ -375,11 +356,28 @@ class CudaExecutor:
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._barriers.join(callers, [*callers, *lanes])
+        join(callers, [*callers, *lanes])
         try:
             yield
         finally:
-            self._barriers.join([*callers, *lanes], [*callers, *lanes])
+            join([*callers, *lanes], [*callers, *lanes])
+
+
+def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]) -> None:
+    """Let every stream of `waiting` go on after all that is launched on those of `done`.
+
+        one       ──┐ ┌──►
+        another   ──┼─┤►      one of them waits for all that are done, then all others for it
+        a third   ──┘ └──►
+
+    So n streams need 2n waits and no n x n.
+    """
+    first, *others = dict.fromkeys(done)
+    for stream in others:
+        first.wait_stream(stream)
+    for stream in dict.fromkeys(waiting):
+        if stream != first:
+            stream.wait_stream(first)
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -1,4 +1,8 @@
-"""Tapes that are recorded once and then replayed, with static inputs and outputs.
+"""Tapes as CUDA graphs: recorded once, and then replayed with static inputs and outputs.
+
+    call 1..3   eager: libraries choose their kernels
+    call 4      recorded, tape by tape, and replayed
+    call 5..    replayed
 
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
@@ -14,15 +18,26 @@ Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests reco
 Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd graph after the other.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, final
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias, final
 
 import torch
 from torch.utils import _pytree as pytree
 
+from baechi.errors import InputError
+from baechi.records.instructions import Program
+from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step_state import Record, Sizes, Step
 from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
+from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.tracing.lowering import TracedModule
+
+# As many as `torch.cuda.make_graphed_callables` takes: libraries choose their kernels meanwhile.
+WARM_UP: Final = 3
 
 Replay: TypeAlias = Callable[[], None]
 
@@ -77,20 +92,15 @@ class Statics:
 
 
 @final
-@dataclass(frozen=True, slots=True)
 class _Static:
     """Static tensors of one value, and where to write new ones.
 
     What is written to shares the memory but no version counter: to autograd nothing has changed.
     """
 
-    tensors: tuple[torch.Tensor, ...]
-    targets: tuple[torch.Tensor, ...]
-
-    @classmethod
-    def of(cls, value: Any) -> "_Static":
-        tensors = _tensors(value)
-        return cls(tensors, tuple(tensor.data for tensor in tensors))
+    def __init__(self, value: Any) -> None:
+        self.tensors = _tensors(value)
+        self.targets = [tensor.data for tensor in self.tensors]
 
     def fill(self, value: Any) -> None:
         """Copy what is not there already."""
@@ -100,34 +110,23 @@ class _Static:
                 target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
 
-def _tensors(value: Any) -> tuple[torch.Tensor, ...]:
+def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return (value,)
-    leaves = pytree.tree_leaves(value)
-    return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """A recorded forward.
-
-    Attributes:
-        replay: Launches it.
-        fills: (slot, static) of what other tapes made.
-        inputs: (index, static) of the caller's tensors.
-        slots: (slot, value) of what it gives other tapes.
-        results: (result, value) of what it gives the caller.
-        flags: (value, flag).
-        record: The record for its backward, if it has one.
-    """
+    """A recorded forward; each value with its number in the step's list of that name."""
 
     replay: Replay
-    fills: tuple[tuple[int, _Static], ...]
-    inputs: tuple[tuple[int, _Static], ...]
-    slots: tuple[tuple[int, Any], ...]
-    results: tuple[tuple[int, Any], ...]
-    flags: tuple[tuple[int, Any], ...]
+    fills: list[tuple[int, _Static]]  # what other tapes made
+    inputs: list[tuple[int, _Static]]
+    slots: list[tuple[int, Any]]  # what it gives other tapes
+    results: list[tuple[int, Any]]
+    flags: list[tuple[int, Any]]
     record: Record | None
 
 
@@ -137,8 +136,8 @@ class _Backward:
     """A recorded backward, for some pattern of gradients that are there (`Statics.key`)."""
 
     replay: Replay
-    seeds: tuple[tuple[int, _Static], ...]
-    found: tuple[tuple[int, torch.Tensor], ...]
+    seeds: list[tuple[int, _Static]]
+    found: list[tuple[int, torch.Tensor]]
 
 
 @final
@@ -167,12 +166,12 @@ class GraphedTape:
         self._backwards: dict[tuple[int | None, ...], _Backward] = {}
         self._seeds = tuple(dict.fromkeys(slot for row in code.seeds for slot in row))
 
-    def forward(self, step: Step, last: Sequence[int] = ()) -> None:
+    def forward(self, step: Step) -> None:
         """Replay the forward; as `TapeCode.forward`."""
         if self._forward is None and not self.reason:
             self._forward = self._record_forward(step)
         if self.reason or self._forward is None:
-            self._code.forward(step, last)
+            self._code.forward(step)
             return
         recorded = self._forward
         for slot, static in recorded.fills:
@@ -180,7 +179,7 @@ class GraphedTape:
         for index, static in recorded.inputs:
             static.fill(step.inputs[index])
         recorded.replay()
-        for slot in last:
+        for slot in self._code.last:
             step.slots[slot] = None
         for slot, value in recorded.slots:
             step.slots[slot] = value
@@ -230,23 +229,23 @@ class GraphedTape:
                 return None
             value = pytree.tree_map_only(torch.Tensor, statics.of, value)
             scratch.slots[slot] = value
-            fills.append((slot, _Static.of(value)))
+            fills.append((slot, _Static(value)))
         for index in code.inputs:
             tensor = statics.add(step.inputs[index].detach().to(code.place, copy=True))
             given[index] = tensor
-            inputs.append((index, _Static.of(tensor)))
+            inputs.append((index, _Static(tensor)))
         replay = self._recorded(lambda: code.forward(scratch), self._ranks[0])
         if replay is None:
             return None
         outputs = code.outputs
-        slots = tuple((s, scratch.slots[s]) for output in outputs for s in output.slots)
-        results = tuple((r, scratch.results[r]) for output in outputs for r in output.results)
-        flags = tuple((output.value, scratch.flags[output.value]) for output in outputs)
+        slots = [(s, scratch.slots[s]) for output in outputs for s in output.slots]
+        results = [(r, scratch.results[r]) for output in outputs for r in output.results]
+        flags = [(output.value, scratch.flags[output.value]) for output in outputs]
         for _, value in (*slots, *results):
             for tensor in _tensors(value):
                 statics.add(tensor)
         record = scratch.records[code.index]
-        return _Forward(replay, tuple(fills), tuple(inputs), slots, results, flags, record)
+        return _Forward(replay, fills, inputs, slots, results, flags, record)
 
     def _record_backward(self, step: Step, record: Record) -> _Backward | None:
         scratch, seeds = self._scratch(record), []
@@ -255,14 +254,14 @@ class GraphedTape:
             if gradient is not None:
                 static = self._statics.of(gradient)
                 scratch.grads[slot] = static
-                seeds.append((slot, _Static.of(static)))
+                seeds.append((slot, _Static(static)))
         replay = self._recorded(lambda: self._code.differentiate(scratch), self._ranks[1])
         if replay is None:
             return None
         found = [(slot, g) for slot, g in enumerate(scratch.grads) if g is not None]
         for _, gradient in found:
             self._statics.add(gradient)
-        return _Backward(replay, tuple(seeds), tuple(found))
+        return _Backward(replay, seeds, found)
 
     def _run_backward(self, step: Step, record: Record) -> None:
         """Go backward eagerly over the graph of the recorded forward."""
@@ -293,3 +292,177 @@ class GraphedTape:
             return None
         finally:
             torch.set_autocast_cache_enabled(caching)
+
+
+@final
+@dataclass
+class _Mode:
+    """Recordings of training steps, or of inferences."""
+
+    key: Any = None  # they are recorded anew where it changes
+    steps: int = 0  # eager ones, that warmed up
+    statics: Statics = field(default_factory=Statics)
+    tapes: dict[int, GraphedTape] = field(default_factory=dict)  # by index
+
+
+@final
+class Graphs:
+    """The recordings of an executable, and the choice of the steps that replay them.
+
+    A step runs eagerly while it warms up, while it is metered, and while another step, whose
+    forward was a replay, has still to go backward: its activations are where this one's would go.
+    Recordings are made anew when a parameter or buffer has moved or was frozen, when other inputs
+    need a gradient, or under another autocast.
+
+    Args:
+        module: The traced model.
+        program: The program to run.
+        bound: To what.
+        places: The torch device of every logical device.
+        recorder: Makes the recorder of a logical device of any kind, for training steps or for
+            inferences; each has memory of its own, since both kinds may be under way at once. By
+            default CUDA devices alone are recorded for.
+    """
+
+    def __init__(
+        self,
+        module: TracedModule,
+        program: Program,
+        bound: Bound,
+        places: Sequence[torch.device],
+        recorder: Callable[[int], Recorder] | None = None,
+    ) -> None:
+        self._codes = codes = bound.tapes
+        self._sizes = bound.sizes
+        lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
+        self._obstacles = tuple(
+            obstacle(
+                module,
+                code,
+                alone=lanes[code.place] == 1,
+                on_cuda=recorder is not None or code.place.type == "cuda",
+                several=len(lanes) > 1 and len(program.phases) > 1,
+            )
+            for code in codes
+        )
+        pairs = zip(codes, self._obstacles, strict=True)
+        self._captured = [code for code, why in pairs if not why]
+        self._recorder = recorder or _recorders(
+            {code.device: code.place for code in self._captured}
+        )
+        self._modes = {False: _Mode(), True: _Mode()}
+        self._ranks = _ranks(program)
+        self._open: weakref.ref[Step] | None = None
+        state = (value for code in self._captured for value in code.template)
+        tensors = {id(value): value for value in state if isinstance(value, torch.Tensor)}
+        self._state = tuple(tensors.values())
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
+        found = list(self._obstacles)
+        for mode in self._modes.values():
+            for index, tape in mode.tapes.items():
+                found[index] = found[index] or tape.reason
+        return tuple(found)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The number of tapes without CUDA graphs, for each reason; none if all have one."""
+        counts = Counter(reason for reason in self.reasons if reason)
+        n = len(self._codes)
+        return tuple(
+            f"{count} of {n} tapes run without CUDA graphs: {reason}"
+            for reason, count in counts.most_common()
+        )
+
+    def demand(self) -> None:
+        """Refuse that any tape runs eagerly.
+
+        Raises:
+            InputError: Some must.
+        """
+        reasons = enumerate(self.reasons)
+        refused = [f"tape {i}: {why}" for i, why in reasons if why not in ("", LAUNCHES_NOTHING)]
+        if refused:
+            raise InputError(
+                f"cuda_graphs=True, but {len(refused)} of {len(self._codes)} tapes cannot be "
+                f'captured ({"; ".join(refused[:3])}). Give cuda_graphs="auto", which runs these '
+                "eagerly."
+            )
+
+    def begin(self, step: Step) -> bool:
+        """True if the step that begins is replayed."""
+        if step.meter is not None or all(self._obstacles):
+            return False
+        mode = self._modes[step.differentiate]
+        if step.differentiate and self._open is not None and self._open() is not None:
+            return False
+        key = self._key(step)
+        if key != mode.key:
+            mode = self._modes[step.differentiate] = _Mode(key)
+        if mode.steps < WARM_UP:
+            mode.steps += 1
+            return False
+        if not mode.tapes:
+            recorders: dict[int, Recorder] = {}
+            for code in self._captured:
+                if code.device not in recorders:
+                    recorders[code.device] = self._recorder(code.device)
+                recorder, ranks = recorders[code.device], self._ranks[code.index]
+                tape = GraphedTape(code, recorder, mode.statics, self._sizes, ranks)
+                mode.tapes[code.index] = tape
+        if step.differentiate:
+            self._open = weakref.ref(step)
+        return True
+
+    def end(self, step: Step) -> None:
+        """A step has gone backward for the last time."""
+        if self._open is not None and self._open() is step:
+            self._open = None
+
+    def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
+        """The runner of a tape in a step that is replayed."""
+        return self._modes[step.differentiate].tapes.get(index) or self._codes[index]
+
+    def statics(self, step: Step) -> Statics:
+        """The tensors that stay where they are from step to step."""
+        return self._modes[step.differentiate].statics
+
+    def _key(self, step: Step) -> tuple[Any, ...]:
+        """The state that must not change, or all is recorded anew."""
+        state = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._state)
+        inputs = tuple((t.dtype, t.shape, t.requires_grad) for t in step.inputs)
+        casting = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return casting, torch.is_inference_mode_enabled(), inputs, state
+
+
+def _ranks(program: Program) -> list[tuple[int, int]]:
+    """The positions of every tape's forward and backward in the order of a step."""
+    ranks = [[0, 0] for _ in program.tapes]
+    count = 0
+    for number, phase in enumerate(program.phases):
+        for segment in phase.segments:
+            for tape in segment.tapes:
+                ranks[tape][number] = count
+                count += 1
+    return [(forward, backward) for forward, backward in ranks]
+
+
+def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder]:
+    """Makes recorders of logical devices, each with as much free memory as there is.
+
+    While something is captured the allocator gives nothing back, and the eager steps before have
+    left as much in its cache as the graphs will take. Those of one logical device, for training and
+    for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
+    for each, and a lane replays one graph at a time. They are drawn now, beside the lanes' own:
+    torch hands out its 32 in turn, and what was captured on the stream of another lane would share
+    a workspace with what runs there.
+    """
+    streams = {device: torch.cuda.Stream(gpu) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
+
+    def recorder(device: int) -> CudaRecorder:
+        torch.cuda.empty_cache()
+        return CudaRecorder(gpus[device], streams[device])
+
+    return recorder
