@@ -20,7 +20,7 @@ from baechi.runtime.autograd.gradient_plan import Gradients, Layout
 from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Recomputation
 from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
-from baechi.runtime.autograd.step_state import Sizes
+from baechi.runtime.autograd.step_state import Sizes, Step
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.lowering import TracedModule
@@ -35,10 +35,33 @@ _LARGE_BYTES: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Moves:
-    """The effect of a copy or free on values and gradients: (from, to), or slots to clear."""
+    """The values and gradients that a copy brings over: (from, to) of each."""
 
-    slots: tuple[Any, ...]
-    grads: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]
+    grads: tuple[tuple[int, int], ...]
+
+    def hand_over(self, step: Step) -> None:
+        """Bring them to a device of the same memory."""
+        for src, dst in self.slots:
+            step.slots[dst] = step.slots[src]
+        for src, dst in self.grads:
+            step.grads[dst] = step.grads[src]
+
+
+@final
+@dataclass(frozen=True)
+class Clears:
+    """The slots of values and gradients that a free clears."""
+
+    slots: tuple[int, ...]
+    grads: tuple[int, ...]
+
+    def clear(self, step: Step) -> None:
+        """Let go of them."""
+        for slot in self.slots:
+            step.slots[slot] = None
+        for slot in self.grads:
+            step.grads[slot] = None
 
 
 @final
@@ -79,7 +102,7 @@ class Bound:
 
     tapes: tuple[TapeCode, ...]
     copies: tuple[dict[Place, Moves], ...]
-    frees: tuple[dict[Place, Moves], ...]
+    frees: tuple[dict[Place, Clears], ...]
     sizes: Sizes
     input_values: tuple[int, ...]
     input_grads: tuple[tuple[int, ...], ...]
@@ -350,13 +373,13 @@ class _Binder:
 
     def _instructions(
         self,
-    ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Moves], ...]]:
+    ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Clears], ...]]:
         """The effects of the program's copies and frees, phase by phase."""
         held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
         for (node, tensor, device), slot in self._slots.items():
             held[Place(tensor, device)][node] = slot
         copies: list[dict[Place, Moves]] = []
-        frees: list[dict[Place, Moves]] = []
+        frees: list[dict[Place, Clears]] = []
         for number, phase in enumerate(self._program.phases):
             # A tensor of the graph is a value or a gradient, depending on its producer.
             carried = self._gradients.carried if number else {}
@@ -373,11 +396,11 @@ class _Binder:
                     place = Place(row.tensor, row.device)
                     side = 0 if self._is_made(place) else 1
                     cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
-                    frees[-1][place] = Moves(tuple(held.get(place, {}).values()), cleared)
+                    frees[-1][place] = Clears(tuple(held.get(place, {}).values()), cleared)
         return tuple(copies), tuple(frees)
 
     def _last(
-        self, tapes: Sequence[TapeCode], frees: Mapping[Place, Moves]
+        self, tapes: Sequence[TapeCode], frees: Mapping[Place, Clears]
     ) -> dict[int, tuple[int, ...]]:
         """By tape the slots freed right after its segment that no later tape of it reads.
 

@@ -36,7 +36,6 @@ from torch.utils import _pytree as pytree
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.executors.cpu_workers import let_go
 from baechi.runtime.executors.cuda_graphs import Graphs, Statics
 from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
 from baechi.torch_support.cuda_internals import copy_each
@@ -54,12 +53,12 @@ class _StepRun:
 
     Attributes:
         callers: The caller's stream of every GPU when the forward began.
-        replayed: Whether tapes are CUDA graphs.
+        graphs: The tapes as CUDA graphs, if the step is replayed.
         held: Tensors that crossed streams.
     """
 
     callers: dict[torch.device, torch.cuda.Stream]
-    replayed: bool
+    graphs: Graphs | None
     held: HeldStorages = field(default_factory=HeldStorages)
 
 
@@ -125,11 +124,6 @@ class CudaExecutor:
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._events[number, row.lane, row.position] = event
 
-    @property
-    def graphs(self) -> Graphs | None:
-        """The tapes that run as CUDA graphs."""
-        return self._graphs
-
     def close(self) -> None:
         """Nothing runs between calls."""
 
@@ -142,13 +136,6 @@ class CudaExecutor:
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
 
-    def _streams(self, run: _StepRun) -> Streams:
-        """The stream of every lane; None on a CPU."""
-        return [
-            own if own is not None else run.callers.get(self._place(lane))
-            for lane, own in enumerate(self._own)
-        ]
-
     def run(self, step: Step, phase: int) -> None:
         """Launch every instruction.
 
@@ -157,12 +144,16 @@ class CudaExecutor:
         """
         with self._busy:
             run: _StepRun = self._begun(step) if phase == 0 else step.own
-            if phase:
-                run.held.wake()
-                self._hold_seeds(step, run)
+            run.held.wake()
+            for gradient in step.grads if self._shared else ():
+                if gradient is not None and gradient.device in self._shared:
+                    run.held.add(gradient)  # the caller's memory, which lanes read that are not his
             rows = self._program.phases[phase]
             position = [0] * len(rows.lanes)
-            streams = self._streams(run)
+            streams = [
+                own if own is not None else run.callers.get(self._place(lane))
+                for lane, own in enumerate(self._own)
+            ]
             with self._fenced(run):
                 for lane in rows.launch:
                     self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
@@ -183,9 +174,9 @@ class CudaExecutor:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         captured = self._is_captured()
         replayed = self._graphs is not None and not captured and self._graphs.begin(step)
-        step.own = _StepRun({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
+        callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
+        step.own = run = _StepRun(callers, self._graphs if replayed else None)
         step.apart = step.apart or bool(self._gpus)
-        run: _StepRun = step.own
         return run
 
     def _is_captured(self) -> bool:
@@ -194,7 +185,7 @@ class CudaExecutor:
 
     def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next."""
-        shares = run.replayed or self._out or any(own is not None for own in self._own)
+        shares = run.graphs is not None or self._out or any(own is not None for own in self._own)
         if shares and not self._is_captured():
             for gpu in self._gpus:
                 if gpu not in self._ends:
@@ -212,7 +203,7 @@ class CudaExecutor:
             elif event is not None and stream is not None:
                 stream.wait_event(event)
         elif isinstance(row, Free):
-            let_go(step, self._bound.frees[phase][Place(row.tensor, row.device)])
+            self._bound.frees[phase][Place(row.tensor, row.device)].clear(step)
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
@@ -224,19 +215,15 @@ class CudaExecutor:
                     move(step, moves, send, together=made)
 
     def _run_tapes(self, step: Step, phase: int, segment: Segment) -> None:
+        graphs = step.own.graphs
         for index in segment.tapes:
-            tape = self._tape(step, index)
+            tape = self._bound.tapes[index] if graphs is None else graphs.tape(step, index)
             if segment.again:
                 tape.recompute(step)
             elif phase:
                 tape.backward(step)
             else:
                 tape.forward(step)
-
-    def _tape(self, step: Step, index: int) -> Any:
-        if self._graphs is not None and step.own.replayed:
-            return self._graphs.tape(step, index)
-        return self._bound.tapes[index]
 
     def _send(
         self,
@@ -249,8 +236,8 @@ class CudaExecutor:
     ) -> tuple[torch.Tensor, ...]:
         """The tensors of one crossing on the device that reads them."""
         key = (step.differentiate, phase, number, row.tensor, row.dst)
-        replayed = self._graphs is not None and step.own.replayed
-        statics = self._graphs.statics(step) if replayed and self._graphs is not None else None
+        graphs = step.own.graphs
+        statics = None if graphs is None else graphs.statics(step)
         moved = self._bring(step, spanned(tensors), row, streams, key, statics)
         return self._copy_buffers.views(moved, tensors, key, statics)
 
@@ -297,16 +284,9 @@ class CudaExecutor:
             run.held.add(moved)
         return moved
 
-    def _hold_seeds(self, step: Step, run: _StepRun) -> None:
-        """Hold the caller's gradients: his memory, which lanes read that are not his."""
-        if self._shared:
-            for gradient in step.grads:
-                if gradient is not None and gradient.device in self._shared:
-                    run.held.add(gradient)
-
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
-        if run.replayed or self._gpus:
+        if run.graphs is not None or self._gpus:
             with torch.no_grad():
                 step.results = pytree.tree_map_only(
                     torch.Tensor, lambda t: t.clone() if self._is_ours(t, run) else t, step.results
@@ -314,7 +294,7 @@ class CudaExecutor:
 
     def _give_gradients(self, step: Step, run: _StepRun) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
-        if run.replayed:
+        if run.graphs is not None:
             slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
         else:
             rows = (slot for slots in self._bound.input_grads for slot in slots)
@@ -335,7 +315,7 @@ class CudaExecutor:
 
     def _is_ours(self, tensor: torch.Tensor, run: _StepRun) -> bool:
         """True if its memory may belong to a stream other than the caller's, or to a graph."""
-        return run.replayed or tensor.device in self._shared or tensor in run.held
+        return run.graphs is not None or tensor.device in self._shared or tensor in run.held
 
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
         """The streams of this call's caller and of the forward's."""
