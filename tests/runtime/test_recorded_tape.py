@@ -287,7 +287,7 @@ def test_a_step_that_never_goes_backward_is_forgotten() -> None:
 
 
 def _like(placed: baechi.PlacedModule) -> Any:
-    from baechi.runtime.autograd.step_state import Step
+    from baechi.runtime.autograd.step import Step
 
     sizes = placed._current.executable._runner.bound.sizes
     return Step(True, None, (torch.randn(4, 8),), sizes)

@@ -9,12 +9,9 @@ here an instruction takes one tick, in the program's launch order, whenever it r
     what was saved   [made ──── last reader ────── end of the step]    if it crossed
     CUDA graphs      [──────────────── the whole step ─────────────]   what they left in place
 
-The executor for CUDA frees nothing that crosses streams before all streams have synchronized,
-because the allocator would reuse it while it is read (`docs/runtime.md`, Lifetimes).
-
-Streams of one GPU read one storage, while the clock has a copy for each device. So if only the
-producer's autograd saved it, the producer is charged until the end of the step as well: over all
-devices of a GPU that is never less than the memory in use.
+`docs/runtime.md` (Lifetimes) says why. Streams of one GPU read one storage, while the clock has a
+copy for each device. So if only the producer's autograd saved it, the producer is charged until the
+end of the step as well: over all devices of a GPU that is never less than the memory in use.
 
 A placement that does not fit so is solved again with as many bytes left free as were held: held
 bytes change with the placement, so this is repeated a few times. On a single device nothing crosses
@@ -181,13 +178,12 @@ class _Launches:
         self._launch()
 
     def _launch(self) -> None:
-        """Record every instruction in launch order."""
         tick = 0
         for number, phase in enumerate(self.program.phases):
             if number:
                 tick = self._go(self._loss, tick)
                 for place in phase.given:  # the caller's gradients
-                    self._send(Copy(place.tensor, self._home(place.tensor), place.device), tick)
+                    self._send(Copy(place.tensor, self.devices[self._loss], place.device), tick)
                 tick += 1
             position = [0] * len(phase.lanes)
             waited = [False] * len(phase.lanes)
@@ -212,6 +208,8 @@ class _Launches:
             if op not in self._spans:
                 tick = self._go(op, tick)
         self._end = tick
+        # The end of the last copy of each tensor from its producer.
+        self._sent = {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
 
     def _go(self, op: int, tick: int) -> int:
         self._spans[op] = Span(op, self.devices[op], tick, tick + 1)
@@ -220,9 +218,6 @@ class _Launches:
     def _send(self, row: Copy, tick: int) -> None:
         if row.src != row.dst:
             self._transfers.append(Transfer(row.tensor, row.src, row.dst, tick, tick + 1))
-
-    def _home(self, tensor: int) -> int:
-        return self.devices[self.graph.tensors[tensor].producer]
 
     def peaks(self) -> tuple[int, ...]:
         """The peak of every device."""
@@ -236,13 +231,9 @@ class _Launches:
         profiles = memory_profile(self.graph, self.cluster, schedule, longer)
         return tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
 
-    def _sent(self) -> dict[Place, int]:
-        """The end of the last copy of each tensor from its producer."""
-        return {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
-
     def _crossing(self) -> Iterator[Holding]:
         """Tensors that cross streams, after their last reader."""
-        memory_of, gpus, sent = self._memory_of, self.gpus, self._sent()
+        memory_of, gpus, sent = self._memory_of, self.gpus, self._sent
         for index, tensor in enumerate(self.graph.tensors):
             home = self.devices[tensor.producer]
             readers: dict[int, list[int]] = {}
@@ -268,7 +259,6 @@ class _Launches:
 
     def _sending(self) -> Iterator[Holding]:
         """Tensors freed after a wait, from their last use to that wait."""
-        sent = self._sent()
         for place, tick in self._freed.items():
             tensor = self.graph.tensors[place.tensor]
             if self.devices[tensor.producer] != place.device:
@@ -276,7 +266,7 @@ class _Launches:
             memory = self._memory_of[place.device]
             uses = (tensor.producer, *tensor.consumers)
             own = [op for op in uses if self._memory_of[self.devices[op]] == memory]
-            known = max(*(self._spans[op].end_ns for op in own), sent.get(place, 0))
+            known = max(*(self._spans[op].end_ns for op in own), self._sent.get(place, 0))
             yield Holding(memory, HELD, tensor.nbytes, known, tick)
 
     def _results(self) -> Iterator[Holding]:
@@ -296,7 +286,6 @@ class _Launches:
 
     def _static(self) -> Iterator[Holding]:
         """Memory that CUDA graphs keep allocated beyond its normal lifetime."""
-        sent = self._sent()
         arrived = {Place(row.tensor, row.dst): row.start_ns for row in self._transfers}
         places = {
             Place(tensor, segment.device)
@@ -315,7 +304,7 @@ class _Launches:
             uses = [self._spans[op] for op in (tensor.producer, *tensor.consumers)]
             mine = [span for span in uses if span.device == place.device]
             begin = arrived.get(place, min(span.start_ns for span in mine))
-            end = max([span.end_ns for span in mine] + [sent.get(place, 0)])
+            end = max([span.end_ns for span in mine] + [self._sent.get(place, 0)])
             if tensor.kept and tensor.producer == mine[0].op:
                 end = self._end
             memory = self._memory_of[place.device]

@@ -19,7 +19,7 @@ from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.binding import Bound, bind
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 from baechi.runtime.call_guards import SharingGuard, StateGuard
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor

@@ -9,6 +9,7 @@ only gradient edges are remembered, so no activation lives longer than autograd 
 Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,26 +17,44 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.graph_edges import (
-    CutTensor,
-    Entry,
-    Output,
-    compact,
-    cut_off,
-    detached,
-    part,
-    tensor_slots,
-)
 from baechi.runtime.autograd.recompute import Recomputation, dropped
-from baechi.runtime.autograd.step_state import Edges, Record, Step
+from baechi.runtime.autograd.step import CutTensor, Edges, ParameterEdges, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.autograd_internals import gradients
+from baechi.torch_support.autograd_internals import delayed_error, gradients
 from baechi.torch_support.compiler_internals import keeping_graphs
 from baechi.torch_support.saved_tensors import TapeEnd
+
+
+@final
+@dataclass(frozen=True)
+class Entry:
+    """A tensor that may enter with a gradient."""
+
+    argument: int  # of the function, that holds it
+    leaf: int  # its index among the argument's tensors
+    value: int  # whose flag says whether it needs a gradient; -1 for a parameter
+    grad: int  # the slot that gets its gradient
+    given: bool  # whether it is the caller's tensor
+    keeps_strides: (
+        bool  # whether its gradient is handed on without a dense copy (`keeping_strides`)
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Output:
+    """A value that leaves the tape."""
+
+    result: int  # its index among the function's results; -1 if the caller or the model gives it
+    given: Any  # then that value: the index of the caller's tensor, or the model's own tensor
+    value: int  # its number
+    bare: bool  # whether it is a tensor and not a structure of several
+    slots: tuple[int, ...]  # where it goes
+    results: tuple[int, ...]  # where else, for the caller
 
 
 @final
@@ -52,7 +71,6 @@ class TapeCode:
         template: Its arguments, with parameters, buffers and submodules in place.
         fills: (argument, slot) of values of other tapes.
         inputs: The caller's tensors that begin here.
-        shown: Those of them that leave as they are.
         written: Those that some operator writes.
         given: (argument, index) of the caller's tensors.
         entries: The inputs that may have a gradient.
@@ -78,7 +96,6 @@ class TapeCode:
     template: tuple[Any, ...]
     fills: tuple[tuple[int, int], ...]
     inputs: tuple[int, ...]
-    shown: tuple[int, ...]
     written: frozenset[int]
     given: tuple[tuple[int, int], ...]
     entries: tuple[Entry, ...]
@@ -88,8 +105,8 @@ class TapeCode:
     large: bool
     by_hand: bool
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
-    sums: tuple[tuple[int, int], ...] = ()
-    recomputation: Recomputation | None = None
+    sums: tuple[tuple[int, int], ...]
+    recomputation: Recomputation | None
     last: tuple[int, ...] = ()
 
     def forward(self, step: Step) -> None:
@@ -104,32 +121,24 @@ class TapeCode:
             arguments[argument] = slots[slot]
         for slot in self.last:
             slots[slot] = None
-        mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
-        for argument, index in self.given:
-            arguments[argument] = mine[index]
-        mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
+        mine: dict[int, torch.Tensor] = {}
+        if self.inputs:
+            mine = {index: self._bring(step, index) for index in self.inputs}
+            for argument, index in self.given:
+                arguments[argument] = mine[index]
+            passed = {output.given for output in self.outputs if isinstance(output.given, int)}
+            mine = {index: mine[index] for index in passed}  # the code alone shall hold the rest
         again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
-        entered = self._enter(step, arguments) if step.differentiate and self.entries else []
-        apart = self._part(step, arguments) if step.differentiate and step.apart else {}
-        try:
-            with nullcontext() if again is None or again.opaque else dropped():
-                results = self.function(arguments)
-        except Exception as error:
-            raise located(error, self.nodes, self.function, self.device) from error
-        if step.differentiate:
-            leaving = self._publish(step, results, mine)
-            if again is None:
-                self._remember(step, leaving, entered, apart)
-            elif again.leaving or any(tensor.requires_grad for tensor in leaving):
+        entered, apart = self._cut(step, arguments) if step.differentiate else ([], {})
+        with nullcontext() if again is None or again.opaque else dropped():
+            results = self._call(arguments)
+        leaving = self._publish(step, results, mine)
+        if again is not None:
+            if again.leaving or any(tensor.requires_grad for tensor in leaving):
                 step.kept[self.index] = kept
-            return
-        for output in self.outputs:
-            value = self._value(output, results, mine)
-            for slot in output.slots:
-                slots[slot] = value
-            for result in output.results:
-                step.results[result] = value
+        elif step.differentiate:
+            self._remember(step, leaving, entered, apart)
 
     def recompute(self, step: Step) -> None:
         """Run the operators again, with what they read then, and record their graph.
@@ -147,12 +156,8 @@ class TapeCode:
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
-            entered = self._enter(step, arguments) if self.entries else []
-            apart = self._part(step, arguments) if step.apart else {}
-            try:
-                results = self.function(arguments)
-            except Exception as error:
-                raise located(error, self.nodes, self.function, self.device) from error
+            entered, apart = self._cut(step, arguments)
+            results = self._call(arguments)
             leaving = list(results[len(results) - self.exits :]) if self.exits else []
             for output in (output for output in self.outputs if output.result >= 0):
                 value, tensors = detached(results[output.result])
@@ -160,6 +165,12 @@ class TapeCode:
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
             self._remember(step, leaving, entered, apart)
+
+    def _call(self, arguments: list[Any]) -> tuple[Any, ...]:
+        try:
+            return self.function(arguments)
+        except Exception as error:
+            raise located(error, self.nodes, self.function, self.device) from error
 
     def _bring(self, step: Step, index: int) -> torch.Tensor:
         """A tensor that the caller gave, where this tape is.
@@ -176,12 +187,10 @@ class TapeCode:
             step.meter.hold(self.device, moved)
         return moved
 
-    def _value(
-        self, output: Output, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
-    ) -> Any:
-        if output.result >= 0:
-            return results[output.result]
-        return mine[output.given] if isinstance(output.given, int) else output.given
+    def _cut(self, step: Step, arguments: list[Any]) -> tuple[Edges, ParameterEdges]:
+        """Cut off what enters; the edges of entries, and of parameters where they are cut off."""
+        entered = self._enter(step, arguments) if self.entries else []
+        return entered, self._part(step, arguments) if step.apart else {}
 
     def _enter(self, step: Step, arguments: list[Any]) -> Edges:
         """Cut off what enters from the graph that made it; the edges of its gradients."""
@@ -209,11 +218,10 @@ class TapeCode:
         if not tensors:
             return edges
         found = cut_off(tensors)
-        step.cut_tensors[self.index] += [CutTensor.of(tensors[i], found[i]) for i in outer]
+        step.cut_tensors[self.index] += [CutTensor(tensors[i], found[i]) for i in outer]
         for number, tensor in zip(taken, found, strict=True):
             entry = self.entries[number]
-            assert tensor.grad_fn is not None  # the node that cuts off
-            edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+            edges[number] = get_gradient_edge(tensor)
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
                 leaves[tensor_slots(leaves)[entry.leaf]] = tensor
@@ -223,11 +231,26 @@ class TapeCode:
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
         return edges
 
-    def _part(self, step: Step, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
-        """Cut parameters off from the caller's graph; the edges of their gradients."""
-        wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
-        edges, cut_tensors = part(wanted, arguments)
-        step.cut_tensors[self.index] += cut_tensors
+    def _part(self, step: Step, arguments: list[Any]) -> ParameterEdges:
+        """Cut parameters off from the caller's graph; the edges of their gradients.
+
+        A parameter's own node belongs to the stream on which it was first used, and a gradient that
+        comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
+        kept must not keep it either.
+        """
+        wanted = {id(p): p for p, _ in self.parameters if p.requires_grad}
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, argument in enumerate(arguments):
+            if id(argument) in wanted:
+                places[id(argument)].append(place)
+        found = [wanted[key] for key in places]
+        edges: ParameterEdges = {}
+        bare = cut_off([parameter.detach() for parameter in found]) if found else ()
+        for parameter, tensor in zip(found, bare, strict=True):
+            edges[parameter] = get_gradient_edge(tensor)
+            step.cut_tensors[self.index].append(CutTensor(parameter, tensor))
+            for place in places[id(parameter)]:
+                arguments[place] = tensor
         return edges
 
     def _publish(
@@ -235,23 +258,27 @@ class TapeCode:
     ) -> list[torch.Tensor]:
         """Give others what they read, cut off from this graph; what leaves with it."""
         leaving = list(results[len(results) - self.exits :]) if self.exits else []
-        slots, flags = step.slots, step.flags
+        flags = step.flags
         for output in self.outputs:
-            value = self._value(output, results, mine)
             if output.result < 0:
+                value = mine[output.given] if isinstance(output.given, int) else output.given
                 if flags[output.value] is True:
                     value = value.detach()
-            elif output.bare:
-                leaving.append(value)
-                flags[output.value] = value.requires_grad
-                if value.requires_grad:
-                    value = value.detach()
             else:
-                value, tensors = detached(value)
-                leaving += tensors
-                flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
+                value = results[output.result]
+                if not step.differentiate:
+                    pass  # it has no graph
+                elif output.bare:
+                    leaving.append(value)
+                    flags[output.value] = value.requires_grad
+                    if value.requires_grad:
+                        value = value.detach()
+                else:
+                    value, tensors = detached(value)
+                    leaving += tensors
+                    flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
-                slots[slot] = value
+                step.slots[slot] = value
             for result in output.results:
                 step.results[result] = value
         return leaving
@@ -261,7 +288,7 @@ class TapeCode:
         step: Step,
         leaving: Sequence[torch.Tensor],
         entered: Edges,
-        apart: dict[torch.nn.Parameter, GradientEdge],
+        apart: ParameterEdges,
     ) -> None:
         """The edges of a graph that was recorded, if it has any that a gradient can come to.
 
@@ -370,3 +397,42 @@ class TapeCode:
             record.seeds.clear()
             return tuple(edge for edge, _ in found), tuple(seed for _, seed in found)
         return (record.end[0],), (record.end[1],)
+
+
+def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors as the beginning of a graph of their own.
+
+    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
+    """
+    return delayed_error("a tape's backward stops here", tensors)
+
+
+def tensor_slots(leaves: Sequence[Any]) -> list[int]:
+    """The indices of the tensors."""
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A structure without its graph, and its tensors with theirs."""
+    leaves, spec = pytree.tree_flatten(value)
+    tensors = []
+    for slot in tensor_slots(leaves):
+        tensors.append(leaves[slot])
+        leaves[slot] = leaves[slot].detach()
+    return pytree.tree_unflatten(leaves, spec), tensors
+
+
+def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient in room of its own, if it is a part of a larger storage.
+
+    A concatenation gives back parts of the one gradient that it got. On one tape they share it
+    until the last is used; between tapes, which may be far apart, each would keep all of it.
+    """
+    if (
+        gradient is None
+        or gradient.layout is not torch.strided
+        or gradient.untyped_storage().nbytes() <= gradient.nbytes
+    ):
+        return gradient
+    return gradient.clone()

@@ -24,7 +24,7 @@ import torch
 from baechi.errors import ExecutionError
 from baechi.records.instructions import Copy, Free, Place, Program, Wait
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 
 Action = Callable[[Step], None]
 

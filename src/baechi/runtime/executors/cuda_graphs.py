@@ -1,23 +1,19 @@
 """Tapes as CUDA graphs: recorded once, and then replayed with static inputs and outputs.
 
-    call 1..3   eager: libraries choose their kernels
-    call 4      recorded, tape by tape, and replayed
-    call 5..    replayed
-
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
 
 A recording has addresses in it. So what enters a tape is copied to where it was when the tape was
-recorded, unless it lies there already, as what another recorded tape made does; and what leaves a
-tape stays where it is from step to step. The autograd graph of a recorded forward is kept: its
-saved tensors are static too, and any backward over it may be recorded later, for other outputs that
-get a gradient, or be replayed twice.
+recorded, unless it lies there already, and what leaves it stays where it is from step to step. The
+autograd graph of a recorded forward is kept, and any backward over it may be recorded later.
+`docs/runtime.md` (CUDA graphs) says when a step is replayed.
 
 Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
 
 Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd graph after the other.
 """
 
+import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +26,7 @@ from torch.utils import _pytree as pytree
 from baechi.errors import InputError
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_state import Record, Sizes, Step
+from baechi.runtime.autograd.step import Record, Sizes, Step
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
@@ -227,12 +223,11 @@ class GraphedTape:
             if any(not isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
                 self.reason = "it reads a number that another tape computes"
                 return None
-            value = pytree.tree_map_only(torch.Tensor, statics.of, value)
-            scratch.slots[slot] = value
+            scratch.slots[slot] = value = pytree.tree_map_only(torch.Tensor, statics.of, value)
             fills.append((slot, _Static(value)))
         for index in code.inputs:
-            tensor = statics.add(step.inputs[index].detach().to(code.place, copy=True))
-            given[index] = tensor
+            tensor = step.inputs[index].detach().to(code.place, copy=True)
+            given[index] = statics.add(tensor)
             inputs.append((index, _Static(tensor)))
         replay = self._recorded(lambda: code.forward(scratch), self._ranks[0])
         if replay is None:
@@ -252,8 +247,7 @@ class GraphedTape:
         for slot in self._seeds:
             gradient = step.grads[slot]
             if gradient is not None:
-                static = self._statics.of(gradient)
-                scratch.grads[slot] = static
+                scratch.grads[slot] = static = self._statics.of(gradient)
                 seeds.append((slot, _Static(static)))
         replay = self._recorded(lambda: self._code.differentiate(scratch), self._ranks[1])
         if replay is None:
@@ -440,12 +434,10 @@ class Graphs:
 def _ranks(program: Program) -> list[tuple[int, int]]:
     """The positions of every tape's forward and backward in the order of a step."""
     ranks = [[0, 0] for _ in program.tapes]
-    count = 0
+    count = itertools.count()
     for number, phase in enumerate(program.phases):
-        for segment in phase.segments:
-            for tape in segment.tapes:
-                ranks[tape][number] = count
-                count += 1
+        for tape in (tape for segment in phase.segments for tape in segment.tapes):
+            ranks[tape][number] = next(count)
     return [(forward, backward) for forward, backward in ranks]
 
 

@@ -8,24 +8,17 @@
 the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
 lane is a stream, and every wait an event, made once.
 
-The stream that owns a tensor's memory, and when it is freed, without `record_stream`:
-
-- A tensor that a lane makes is memory of its stream. The program frees it on that lane, after waits
-  for all its readers; so do replays of CUDA graphs, whose memory is reserved.
-- What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
-  read by another. It is held to the end of the phase, where all streams wait for all (`join`), in
-  `HeldStorages`. So are the gradients that the caller gives. Backward holds again what autograd
-  has saved of it.
-- Results are copied to memory of the caller's stream if they may be another's; but not gradients of
-  parameters: the next use of these writes the parameters, after all of this step.
-- A phase begins after the caller's streams. So what the caller drops between calls is done. Where
-  calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
-  caller may have called that one on other streams.
+What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
+read by another; so it is held to the end of the phase, where all streams wait for all. Results that
+may be another stream's memory are copied to the caller's. `docs/runtime.md` (Lifetimes) says which
+stream owns what, and when it is freed; nothing needs `record_stream`.
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -35,8 +28,8 @@ from torch.utils import _pytree as pytree
 
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.executors.cuda_graphs import Graphs, Statics
+from baechi.runtime.autograd.step import Step
+from baechi.runtime.executors.cuda_graphs import Graphs
 from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
 from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
@@ -49,17 +42,11 @@ Streams = Sequence[torch.cuda.Stream | None]
 @final
 @dataclass
 class _StepRun:
-    """The state of one step that runs.
+    """The state of one step that runs."""
 
-    Attributes:
-        callers: The caller's stream of every GPU when the forward began.
-        graphs: The tapes as CUDA graphs, if the step is replayed.
-        held: Tensors that crossed streams.
-    """
-
-    callers: dict[torch.device, torch.cuda.Stream]
-    graphs: Graphs | None
-    held: HeldStorages = field(default_factory=HeldStorages)
+    callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
+    graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
+    held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
 
 
 @final
@@ -108,8 +95,7 @@ class CudaExecutor:
             for lane, own in zip(program.lanes, self._own, strict=True)
             if own is not None and not lane.copies
         )
-        gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
-        self._gpus = tuple(gpus)
+        self._gpus = gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
@@ -188,9 +174,8 @@ class CudaExecutor:
         shares = run.graphs is not None or self._out or any(own is not None for own in self._own)
         if shares and not self._is_captured():
             for gpu in self._gpus:
-                if gpu not in self._ends:
-                    self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._ends[gpu].record(torch.cuda.current_stream(gpu))
+                end = self._ends.setdefault(gpu, torch.cuda.Event())  # type: ignore[no-untyped-call]
+                end.record(torch.cuda.current_stream(gpu))
 
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
@@ -234,24 +219,11 @@ class CudaExecutor:
         number: int,
         tensors: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of one crossing on the device that reads them."""
-        key = (step.differentiate, phase, number, row.tensor, row.dst)
-        graphs = step.own.graphs
-        statics = None if graphs is None else graphs.statics(step)
-        moved = self._bring(step, spanned(tensors), row, streams, key, statics)
-        return self._copy_buffers.views(moved, tensors, key, statics)
-
-    def _bring(
-        self,
-        step: Step,
-        tensor: torch.Tensor,
-        row: Copy,
-        streams: Streams,
-        key: Hashable,
-        statics: Statics | None,
-    ) -> torch.Tensor:
-        """The tensor on the device that reads it; the current stream is the lane that copies."""
+        """The tensors of one crossing where they are read; the current stream is the lane's."""
         run: _StepRun = step.own
+        key = (step.differentiate, phase, number, row.tensor, row.dst)
+        statics = None if run.graphs is None else run.graphs.statics(step)
+        tensor = spanned(tensors)
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
         if step.meter is not None and tensor.device != place:
             step.meter.sent(tensor)
@@ -282,7 +254,7 @@ class CudaExecutor:
                     moved = tensor.to(place)
         if reader is not None:
             run.held.add(moved)
-        return moved
+        return self._copy_buffers.views(moved, tensors, key, statics)
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
@@ -294,16 +266,14 @@ class CudaExecutor:
 
     def _give_gradients(self, step: Step, run: _StepRun) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
-        if run.graphs is not None:
-            slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
-        else:
-            rows = (slot for slots in self._bound.input_grads for slot in slots)
-            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, run)]
-        by_place: dict[torch.device, dict[int, torch.Tensor]] = {}
+        slots: Iterable[int] = range(len(step.grads))
+        if run.graphs is None:
+            slots = itertools.chain.from_iterable(self._bound.input_grads)
+        by_place: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
         for slot in slots:
             gradient = step.grads[slot]
-            assert gradient is not None  # as chosen above
-            by_place.setdefault(gradient.device, {})[slot] = gradient
+            if gradient is not None and self._is_ours(gradient, run):
+                by_place[gradient.device][slot] = gradient
         for place, gradients in by_place.items():
             with _on(run.callers.get(place)):
                 fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
@@ -346,11 +316,7 @@ class CudaExecutor:
 def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]) -> None:
     """Let every stream of `waiting` go on after all that is launched on those of `done`.
 
-        one       ──┐ ┌──►
-        another   ──┼─┤►      one of them waits for all that are done, then all others for it
-        a third   ──┘ └──►
-
-    So n streams need 2n waits and no n x n.
+    One of them waits for all that are done, then all others for it: 2n waits and no n x n.
     """
     first, *others = dict.fromkeys(done)
     for stream in others:

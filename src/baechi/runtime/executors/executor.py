@@ -11,7 +11,7 @@ import torch
 from baechi.errors import ExecutionError
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor

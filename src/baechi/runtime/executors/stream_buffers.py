@@ -7,11 +7,10 @@
 A step that is replayed finds buffers and views where they were in the last: its CUDA graphs have
 addresses in them, and know a static tensor by its identity.
 
-The caching allocator returns memory to the stream on which it was allocated as soon as the host
-drops it, whatever other streams still do with it. So a tensor that crosses streams is held until
-all streams have waited for each other at the end of its phase. What autograd has saved of it lives
-on, and is dropped when the host reaches it in the backward; so the backward holds it again, to its
-own end: at most its bytes longer than the placement says.
+The caching allocator returns memory to its stream as soon as the host drops it, whatever other
+streams still do with it. So a tensor that crosses streams is held until all have waited for each
+other at the end of the phase. What autograd has saved of it lives on, to be dropped when the host
+reaches it in the backward; so the backward holds it again, to its own end.
 """
 
 import itertools
@@ -23,8 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.binding import Moves
-from baechi.runtime.autograd.graph_edges import tensor_slots
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_graphs import Statics
 from baechi.torch_support.storages import crossings, cut_up, distinct_storages, key_of, laid_out
 
@@ -73,14 +71,7 @@ class CopyBuffers:
         key: Hashable,
         statics: Statics | None,
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of one copy, `moved`, of what they span.
-
-        Args:
-            moved: The copy.
-            tensors: The tensors to arrive.
-            key: As in `room`.
-            statics: As in `room`.
-        """
+        """The tensors to arrive, of one copy, `moved`, of what they span; else as in `room`."""
         room = self._rooms.get(key)
         if statics is None or room is None or room[2] is not moved or len(tensors) == 1:
             return cut_up(moved, tensors)
@@ -105,7 +96,7 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
     """
     number = itertools.count()
     values, spec = pytree.tree_flatten([step.slots[src] for src, _ in moves.slots])
-    tensors = {place: values[place] for place in tensor_slots(values)}
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
     apart = [(place,) for place in tensors]
     for members in crossings(tensors) if together else apart:
         sent = send(next(number), [tensors[place] for place in members])

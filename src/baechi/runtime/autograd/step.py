@@ -1,16 +1,131 @@
-"""The outputs of a step: each behind a token, with a slot for its gradient."""
+"""One call of a placed model: its values, gradients and graphs, and the caller's outputs.
+
+A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
+of its lists, in the order that the program gives them. Each output is behind a token, with a slot
+for its gradient.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
 from torch import fx
+from torch.autograd.graph import GradientEdge
 
-from baechi.torch_support.autograd_internals import backward_id
+from baechi.runtime.autograd.recompute import RecomputeInputs
+from baechi.torch_support.autograd_internals import backward_id, set_version, version_of
 from baechi.torch_support.memory_meter import Meter
 from baechi.tracing.lowering import TracedModule
+
+Edges = list[GradientEdge | None]
+ParameterEdges = dict[torch.nn.Parameter, GradientEdge]
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """The lengths of a step's lists."""
+
+    slots: int
+    values: int
+    results: int
+    grads: int
+    tapes: int
+
+
+@final
+class CutTensor:
+    """A cut-off tensor and its source: memory that the caller may write before the backward.
+
+    A cut-off tensor counts writes for itself, so autograd would not see that what it has saved was
+    written since, and gradients would be silently wrong.
+
+    Args:
+        source: The caller's tensor or a parameter, or an alias of it.
+        cut: The cut-off one.
+    """
+
+    def __init__(self, source: torch.Tensor, cut: torch.Tensor) -> None:
+        self.source = source
+        self.cut = cut.detach()
+        self.version = version_of(source)  # up to which writes are counted, or are our own
+
+    def sync_version(self) -> None:
+        """Count writes to the source for the cut-off tensor, too, where autograd looks."""
+        written = version_of(self.source) - self.version
+        if written:
+            set_version(self.cut, version_of(self.cut) + written)
+
+
+@final
+@dataclass(slots=True)
+class Record:
+    """The state that a tape's backward needs."""
+
+    entered: Edges  # of every entry that has a gradient, or None
+    published: Edges  # of every tensor that left with a gradient, or None
+    parameters: ParameterEdges = field(default_factory=dict)  # where they are cut off
+    # The edge behind all that left, and an empty tensor to begin with, if `seeds` is used.
+    end: tuple[GradientEdge, torch.Tensor] | None = None
+    seeds: list[torch.Tensor | None] = field(default_factory=list)  # the gradients for the end
+
+
+@final
+class Step:
+    """One call of a placed model.
+
+    Attributes:
+        differentiate: Whether to record what backward needs.
+        meter: Counts memory, where there is one.
+        inputs: The caller's tensors.
+        slots: Values between tapes, by slot; each place of the program has its own.
+        flags: For every value whether it needs a gradient; a tuple if it has several tensors.
+        results: The tensors for the caller, by result.
+        grads: Gradients between tapes, by slot.
+        records: For every tape what its backward needs; None if it has none.
+        cut_tensors: For every tape where what entered it came from, if the caller may write there.
+        kept: For every checkpointed tape its inputs to run again; None if it need not.
+        crossing: Values between tapes that run again, by slot.
+        keep: Whether the running backward leaves the graph for another.
+        apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
+            for the stream on which a parameter was first used, and no tape runs its hooks.
+        graphed: The tapes whose forward was a replay; their backward must be one.
+        moved: What is written of the caller's tensors on another device than theirs, by input.
+        own: The executor's state between the phases of the step.
+    """
+
+    def __init__(
+        self,
+        differentiate: bool,
+        meter: Meter | None,
+        inputs: Sequence[torch.Tensor],
+        sizes: Sizes,
+    ) -> None:
+        self.differentiate = differentiate
+        self.meter = meter
+        self.inputs = inputs
+        self.slots: list[Any] = [None] * sizes.slots
+        self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
+        self.results: list[Any] = [None] * sizes.results
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads
+        self.records: list[Record | None] = [None] * sizes.tapes
+        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
+        self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
+        self.crossing: dict[int, Any] = {}
+        self.keep = False
+        self.apart = False
+        self.graphed: set[int] = set()
+        self.moved: dict[int, torch.Tensor] = {}
+        self.own: Any = None
+
+    def write_back(self) -> None:
+        """Write into the caller's tensors what was written elsewhere, at the forward's end."""
+        with torch.no_grad():
+            for index, tensor in self.moved.items():
+                self.inputs[index].copy_(tensor)
+        self.moved.clear()
 
 
 @final
@@ -76,12 +191,8 @@ def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
     """True if autograd can take a value for a view of a base that has a gradient."""
     if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
         return False
-    same = value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
-    return same and _reading(value) == _reading(base)
-
-
-def _reading(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
-    return tensor.dtype, tensor.is_conj(), tensor.is_neg()
+    one, two = ((t.dtype, t.is_conj(), t.is_neg()) for t in (value, base))
+    return one == two and value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
 
 
 def sharing_of(
