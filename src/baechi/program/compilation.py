@@ -2,10 +2,8 @@
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
 2. `_Writer` writes the instructions of a phase in launch order. It keeps a vector clock per lane:
-   the number of instructions of every lane that have ended before its next one. A wait is written
-   only if the clock does not imply it, latest first, so no wait implies another.
-3. A free is placed where all uses are first known to have ended; if no lane knows before the end of
-   the phase, it is placed there, after waits that delay no lane.
+   the number of instructions of every lane that have ended before its next one. `docs/runtime.md`
+   (Waits and frees) says where it writes these.
 
 Complexity: O((instructions + reads) * lanes), with a binary search per free.
 """
@@ -16,7 +14,7 @@ from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.program.cutting import Arrival, Clock, Cutter, Event, Piece, tapes_of
+from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import (
     Copy,
@@ -91,10 +89,10 @@ def _check_order(step: StepStructure, order: Sequence[int]) -> None:
     for tensor in step.tensors:
         for consumer in tensor.consumers:
             if rank[consumer] < rank[tensor.producer]:
-                names = (step.ops[op].name for op in (consumer, tensor.producer))
+                first, then = step.ops[consumer].name, step.ops[tensor.producer].name
                 raise InputError(
-                    "the placement's order runs {!r} before {!r}, whose tensor it reads; "
-                    "an order must be topological.".format(*names)
+                    f"the placement's order runs {first!r} before {then!r}, whose tensor it reads; "
+                    "an order must be topological."
                 )
 
 
@@ -168,9 +166,9 @@ class _Compiler:
 
     def _at_once(self, events: Sequence[Event]) -> list[Event]:
         """The same events, each arrival right after the piece that makes its tensor."""
-        arrivals: dict[int, list[Arrival]] = {}
+        arrivals: dict[int, list[Place]] = {}
         for event in events:
-            if isinstance(event, Arrival):
+            if isinstance(event, Place):
                 producer = self.step.tensors[event.tensor].producer
                 arrivals.setdefault(producer, []).append(event)
         rows: list[Event] = []
@@ -201,7 +199,7 @@ class _Compiler:
         writer = _Writer(given, n_lanes, self.copy_lanes, self.one_thread)
         numbered = enumerate(segments)
         for event in events:
-            if isinstance(event, Arrival):
+            if isinstance(event, Place):
                 writer.copy(Copy(event.tensor, self._home(event.tensor), event.device))
             else:
                 writer.run(*next(numbered))

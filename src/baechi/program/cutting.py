@@ -14,18 +14,10 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
+from baechi.records.instructions import Place
 from baechi.records.placement import Schedule
 from baechi.records.step_structure import StepStructure
 from baechi.validation import FrozenDict
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A copy of a tensor to a device that lacks it."""
-
-    tensor: int
-    device: int
 
 
 @final
@@ -37,7 +29,7 @@ class Piece:
     ops: tuple[int, ...]
 
 
-Event: TypeAlias = Arrival | Piece
+Event: TypeAlias = Place | Piece  # a place to which a copy of its tensor arrives, or a piece
 
 
 @final
@@ -142,7 +134,7 @@ class Cutter:
             piece = self._open[device] = _Open(list(known))
         self._here.update((tensor, device) for tensor in missing)
         if self.apart:
-            self._events += [Arrival(tensor, device) for tensor in missing]
+            self._events += [Place(tensor, device) for tensor in missing]
         else:
             piece.arrivals += missing
         piece.ops.append(op)
@@ -151,7 +143,7 @@ class Cutter:
     def _close(self, device: int) -> None:
         """End the device's piece."""
         piece = self._open.pop(device)
-        self._events += [Arrival(tensor, device) for tensor in piece.arrivals]
+        self._events += [Place(tensor, device) for tensor in piece.arrivals]
         self._events.append(Piece(device, tuple(piece.ops)))
         self._ended[device][device] += 1
         after = tuple(self._ended[device])
@@ -201,11 +193,9 @@ def tapes_of(
 ) -> list[tuple[int | None, tuple[int, ...]]]:
     """The tapes of a forward piece, in an order in which they can run.
 
-    Each is (backward piece or None, operators). Operators are grouped by their backward's piece;
-    gradients flow from later pieces' operators to earlier ones', so tapes in descending order of
-    backward piece are in dependency order. If a value without a gradient flows the other way, a new
-    level begins: (level, -backward piece) never decreases along an edge. Recomputed operators have
-    separate tapes for each operator that recomputes them.
+    Each is (backward piece or None, operators). (level, -backward piece) never decreases along an
+    edge (`docs/runtime.md`, How tapes are found). Recomputed operators have separate tapes for each
+    operator that recomputes them.
 
     Operators of a tape ascend: autograd adds up gradients in the reverse order of the forward's
     operators, and sums must equal the unsplit model's. If the piece has no backward, they are in

@@ -106,7 +106,7 @@ class _Checker:
         position = [0] * len(lanes)
         awaited = {(r.lane, r.position) for rows in lanes for r in rows if isinstance(r, Wait)}
         clock_at: dict[_Event, list[int]] = {}  # after each awaited instruction
-        waiting: dict[int, list[tuple[int, int]]] = {}  # lane -> (waiting lane, position)
+        waiting: dict[_Event, list[int]] = {}  # the lanes that wait for each
         ready = [lane for lane, rows in enumerate(lanes) if rows]
         while ready:
             lane = ready.pop()
@@ -117,9 +117,10 @@ class _Checker:
                 at = lane, here
                 if isinstance(row, Wait):
                     self._check_wait(at, row)
-                    clock = clock_at.get((row.lane, row.position))
+                    event = row.lane, row.position
+                    clock = clock_at.get(event)
                     if clock is None:
-                        waiting.setdefault(row.lane, []).append((lane, row.position))
+                        waiting.setdefault(event, []).append(lane)
                         break
                     self._now[lane] = list(map(max, self._now[lane], clock))
                 elif isinstance(row, Run):
@@ -131,11 +132,9 @@ class _Checker:
                 self._now[lane][lane] = here + 1
                 if at in awaited:
                     clock_at[at] = self._now[lane].copy()
+                    ready += waiting.pop(at, ())
                 here += 1
             position[lane] = here
-            woken = [who for who, wanted in waiting.get(lane, ()) if wanted < here]
-            waiting[lane] = [entry for entry in waiting.get(lane, ()) if entry[1] >= here]
-            ready += woken
         stuck = [lane for lane, rows in enumerate(lanes) if position[lane] < len(rows)]
         if stuck:
             names = "; ".join(self._name((lane, position[lane])) for lane in stuck)

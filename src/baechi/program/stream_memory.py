@@ -183,7 +183,7 @@ class _Launches:
             if number:
                 tick = self._go(self._loss, tick)
                 for place in phase.given:  # the caller's gradients
-                    self._send(Copy(place.tensor, self.devices[self._loss], place.device), tick)
+                    self._send(place.tensor, self.devices[self._loss], place.device, tick)
                 tick += 1
             position = [0] * len(phase.lanes)
             waited = [False] * len(phase.lanes)
@@ -195,7 +195,7 @@ class _Launches:
                         tick = self._go(op, tick)
                     waited[lane] = False
                 elif isinstance(row, Copy):
-                    self._send(row, tick)
+                    self._send(row.tensor, row.src, row.dst, tick)
                     tick += 1
                 elif isinstance(row, Wait):
                     waited[lane] = True
@@ -215,9 +215,9 @@ class _Launches:
         self._spans[op] = Span(op, self.devices[op], tick, tick + 1)
         return tick + 1
 
-    def _send(self, row: Copy, tick: int) -> None:
-        if row.src != row.dst:
-            self._transfers.append(Transfer(row.tensor, row.src, row.dst, tick, tick + 1))
+    def _send(self, tensor: int, src: int, dst: int, tick: int) -> None:
+        if src != dst:
+            self._transfers.append(Transfer(tensor, src, dst, tick, tick + 1))
 
     def peaks(self) -> tuple[int, ...]:
         """The peak of every device."""

@@ -193,12 +193,7 @@ class Plan:
 
     def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
-        total: torch.Tensor | None = None
-        for slot in slots:
-            gradient, self.step.grads[slot] = self.step.grads[slot], None
-            if gradient is not None:
-                total = gradient if total is None else total + gradient.to(total.device)
-        return total
+        return self.step.taken(slots)
 
 
 class StepFunction(torch.autograd.Function):

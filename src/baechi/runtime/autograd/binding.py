@@ -77,27 +77,17 @@ class BoundResult:
 @final
 @dataclass(frozen=True)
 class Bound:
-    """A program that can run.
-
-    Attributes:
-        tapes: As code.
-        copies: For each phase, by what arrives where.
-        frees: For each phase, by what is freed where.
-        sizes: Of a step's lists.
-        input_values: The number of the value of each of the caller's tensors.
-        input_grads: For each of them the gradients to add up, in order.
-        parameters: For each its device and the gradients to add up, in order.
-        results: By the node that yields it, in the order of a step's results.
-    """
+    """A program that can run."""
 
     tapes: tuple[TapeCode, ...]
-    copies: tuple[dict[Place, Moves], ...]
-    frees: tuple[dict[Place, Clears], ...]
+    copies: tuple[dict[Place, Moves], ...]  # for each phase, by what arrives where
+    frees: tuple[dict[Place, Clears], ...]  # for each phase, by what is freed where
     sizes: Sizes
-    input_values: tuple[int, ...]
-    input_grads: tuple[tuple[int, ...], ...]
+    input_values: tuple[int, ...]  # the number of the value of each of the caller's tensors
+    input_grads: tuple[tuple[int, ...], ...]  # for each the gradients to add up, in order
+    # For each its device and the gradients to add up, in order.
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
-    results: dict[fx.Node, BoundResult]
+    results: dict[fx.Node, BoundResult]  # by what yields it, in the order of a step's results
 
 
 def bind(
@@ -137,8 +127,8 @@ class _Binder:
         self._gradients = Gradients(layout)
         graph = self._module.graph_module.graph
         self._inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-        (output,) = graph.find_nodes(op="output")
-        self._returned = [n for n in dict.fromkeys(output.all_input_nodes) if n in layout.op_of]
+        returned = dict.fromkeys(graph.output_node().all_input_nodes)
+        self._returned = [node for node in returned if node in layout.op_of]
         made = (node for node in self._returned if node.op not in ("placeholder", "get_attr"))
         self._results = {node: i for i, node in enumerate(made)}
         self._slots: dict[tuple[fx.Node, int, int], int] = {}  # (node, tensor, device)
@@ -350,26 +340,24 @@ class _Binder:
         held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
         for (node, tensor, device), slot in self._slots.items():
             held[Place(tensor, device)][node] = slot
-        copies: list[dict[Place, Moves]] = []
-        frees: list[dict[Place, Clears]] = []
+        copies: tuple[dict[Place, Moves], ...] = tuple({} for _ in self._program.phases)
+        frees: tuple[dict[Place, Clears], ...] = tuple({} for _ in self._program.phases)
         for number, phase in enumerate(self._program.phases):
             # A tensor of the graph is a value or a gradient, depending on its producer.
             carried = self._gradients.carried if number else {}
-            copies.append({})
-            frees.append({})
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Copy):
                     src = held.get(Place(row.tensor, row.src), {})
                     dst = held.get(Place(row.tensor, row.dst), {})
                     moves = tuple((src[node], slot) for node, slot in dst.items())
                     grads = tuple(carried.get(row.tensor, ()))
-                    copies[-1][Place(row.tensor, row.dst)] = Moves(moves, grads)
+                    copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads)
                 elif isinstance(row, Free):
                     place = Place(row.tensor, row.device)
                     side = 0 if self._is_made(place) else 1
                     cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
-                    frees[-1][place] = Clears(tuple(held.get(place, {}).values()), cleared)
-        return tuple(copies), tuple(frees)
+                    frees[number][place] = Clears(tuple(held.get(place, {}).values()), cleared)
+        return copies, frees
 
     def _last(
         self, tapes: Sequence[TapeCode], frees: Mapping[Place, Clears]
@@ -405,7 +393,5 @@ class _Binder:
 
 def _is_by_hand(node: fx.Node) -> bool:
     """True if its backward may be custom Python: neither torch's nor composed of torch's."""
-    if node.op == "call_module":
-        return True
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-    return node.op == "call_function" and not own
+    return node.op == "call_module" or (node.op == "call_function" and not own)

@@ -3,9 +3,9 @@
 Each (tape, what entered, leaf) has a slot for its gradient where the tape is, and one where the
 producer is if that is elsewhere; a tensor of the program carries it from one to the other.
 
-Gradients are added up from the last reader to the first, as autograd does, bit for bit. So a value
-with a gradient enters a tape once per reader, and a value that is also read inside its tape leaves
-it through one alias for each outside reader, made in that reader's turn (an *exit*).
+Gradients are added up from the last reader to the first, as autograd does (`docs/runtime.md`, Bit
+for bit): a value enters a tape once per reader, and leaves it through an alias for each outside
+reader where it is read inside, too (an *exit*).
 """
 
 import itertools
@@ -338,11 +338,10 @@ def keeping_strides(nodes: Mapping[fx.Node, NodeFacts]) -> frozenset[fx.Node]:
         relu(x), x * y        a new gradient, dense whatever the old one was
         two readers           their sum is a new one, too
 
-    A gradient that is a part of a larger storage is copied into a dense one where it leaves a tape.
-    A kernel walks through the dense copy in another order and may round otherwise, so these nodes
-    get the part itself. Views, sums and concatenations hand their gradient on unchanged. Without
-    this, a batch norm of Cvt (channels last) and the attention sinks of GPT-OSS differ from the
-    unsplit model in their last bits (torch 2.13, CPU). O(nodes + edges).
+    Other kernels walk through a dense copy of a part of a larger gradient in another order, and
+    round otherwise. Views, sums and concatenations hand their gradient on unchanged. Without this,
+    a batch norm of Cvt (channels last) and the attention sinks of GPT-OSS differ from the unsplit
+    model in their last bits (torch 2.13, CPU). O(nodes + edges).
 
     Args:
         nodes: The facts of every node of a graph, in program order.

@@ -58,7 +58,7 @@ class Recomputation:
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in dict.fromkeys((place.type, "cpu"))
         ]
-        return RecomputeInputs(rows, tuple(versions), tuple(buffers), random, tuple(autocast))
+        return RecomputeInputs(rows, versions, tuple(buffers), random, tuple(autocast))
 
 
 def _version(value: Any) -> int:
@@ -76,7 +76,7 @@ class RecomputeInputs:
     """The inputs with which a tape runs again."""
 
     arguments: list[Any]  # of its function
-    versions: tuple[int, ...]  # the version counter of each; -1 where there is none
+    versions: list[int]  # the version counter of each; -1 where there is none
     buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]  # of opaque submodules, by name
     random: torch.Tensor | None  # the generator's state before it ran, if it draws from it
     autocast: tuple[_Autocast, ...]

@@ -6,7 +6,7 @@ for its gradient.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -76,24 +76,11 @@ class Record:
 class Step:
     """One call of a placed model.
 
-    Attributes:
+    Args:
         differentiate: Whether to record what backward needs.
         meter: Counts memory, where there is one.
         inputs: The caller's tensors.
-        slots: Values between tapes, by slot; each place of the program has its own.
-        flags: For every value whether it needs a gradient; a tuple if it has several tensors.
-        results: The tensors for the caller, by result.
-        grads: Gradients between tapes, by slot.
-        records: For every tape what its backward needs; None if it has none.
-        cut_tensors: For every tape where what entered it came from, if the caller may write there.
-        kept: For every checkpointed tape its inputs to run again; None if it need not.
-        crossing: Values between tapes that run again, by slot.
-        keep: Whether the running backward leaves the graph for another.
-        apart: Whether tapes cut parameters off as they do what enters, so that no gradient waits
-            for the stream on which a parameter was first used, and no tape runs its hooks.
-        graphed: The tapes whose forward was a replay; their backward must be one.
-        moved: What is written of the caller's tensors on another device than theirs, by input.
-        own: The executor's state between the phases of the step.
+        sizes: Of the lists below.
     """
 
     def __init__(
@@ -106,19 +93,33 @@ class Step:
         self.differentiate = differentiate
         self.meter = meter
         self.inputs = inputs
+        # Values between tapes; whether each value, or its tensors, need a gradient; the caller's.
         self.slots: list[Any] = [None] * sizes.slots
         self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
         self.results: list[Any] = [None] * sizes.results
-        self.grads: list[torch.Tensor | None] = [None] * sizes.grads
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # between tapes
+        # For every tape what its backward needs, the sources of what entered it that the caller may
+        # write into, and the inputs to run again, if it must.
         self.records: list[Record | None] = [None] * sizes.tapes
         self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
         self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
-        self.crossing: dict[int, Any] = {}
-        self.keep = False
+        self.crossing: dict[int, Any] = {}  # values between tapes that run again, by slot
+        self.keep = False  # whether the running backward leaves the graph for another
+        # Whether tapes cut parameters off as they do what enters, so that no gradient waits for the
+        # stream on which a parameter was first used, and no tape runs its hooks.
         self.apart = False
-        self.graphed: set[int] = set()
-        self.moved: dict[int, torch.Tensor] = {}
-        self.own: Any = None
+        self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
+        self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
+        self.own: Any = None  # the executor's state between the phases
+
+    def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
+        """The sum of some gradients, which the step forgets: nothing else holds it then."""
+        total: torch.Tensor | None = None
+        for slot in slots:
+            gradient, self.grads[slot] = self.grads[slot], None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient.to(total.device)
+        return total
 
     def write_back(self) -> None:
         """Write into the caller's tensors what was written elsewhere, at the forward's end."""
@@ -130,12 +131,7 @@ class Step:
 
 @final
 class Seeds:
-    """The caller's gradients of a step's outputs, until its backward takes them.
-
-    Args:
-        n: The number of slots of gradients of a step.
-        meter: Counts memory, where there is one.
-    """
+    """The caller's gradients of a step's outputs, by slot, until its backward takes them."""
 
     def __init__(self, n: int, meter: Meter | None) -> None:
         self._meter = meter
@@ -176,12 +172,7 @@ class Sharing:
     others: bool
 
     def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The base of the output's view: an argument, itself if writes are refused, or None.
-
-        Args:
-            value: The output.
-            tensors: The caller's.
-        """
+        """The base of an output's view: an argument, itself if writes are refused, or None."""
         if self.argument >= 0 and _is_view(value, tensors[self.argument]):
             return tensors[self.argument]
         return value if self.others else None
@@ -212,12 +203,8 @@ def sharing_of(
     state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values} - written
     return {
         node: tuple(
-            Sharing(
-                arguments.get(value.storage, -1),
-                count[value.storage] > 1
-                or (value.storage in state and value.storage not in written),
-            )
-            for value in facts[node].values
+            Sharing(arguments.get(storage, -1), count[storage] > 1 or storage in state)
+            for storage in (value.storage for value in facts[node].values)
         )
         for node in results
     }

@@ -17,7 +17,7 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.recompute import Recomputation, dropped
@@ -60,53 +60,36 @@ class Output:
 @final
 @dataclass(frozen=True)
 class TapeCode:
-    """A tape as code.
+    """A tape as code."""
 
-    Attributes:
-        index: Of the tape.
-        device: Logical device.
-        place: Its torch device.
-        nodes: The nodes that it runs.
-        function: The generated function, of a list of arguments that it empties.
-        template: Its arguments, with parameters, buffers and submodules in place.
-        fills: (argument, slot) of values of other tapes.
-        inputs: The caller's tensors that begin here.
-        written: Those that some operator writes.
-        given: (argument, index) of the caller's tensors.
-        entries: The inputs that may have a gradient.
-        outputs: The values that leave.
-        exits: How many results of the function, its last, are aliases through which the gradient
-            of one reader comes in its turn.
-        seeds: For each exit, and then for each tensor of each output that the function makes, the
-            slots of the gradients that come back, in the order in which they are added up.
-        large: Whether these are many bytes, so that each should go as soon as it is used.
-        by_hand: Whether an operator's backward is custom Python.
-        parameters: (parameter, slot of its gradient) of those that no entry stands for.
-        sums: (slot of the sum, slot) of what is added up after its backward, in this order.
-        recomputation: Its recomputation, if it is checkpointed.
-        last: Slots that nobody reads after its forward; their values live until the code is done
-            with them.
-    """
-
-    index: int
-    device: int
-    place: torch.device
-    nodes: tuple[fx.Node, ...]
+    index: int  # of the tape
+    device: int  # logical
+    place: torch.device  # its torch device
+    nodes: tuple[fx.Node, ...]  # those that it runs
+    # The generated function, of a list of arguments that it empties; and its arguments, with
+    # parameters, buffers and submodules in place.
     function: Callable[[list[Any]], tuple[Any, ...]]
     template: tuple[Any, ...]
-    fills: tuple[tuple[int, int], ...]
-    inputs: tuple[int, ...]
-    written: frozenset[int]
-    given: tuple[tuple[int, int], ...]
-    entries: tuple[Entry, ...]
-    outputs: tuple[Output, ...]
+    fills: tuple[tuple[int, int], ...]  # (argument, slot) of values of other tapes
+    inputs: tuple[int, ...]  # the caller's tensors that begin here
+    written: frozenset[int]  # those that some operator writes
+    given: tuple[tuple[int, int], ...]  # (argument, index) of the caller's tensors
+    entries: tuple[Entry, ...]  # the inputs that may have a gradient
+    outputs: tuple[Output, ...]  # the values that leave
+    # How many results of the function, its last, are aliases through which the gradient of one
+    # reader comes in its turn.
     exits: int
+    # For each exit, and then for each tensor of each output that the function makes, the slots of
+    # the gradients that come back, in the order in which they are added up.
     seeds: tuple[tuple[int, ...], ...]
-    large: bool
-    by_hand: bool
+    large: bool  # whether these are many bytes, so that each should go as soon as it is used
+    by_hand: bool  # whether an operator's backward is custom Python
+    # (parameter, slot of its gradient) of those that no entry stands for.
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
+    # (slot of the sum, slot) of what is added up after its backward, in this order.
     sums: tuple[tuple[int, int], ...]
-    recomputation: Recomputation | None
+    recomputation: Recomputation | None  # if it is checkpointed
+    # Slots that nobody reads after its forward; their values live until the code is done with them.
     last: tuple[int, ...] = ()
 
     def forward(self, step: Step) -> None:
@@ -194,9 +177,7 @@ class TapeCode:
 
     def _enter(self, step: Step, arguments: list[Any]) -> Edges:
         """Cut off what enters from the graph that made it; the edges of its gradients."""
-        tensors: list[torch.Tensor] = []
-        taken: list[int] = []
-        outer: list[int] = []  # which of them the caller may write
+        entering: dict[int, torch.Tensor] = {}  # by the entry's index
         flat: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
         for number, entry in enumerate(self.entries):
             value = arguments[entry.argument]
@@ -209,19 +190,17 @@ class TapeCode:
             # What the caller gives may hang on a graph that leads to this tape's parameters: to
             # these the engine would go through it. A graph that is kept must not keep a parameter's
             # own node, which is of one stream.
-            if entry.given or entry.value < 0:
-                outer.append(len(tensors))
             bare = value.requires_grad and (entry.value >= 0 or step.apart)
-            tensors.append(value.detach() if bare else value)
-            taken.append(number)
+            entering[number] = value.detach() if bare else value
         edges: Edges = [None] * len(self.entries)
-        if not tensors:
+        if not entering:
             return edges
-        found = cut_off(tensors)
-        step.cut_tensors[self.index] += [CutTensor(tensors[i], found[i]) for i in outer]
-        for number, tensor in zip(taken, found, strict=True):
+        found = cut_off(list(entering.values()))
+        for (number, source), tensor in zip(entering.items(), found, strict=True):
             entry = self.entries[number]
             edges[number] = get_gradient_edge(tensor)
+            if entry.given or entry.value < 0:  # the caller may write it
+                step.cut_tensors[self.index].append(CutTensor(source, tensor))
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
                 leaves[tensor_slots(leaves)[entry.leaf]] = tensor
@@ -266,14 +245,11 @@ class TapeCode:
                     value = value.detach()
             else:
                 value = results[output.result]
-                if not step.differentiate:
-                    pass  # it has no graph
-                elif output.bare:
+                if step.differentiate and output.bare:
                     leaving.append(value)
                     flags[output.value] = value.requires_grad
-                    if value.requires_grad:
-                        value = value.detach()
-                else:
+                    value = value.detach() if value.requires_grad else value
+                elif step.differentiate:
                     value, tensors = detached(value)
                     leaving += tensors
                     flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
@@ -284,11 +260,7 @@ class TapeCode:
         return leaving
 
     def _remember(
-        self,
-        step: Step,
-        leaving: Sequence[torch.Tensor],
-        entered: Edges,
-        apart: ParameterEdges,
+        self, step: Step, leaving: Sequence[torch.Tensor], entered: Edges, apart: ParameterEdges
     ) -> None:
         """The edges of a graph that was recorded, if it has any that a gradient can come to.
 
@@ -306,22 +278,14 @@ class TapeCode:
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
-        """Go backward over the recorded graph; the gradients of what was published are there.
-
-        Raises:
-            ExecutionError: An operator's backward failed.
-        """
+        """Go backward over the recorded graph; the gradients of what was published are there."""
         self.differentiate(step)
         self.add_up(step)
 
     def add_up(self, step: Step) -> None:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
-        grads = step.grads
         for total, slot in self.sums:
-            gradient, grads[slot] = grads[slot], None
-            if gradient is not None:
-                so_far = grads[total]
-                grads[total] = gradient if so_far is None else so_far + gradient
+            step.grads[total] = step.taken((total, slot))
 
     def differentiate(self, step: Step) -> None:
         """The backward of this tape alone, without the gradients that other tapes have made.
@@ -364,39 +328,17 @@ class TapeCode:
         for (slot, alone), gradient in zip(targets, found, strict=True):
             step.grads[slot] = compact(gradient) if alone else gradient
 
-    def _collect(
-        self, step: Step, record: Record
-    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    def _collect(self, step: Step, record: Record) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which backward begins, and their gradients, which nothing else holds."""
-        outputs: list[Any] = []
-        seeds: list[torch.Tensor] = []
-        grads = step.grads
-        for edge, slots in zip(record.published, self.seeds, strict=True):
-            total = None
-            for slot in slots:
-                gradient, grads[slot] = grads[slot], None
-                if gradient is not None:
-                    total = gradient if total is None else total + gradient
-            if edge is None:
-                continue
-            if record.end is not None:
-                record.seeds.append(total)
-            elif total is not None:
-                outputs.append(edge)
-                seeds.append(total)
-        if record.end is None:
-            return tuple(outputs), tuple(seeds)
-        if all(seed is None for seed in record.seeds):
-            record.seeds.clear()
-            return (), ()
-        if self.by_hand and any(seed is None for seed in record.seeds):
-            # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
-            graded = (edge for edge in record.published if edge is not None)
-            pairs = zip(graded, record.seeds, strict=True)
-            found = [(edge, seed) for edge, seed in pairs if seed is not None]
-            record.seeds.clear()
-            return tuple(edge for edge, _ in found), tuple(seed for _, seed in found)
-        return (record.end[0],), (record.end[1],)
+        found = zip(record.published, map(step.taken, self.seeds), strict=True)
+        pairs = [(edge, seed) for edge, seed in found if edge is not None]
+        graded = [(edge, seed) for edge, seed in pairs if seed is not None]
+        # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
+        apart = self.by_hand and len(graded) < len(pairs)
+        if record.end is not None and graded and not apart:
+            record.seeds += [seed for _, seed in pairs]
+            return [record.end[0]], [record.end[1]]
+        return [edge for edge, _ in graded], [seed for _, seed in graded]
 
 
 def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -415,12 +357,13 @@ def tensor_slots(leaves: Sequence[Any]) -> list[int]:
 
 def detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """A structure without its graph, and its tensors with theirs."""
-    leaves, spec = pytree.tree_flatten(value)
-    tensors = []
-    for slot in tensor_slots(leaves):
-        tensors.append(leaves[slot])
-        leaves[slot] = leaves[slot].detach()
-    return pytree.tree_unflatten(leaves, spec), tensors
+    tensors: list[torch.Tensor] = []
+
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor.detach()
+
+    return pytree.tree_map_only(torch.Tensor, detach, value), tensors
 
 
 def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
@@ -429,10 +372,6 @@ def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
     A concatenation gives back parts of the one gradient that it got. On one tape they share it
     until the last is used; between tapes, which may be far apart, each would keep all of it.
     """
-    if (
-        gradient is None
-        or gradient.layout is not torch.strided
-        or gradient.untyped_storage().nbytes() <= gradient.nbytes
-    ):
+    if gradient is None or gradient.layout is not torch.strided:
         return gradient
-    return gradient.clone()
+    return gradient if gradient.untyped_storage().nbytes() <= gradient.nbytes else gradient.clone()

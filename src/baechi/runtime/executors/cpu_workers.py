@@ -58,22 +58,14 @@ class _Worker:
         self.wait()  # it has its threads now
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Begin a task.
-
-        Raises:
-            ExecutionError: The worker was closed.
-        """
+        """Begin a task; an error if the worker was closed."""
         if self._closed:
             raise ExecutionError(_UNPLACED)
         self._tasks.append(task)
         _ring(self._start)
 
     def wait(self) -> None:
-        """Return when the task has ended.
-
-        Raises:
-            ExecutionError: The worker was closed before it could begin.
-        """
+        """Return when the task has ended; an error if the worker was closed before it began."""
         while self._tasks:
             if self._gone:
                 self._tasks.clear()

@@ -44,9 +44,8 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], None], rank: int) -> Replay:
         """Record what the function launches; it takes place when it is replayed first.
 
-        Recordings share memory: what one has let go of, the next may take. That is right as long as
-        they are made in the order in which a step replays them. One that is made late must have
-        memory of its own, or an earlier one that follows it in a step would write into its results.
+        What one recording has let go of, the next may take, as long as they are made in the order
+        in which a step replays them. One that is made late must have memory of its own.
 
         Args:
             function: The function to record.
@@ -137,37 +136,28 @@ class _Backward:
 
 
 @final
+@dataclass(eq=False)
 class GraphedTape:
-    """A tape that is recorded at its first run and replayed at every other.
+    """A tape that is recorded at its first run and replayed at every other."""
 
-    Attributes:
-        reason: Why it runs eagerly after all; empty if it does not.
-    """
+    code: TapeCode
+    recorder: Recorder
+    statics: Statics
+    sizes: Sizes
+    ranks: tuple[int, int]  # the places of its forward and its backward in the order of a step
+    reason: str = ""  # why it runs eagerly after all; empty if it does not
 
-    def __init__(
-        self,
-        code: TapeCode,
-        recorder: Recorder,
-        statics: Statics,
-        sizes: Sizes,
-        ranks: tuple[int, int],
-    ) -> None:
-        self.reason = ""
-        self._ranks = ranks
-        self._code = code
-        self._recorder = recorder
-        self._statics = statics
-        self._sizes = sizes
+    def __post_init__(self) -> None:
         self._forward: _Forward | None = None
         self._backwards: dict[tuple[int | None, ...], _Backward] = {}
-        self._seeds = tuple(dict.fromkeys(slot for row in code.seeds for slot in row))
+        self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
 
     def forward(self, step: Step) -> None:
         """Replay the forward; as `TapeCode.forward`."""
         if self._forward is None and not self.reason:
             self._forward = self._record_forward(step)
         if self.reason or self._forward is None:
-            self._code.forward(step)
+            self.code.forward(step)
             return
         recorded = self._forward
         for slot, static in recorded.fills:
@@ -175,7 +165,7 @@ class GraphedTape:
         for index, static in recorded.inputs:
             static.fill(step.inputs[index])
         recorded.replay()
-        for slot in self._code.last:
+        for slot in self.code.last:
             step.slots[slot] = None
         for slot, value in recorded.slots:
             step.slots[slot] = value
@@ -183,18 +173,18 @@ class GraphedTape:
             step.results[result] = value
         for number, flag in recorded.flags:
             step.flags[number] = flag
-        step.graphed.add(self._code.index)
+        step.graphed.add(self.code.index)
 
     def backward(self, step: Step) -> None:
         """Replay the backward; as `TapeCode.backward`."""
-        if self._code.index not in step.graphed or self._forward is None:
-            self._code.backward(step)
+        if self.code.index not in step.graphed or self._forward is None:
+            self.code.backward(step)
             return
         self._differentiate(step, self._forward.record)
-        self._code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
+        self.code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
 
     def _differentiate(self, step: Step, record: Record | None) -> None:
-        pattern = tuple(self._statics.key(step.grads[slot]) for slot in self._seeds)
+        pattern = tuple(self.statics.key(step.grads[slot]) for slot in self._seeds)
         if record is None or all(key is None for key in pattern):
             return
         recorded = self._backwards.get(pattern)
@@ -212,9 +202,9 @@ class GraphedTape:
             step.grads[slot] = gradient
 
     def _record_forward(self, step: Step) -> _Forward | None:
-        code, statics = self._code, self._statics
+        code, statics = self.code, self.statics
         given = list(step.inputs)
-        scratch = Step(step.differentiate, None, given, self._sizes)
+        scratch = Step(step.differentiate, None, given, self.sizes)
         scratch.apart = True
         scratch.flags = list(step.flags)
         fills, inputs = [], []
@@ -229,7 +219,7 @@ class GraphedTape:
             tensor = step.inputs[index].detach().to(code.place, copy=True)
             given[index] = statics.add(tensor)
             inputs.append((index, _Static(tensor)))
-        replay = self._recorded(lambda: code.forward(scratch), self._ranks[0])
+        replay = self._recorded(lambda: code.forward(scratch), self.ranks[0])
         if replay is None:
             return None
         outputs = code.outputs
@@ -247,14 +237,14 @@ class GraphedTape:
         for slot in self._seeds:
             gradient = step.grads[slot]
             if gradient is not None:
-                scratch.grads[slot] = static = self._statics.of(gradient)
+                scratch.grads[slot] = static = self.statics.of(gradient)
                 seeds.append((slot, _Static(static)))
-        replay = self._recorded(lambda: self._code.differentiate(scratch), self._ranks[1])
+        replay = self._recorded(lambda: self.code.differentiate(scratch), self.ranks[1])
         if replay is None:
             return None
         found = [(slot, g) for slot, g in enumerate(scratch.grads) if g is not None]
         for _, gradient in found:
-            self._statics.add(gradient)
+            self.statics.add(gradient)
         return _Backward(replay, seeds, found)
 
     def _run_backward(self, step: Step, record: Record) -> None:
@@ -263,15 +253,15 @@ class GraphedTape:
         scratch = self._scratch(record)
         for slot in self._seeds:
             scratch.grads[slot], step.grads[slot] = step.grads[slot], None
-        self._recorder.run(lambda: self._code.differentiate(scratch))
+        self.recorder.run(lambda: self.code.differentiate(scratch))
         for slot, gradient in enumerate(scratch.grads):
             if gradient is not None:
                 step.grads[slot] = gradient
 
     def _scratch(self, record: Record) -> Step:
         """A step in which the tape's forward has run, and whose graph stays."""
-        scratch = Step(True, None, (), self._sizes)
-        scratch.records[self._code.index] = record
+        scratch = Step(True, None, (), self.sizes)
+        scratch.records[self.code.index] = record
         scratch.keep = True
         return scratch
 
@@ -280,7 +270,7 @@ class GraphedTape:
         caching = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
         try:
-            return self._recorder.record(function, rank)
+            return self.recorder.record(function, rank)
         except Exception as error:
             self.reason = "it could not be captured: " + str(error).partition("\n")[0]
             return None
@@ -302,11 +292,6 @@ class _Mode:
 @final
 class Graphs:
     """The recordings of an executable, and the choice of the steps that replay them.
-
-    A step runs eagerly while it warms up, while it is metered, and while another step, whose
-    forward was a replay, has still to go backward: its activations are where this one's would go.
-    Recordings are made anew when a parameter or buffer has moved or was frozen, when other inputs
-    need a gradient, or under another autocast.
 
     Args:
         module: The traced model.
@@ -387,11 +372,11 @@ class Graphs:
 
     def begin(self, step: Step) -> bool:
         """True if the step that begins is replayed."""
-        if step.meter is not None or all(self._obstacles):
+        if step.meter is not None or not self._captured:
             return False
         mode = self._modes[step.differentiate]
         if step.differentiate and self._open is not None and self._open() is not None:
-            return False
+            return False  # another has still to go backward: this one would overwrite its values
         key = self._key(step)
         if key != mode.key:
             mode = self._modes[step.differentiate] = _Mode(key)
@@ -399,10 +384,9 @@ class Graphs:
             mode.steps += 1
             return False
         if not mode.tapes:
-            recorders: dict[int, Recorder] = {}
+            devices = dict.fromkeys(code.device for code in self._captured)
+            recorders = {device: self._recorder(device) for device in devices}
             for code in self._captured:
-                if code.device not in recorders:
-                    recorders[code.device] = self._recorder(code.device)
                 recorder, ranks = recorders[code.device], self._ranks[code.index]
                 tape = GraphedTape(code, recorder, mode.statics, self._sizes, ranks)
                 mode.tapes[code.index] = tape

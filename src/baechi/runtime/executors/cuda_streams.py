@@ -54,9 +54,8 @@ class CudaExecutor:
     """Streams and events; the caller's thread launches every instruction.
 
     The first logical device of a GPU computes on the caller's current stream, the others on streams
-    of their own. Every device copies what arrives there on another stream, so that copies block no
-    computing. CPUs among the devices run inline; metered steps on CPUs alone run so, too, because
-    their peaks must not depend on how threads meet. Calls from several threads take turns.
+    of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
+    because their peaks must not depend on how threads meet. Calls from several threads take turns.
 
     Args:
         program: The program to run.
