@@ -23,7 +23,7 @@ from rich.table import Table
 from torch.utils import _pytree as pytree
 
 import baechi
-from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.tracing.pytrees import tensors_in
 
 _LINK: Final = baechi.Link(latency_ns=1000, bytes_per_s=10**11)

@@ -39,7 +39,7 @@ from torch import nn
 import baechi
 from baechi.program.compilation import compile_program
 from baechi.program.race_proof import check_program
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 
 _CASES: Final = (("gpt2", 1), ("gpt2", 8), ("bert", 2), ("inception", 1), ("resnet50", 2))

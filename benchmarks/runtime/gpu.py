@@ -30,7 +30,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import baechi
-from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.executors.cuda_graphs import WARM_UP
 
 Example = tuple[nn.Module, Tensor]
 Step = Callable[[], object]

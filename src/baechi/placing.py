@@ -21,14 +21,14 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
-from baechi.program.memory_fitting import solve_with_held
+from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
-from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.placement_match import refuse_meta

@@ -19,7 +19,7 @@ from baechi import (
     solve,
 )
 from baechi.problem.simulation import overflows
-from baechi.program.memory_fitting import scheduled, solve_with_held
+from baechi.program.stream_memory import scheduled, solve_with_held
 
 LINK = Link(latency_ns=0, bytes_per_s=10**15)
 LANES = ("cuda:0", "cuda:0")

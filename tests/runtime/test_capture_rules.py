@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 import baechi
-from baechi.runtime.cuda_graphs.capture_rules import check_wish, obstacle
 from baechi.runtime.executable import Executable
-from baechi.runtime.executors.executor import graphs_of
+from baechi.runtime.executors.capture_rules import check_wish, obstacle
+from baechi.runtime.executors.cuda_graphs import Graphs
 
 
 class Says(nn.Module):
@@ -106,7 +106,7 @@ def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPa
         executable = placed._current.executable
         tapes = [replace(t, place=places[t.device]) for t in executable._runner.bound.tapes]
         bound = replace(executable._runner.bound, tapes=tuple(tapes))
-        graphs = graphs_of(placed.traced.module, executable.program, bound, places)
+        graphs = Graphs(placed.traced.module, executable.program, bound, places)
         threads = "torch.compile keeps no graph for the threads of several devices"
         assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}
         placed.unplace()

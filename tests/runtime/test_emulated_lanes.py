@@ -16,10 +16,10 @@ from torch import nn
 import baechi
 from baechi.runtime.autograd.binding import bind
 from baechi.runtime.autograd.tape import TapeCode
-from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.executors import cuda_streams
+from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.executor import graphs_of
-from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.runtime.executors.stream_buffers import HeldStorages
 from baechi.runtime.step_function import Runner
 
 CASES = [
@@ -61,7 +61,7 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     bound = bind(executable._module, executable._structure, program, executable.places)
     recorded = None
     if graphs:
-        recorded = graphs_of(
+        recorded = Graphs(
             executable._module,
             program,
             bound,
@@ -139,7 +139,7 @@ def found_in_two_steps(traced: baechi.Traced, monkeypatch: pytest.MonkeyPatch) -
     ("owner", "name", "complaint"),
     [
         (Stream, "wait_event", "may be writing"),  # no lane waits for another
-        (StreamBarriers, "join", "may be writing"),  # nobody waits at the ends of a phase
+        (cuda_streams, "join", "may be writing"),  # nobody waits at the ends of a phase
         (HeldStorages, "add", "takes memory"),  # what crosses lanes is let go of with its last use
     ],
 )

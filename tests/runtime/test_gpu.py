@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 import baechi
 from baechi.runtime.autograd.tape import TapeCode
-from baechi.runtime.cuda_graphs.replay import WARM_UP
+from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.runtime.verification import Unsplit, verify
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.tracing.workarounds.recurrent_weights import compact
@@ -210,7 +210,7 @@ def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: l
             optimizer.step()
         for one, other in zip(*rows, strict=True):
             torch.testing.assert_close(other, one, **TOLERANCES)
-    # The rules in `capturing` know what fails in these models before it is captured.
+    # The `capture_rules` know what fails in these models before it is captured.
     assert not [remark for remark in placed.remarks if "could not be captured" in remark]
     assert "" in placed._current.executable.graphs.reasons
 

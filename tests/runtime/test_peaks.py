@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from zoo import OwnLoss
 
 import baechi
-from baechi.runtime.autograd.graph_edges import compact
+from baechi.runtime.autograd.tape import compact
 
 
 class Branches(nn.Module):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from baechi.runtime.executors import executor
+from baechi.runtime.executors import cuda_graphs
 from baechi.torch_support.graph_capture import CudaRecorder
 
 
@@ -96,14 +96,14 @@ def allocators(monkeypatch: pytest.MonkeyPatch) -> Allocators:
 
 def test_lanes_capture_with_nothing_in_the_cache(allocators: Allocators) -> None:
     assert allocators.cached
-    executor._recorders({0: torch.device("cuda", 0)})(0).record(lambda: None, 0)()
+    cuda_graphs._recorders({0: torch.device("cuda", 0)})(0).record(lambda: None, 0)()
     assert not allocators.cached
 
 
 @pytest.mark.usefixtures("allocators")
 def test_what_a_lane_captures_is_on_one_stream_and_never_in_one_memory() -> None:
     """For training, for inference and anew: each stream would cost two workspaces of cuBLAS."""
-    recorders = executor._recorders(dict.fromkeys(range(2), torch.device("cuda", 0)))
+    recorders = cuda_graphs._recorders(dict.fromkeys(range(2), torch.device("cuda", 0)))
     first, again, other = recorders(0), recorders(0), recorders(1)
     assert first._stream is again._stream
     assert first._stream is not other._stream

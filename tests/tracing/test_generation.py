@@ -153,7 +153,7 @@ def test_an_object_that_cannot_be_looked_into_is_refused(held: object) -> None:
 
 
 def test_what_is_written_on_another_device_reaches_the_callers_tensor() -> None:
-    from baechi.runtime.autograd.step_state import Sizes, Step
+    from baechi.runtime.autograd.step import Sizes, Step
 
     given = torch.zeros(3, requires_grad=True)
     step = Step(True, None, (torch.ones(1), given), Sizes(0, 0, 0, 0, 0))

@@ -1,28 +1,39 @@
 """Compilation of a placement into a program: instructions per lane, with waits and frees.
 
 1. `cutting` cuts the forward and the backward into pieces, and forward pieces into tapes.
-2. `emission` writes the instructions in launch order, with waits and frees.
+2. `_Writer` writes the instructions of a phase in launch order. It keeps a vector clock per lane:
+   the number of instructions of every lane that have ended before its next one. `docs/runtime.md`
+   (Waits and frees) says where it writes these.
 
-Complexity: O((ops + reads) * lanes), with a binary search per free.
+Complexity: O((instructions + reads) * lanes), with a binary search per free.
 """
 
-from collections.abc import Sequence, Set
-from typing import final
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence, Set
+from dataclasses import dataclass
+from typing import Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.program.cutting import Arrival, Clock, Event, Piece, cut, tapes_of
-from baechi.program.emission import Writer
-from baechi.records.graph import StepStructure
+from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
+from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
     Copy,
+    Free,
+    Instruction,
     Lane,
     Phase,
     Place,
     Program,
+    Run,
     Segment,
     Tape,
+    Wait,
 )
 from baechi.records.placement import Placement, Schedule
+
+# The instructions of every lane, and the lanes in launch order of the instructions.
+Written: TypeAlias = tuple[tuple[tuple[Instruction, ...], ...], tuple[int, ...]]
+_STATE: Final = -1  # the "device" of state updated in place: the device of its readers
 
 
 def compile_program(
@@ -60,67 +71,58 @@ def compile_program(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and this "
             f"step has {len(structure.ops)}; solve the graph of this step."
         )
-    return _Compiler(
+    _check_order(structure, placement.order)
+    compiler = _Compiler(
         structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule
-    ).program()
+    )
+    return compiler.program()
+
+
+def instant_ops(graph: OpGraph) -> Set[int]:
+    """The ops that take no time."""
+    return {op for op, row in enumerate(graph.ops) if row.time_ns == 0}
+
+
+def _check_order(step: StepStructure, order: Sequence[int]) -> None:
+    rank = {op: i for i, op in enumerate(order)}
+    for tensor in step.tensors:
+        for consumer in tensor.consumers:
+            if rank[consumer] < rank[tensor.producer]:
+                first, then = step.ops[consumer].name, step.ops[tensor.producer].name
+                raise InputError(
+                    f"the placement's order runs {first!r} before {then!r}, whose tensor it reads; "
+                    "an order must be topological."
+                )
 
 
 @final
+@dataclass(frozen=True)
 class _Compiler:
-    """State of `compile_program`."""
+    """The arguments of `compile_program`."""
 
-    def __init__(
-        self,
-        structure: StepStructure,
-        placement: Placement,
-        instant: Set[int],
-        copy_lanes: bool,
-        one_thread: bool,
-        in_turn: frozenset[int],
-        schedule: Schedule | None,
-    ) -> None:
-        self._step = structure
-        self._digest = placement.graph_digest
-        self._instant = instant
-        self._schedule = schedule
-        self._one_thread = one_thread
-        self._devices = placement.devices
-        self._copy_lanes = copy_lanes
-        self._in_turn = in_turn
-        self._n, self._twins, self._units = structure.n_forward, structure.twins, structure.units
-        self._again = {op: at for at, unit in self._units.items() for op in unit}
-        self._backward = {op: twin for op, twin in enumerate(self._twins) if twin >= 0}
-        n_devices = max(placement.devices, default=0) + 1
-        self._lanes = [Lane(device) for device in range(n_devices)]
-        if copy_lanes:
-            self._lanes += [Lane(device, copies=True) for device in range(n_devices)]
-        self._orders = [[op for op in placement.order if op < self._n]]
-        if structure.is_training:
-            self._orders.append([op for op in placement.order if op > self._n])
-        self._check_order(placement.order)
-
-    def _check_order(self, order: Sequence[int]) -> None:
-        rank = {op: i for i, op in enumerate(order)}
-        for tensor in self._step.tensors:
-            for consumer in tensor.consumers:
-                if rank[consumer] < rank[tensor.producer]:
-                    names = (self._step.ops[op].name for op in (consumer, tensor.producer))
-                    raise InputError(
-                        "the placement's order runs {!r} before {!r}, whose tensor it reads; "
-                        "an order must be topological.".format(*names)
-                    )
+    step: StepStructure
+    placement: Placement
+    instant: Set[int]
+    copy_lanes: bool
+    one_thread: bool
+    in_turn: Set[int]
+    schedule: Schedule | None
 
     def program(self) -> Program:
         """The whole program."""
-        clock = None if self._schedule is None else Clock(self._step, self._schedule)
+        step, order, devices = self.step, self.placement.order, self.placement.devices
+        n_devices = max(devices, default=0) + 1
+        lanes = [Lane(device) for device in range(n_devices)]
+        if self.copy_lanes:
+            lanes += [Lane(device, copies=True) for device in range(n_devices)]
+        orders = [[op for op in order if op < step.n_forward]]
+        if step.is_training:
+            orders.append([op for op in order if op > step.n_forward])
+        clock = None if self.schedule is None else Clock(step, self.schedule)
         events = [
-            cut(
-                *(self._step, self._devices, order, self._copy_lanes),
-                *(clock, self._units.keys(), self._instant),
-            )
-            for order in self._orders
+            Cutter(step, devices, row, self.copy_lanes, clock, self.instant).cut() for row in orders
         ]
-        if self._one_thread:
+        if self.one_thread:
             events = [self._at_once(row) for row in events]
         if clock is not None:
             events = [sorted(row, key=clock.start_ns) for row in events]
@@ -128,42 +130,45 @@ class _Compiler:
         backward_piece: dict[int, int] = {}
         if len(pieces) > 1:
             piece_of = {op: i for i, piece in enumerate(pieces[1]) for op in piece.ops}
-            backward_piece = {op: piece_of[twin] for op, twin in self._backward.items()}
+            twins = enumerate(step.twins)
+            backward_piece = {op: piece_of[twin] for op, twin in twins if twin >= 0}
+        again = {op: at for at, unit in step.units.items() for op in unit}
         tapes: list[Tape] = []
         forward: list[list[int]] = []
         backward: list[list[int]] = [[] for _ in pieces[-1]]
         for piece in pieces[0]:
-            rows = tapes_of(self._step, piece.ops, backward_piece, self._again, self._in_turn)
+            rows = tapes_of(step, piece.ops, backward_piece, again, self.in_turn)
             forward.append(list(range(len(tapes), len(tapes) + len(rows))))
             for number, (index, _) in zip(forward[-1], rows, strict=True):
                 if index is not None:
                     backward[index].append(number)
-            tapes += [Tape(piece.device, ops, self._again.get(ops[0], -1)) for _, ops in rows]
+            tapes += [Tape(piece.device, ops, again.get(ops[0], -1)) for _, ops in rows]
         # A tape's readers are in later tapes, so they come first in the backward.
         runs = [forward, [sorted(row, reverse=True) for row in backward]]
-        again: dict[int, list[int]] = {}
+        unit_tapes: dict[int, list[int]] = {}
         for index, tape in enumerate(tapes):
-            again.setdefault(tape.again, []).append(index)
-        for piece, row in zip(pieces[-1], runs[-1], strict=True):
-            row += [tape for op in piece.ops if op in self._units for tape in again[op]]
+            unit_tapes.setdefault(tape.again, []).append(index)
+        for piece, run in zip(pieces[-1], runs[-1], strict=True):
+            run += [tape for op in piece.ops if op in step.units for tape in unit_tapes[op]]
         phases = [
-            self._phase(number, row, runs[number], tapes) for number, row in enumerate(events)
+            self._phase(number, set(orders[number]), row, runs[number], tapes, len(lanes))
+            for number, row in enumerate(events)
         ]
         return Program(
-            self._digest,
-            tuple(op.name for op in self._step.ops[: self._n]),
-            self._twins,
-            tuple(self._lanes),
+            self.placement.graph_digest,
+            tuple(op.name for op in step.ops[: step.n_forward]),
+            step.twins,
+            tuple(lanes),
             tuple(tapes),
             tuple(phases),
         )
 
     def _at_once(self, events: Sequence[Event]) -> list[Event]:
         """The same events, each arrival right after the piece that makes its tensor."""
-        arrivals: dict[int, list[Arrival]] = {}
+        arrivals: dict[int, list[Place]] = {}
         for event in events:
-            if isinstance(event, Arrival):
-                producer = self._step.tensors[event.tensor].producer
+            if isinstance(event, Place):
+                producer = self.step.tensors[event.tensor].producer
                 arrivals.setdefault(producer, []).append(event)
         rows: list[Event] = []
         for event in events:
@@ -174,45 +179,49 @@ class _Compiler:
         return rows
 
     def _phase(
-        self, number: int, events: Sequence[Event], runs: Sequence[Sequence[int]], tapes: list[Tape]
+        self,
+        number: int,
+        members: Set[int],
+        events: Sequence[Event],
+        runs: Sequence[Sequence[int]],
+        tapes: Sequence[Tape],
+        n_lanes: int,
     ) -> Phase:
-        members = set(self._orders[number])
         tape_of: dict[int, int] = {}
         for index, tape in enumerate(tapes):
-            tape_of.update((self._twins[op] if number else op, index) for op in tape.ops)
-        tape_of.update((op, -1) for op in self._units)
+            tape_of.update((self.step.twins[op] if number else op, index) for op in tape.ops)
+        tape_of.update((op, -1) for op in self.step.units)
         given, values = self._values(members, tape_of)
-        kept = {t for t in values if self._step.tensors[t].kept}
+        kept = (tensor for tensor in sorted(values) if self.step.tensors[tensor].kept)
+        keep = tuple(Place(tensor, self._home(tensor)) for tensor in kept)
         segments = self._segments(number, events, runs, values)
-        writer = Writer(len(self._lanes), self._copy_lanes, self._one_thread)
-        for place in given:
-            writer.give(place)
-        index = 0
+        writer = _Writer(given, n_lanes, self.copy_lanes, self.one_thread)
+        numbered = enumerate(segments)
         for event in events:
-            if isinstance(event, Arrival):
-                producer = self._step.tensors[event.tensor].producer
-                writer.copy(Copy(event.tensor, self._devices[producer], event.device))
+            if isinstance(event, Place):
+                writer.copy(Copy(event.tensor, self._home(event.tensor), event.device))
             else:
-                writer.run(index, segments[index])
-                index += 1
-        keep = tuple(Place(t, self._devices[self._step.tensors[t].producer]) for t in sorted(kept))
-        lanes, launch = writer.written(frozenset(keep))
+                writer.run(*next(numbered))
+        lanes, launch = writer.written(set(keep))
         return Phase(tuple(segments), lanes, launch, tuple(given), keep)
 
-    def _values(self, members: set[int], tape_of: dict[int, int]) -> tuple[list[Place], set[int]]:
+    def _home(self, tensor: int) -> int:
+        return self.placement.devices[self.step.tensors[tensor].producer]
+
+    def _values(self, members: Set[int], tape_of: dict[int, int]) -> tuple[list[Place], set[int]]:
         """The caller's values, and every tensor that leaves its tape."""
         given: dict[Place, None] = {}
         values: set[int] = set()
-        for index, tensor in enumerate(self._step.tensors):
+        for index, tensor in enumerate(self.step.tensors):
             readers = tuple(op for op in tensor.consumers if op in members)
-            if tensor.producer in self._units:
+            if tensor.producer in self.step.units:
                 continue  # it is in the graph of its tape
             if tensor.producer in members:
                 own = tape_of[tensor.producer]
                 if tensor.kept or any(tape_of[op] != own for op in readers):
                     values.add(index)
-            elif tensor.producer == self._n and readers:
-                given.update((Place(index, self._devices[op]), None) for op in readers)
+            elif tensor.producer == self.step.n_forward and readers:
+                given.update((Place(index, self.placement.devices[op]), None) for op in readers)
                 values.add(index)
         return list(given), values
 
@@ -231,15 +240,15 @@ class _Compiler:
             reads = {
                 tensor
                 for op in piece.ops
-                for tensor in self._step.op_inputs[op]
-                if tensor in values and self._step.tensors[tensor].producer not in inside
+                for tensor in self.step.op_inputs[op]
+                if tensor in values and self.step.tensors[tensor].producer not in inside
             }
-            writes = {t for op in piece.ops for t in self._step.op_outputs[op] if t in values}
+            writes = {t for op in piece.ops for t in self.step.op_outputs[op] if t in values}
             updates = {shared[op] for op in piece.ops if op in shared}
-            again = piece.ops[0] in self._units
-            ran = {op for at in piece.ops for op in self._units[at]} if again else inside
-            if (number == 0 or again) and ran & self._in_turn:
-                updates.add(len(self._step.groups))
+            again = piece.ops[0] in self.step.units
+            ran = {op for at in piece.ops for op in self.step.units[at]} if again else inside
+            if (number == 0 or again) and ran & self.in_turn:
+                updates.add(len(self.step.groups))
             read, written, updated = (tuple(sorted(s)) for s in (reads, writes, updates))
             segments.append(Segment(piece.device, tuple(row), read, written, updated, again))
         return segments
@@ -247,8 +256,155 @@ class _Compiler:
     def _shared_state(self) -> dict[int, int]:
         """The group of every forward operator with others in it, with which it may share state."""
         shared: dict[int, int] = {}
-        for index, members in enumerate(self._step.groups.values()):
-            forward = [op for op in members if op < self._n]
+        for index, members in enumerate(self.step.groups.values()):
+            forward = [op for op in members if op < self.step.n_forward]
             if len(forward) > 1:
                 shared.update((op, index) for op in forward)
         return shared
+
+
+@final
+class _Writer:
+    """Writer of a phase's instructions in launch order."""
+
+    def __init__(
+        self, given: Iterable[Place], n_lanes: int, copy_lanes: bool, one_thread: bool
+    ) -> None:
+        self._copy_lanes = copy_lanes
+        self._one_thread = one_thread
+        self._lanes: list[list[Instruction]] = [[] for _ in range(n_lanes)]
+        # After each: [lane][other] counts the ended instructions of the other lane, ascending.
+        self._known: list[list[list[int]]] = [[[] for _ in range(n_lanes)] for _ in range(n_lanes)]
+        self._now = [[0] * n_lanes for _ in range(n_lanes)]
+        self._launch: list[tuple[int, int]] = []  # (lane, position)
+        self._launched: list[list[int]] = [[] for _ in range(n_lanes)]  # position in `_launch`
+        # (lane, position) of every access to a place; its last write.
+        self._uses: dict[Place, list[tuple[int, int]]] = {place: [] for place in given}
+        self._written: dict[Place, tuple[int, int]] = {}
+
+    def run(self, index: int, segment: Segment) -> None:
+        """Write a segment, after the writes of its inputs."""
+        device = segment.device
+        reads = [Place(tensor, device) for tensor in segment.reads]
+        writes = [Place(tensor, device) for tensor in segment.writes]
+        state = [Place(index, _STATE) for index in segment.updates]
+        self._write(device, Run(index), [*reads, *state], [*writes, *state])
+
+    def copy(self, row: Copy) -> None:
+        """Write a copy, after the write of its source."""
+        lane = row.dst + (len(self._lanes) // 2 if self._copy_lanes else 0)
+        self._write(lane, row, [Place(row.tensor, row.src)], [Place(row.tensor, row.dst)])
+
+    def _write(
+        self, lane: int, row: Instruction, reads: Sequence[Place], writes: Sequence[Place]
+    ) -> None:
+        """Write an instruction after the last writes of what it reads."""
+        self._wait(lane, [self._written[place] for place in reads if place in self._written])
+        done = lane, len(self._lanes[lane])
+        self._append(lane, row)
+        for place in reads:
+            if place.device != _STATE:
+                self._uses[place].append(done)
+        for place in writes:
+            self._written[place] = done
+            if place.device != _STATE:
+                self._uses[place] = [done]
+
+    def _wait(self, lane: int, events: Sequence[tuple[int, int]]) -> None:
+        """Wait for events not yet known to have ended, latest launched first."""
+        now = self._now[lane]
+        for other, position in sorted(events, key=lambda e: -self._launched[e[0]][e[1]]):
+            if now[other] <= position:
+                theirs = [row[position] for row in self._known[other]]
+                self._now[lane] = list(map(max, now, theirs))
+                self._append(lane, Wait(other, position))
+                now = self._now[lane]
+
+    def _append(self, lane: int, row: Instruction) -> None:
+        position = len(self._lanes[lane])
+        self._lanes[lane].append(row)
+        self._now[lane][lane] = position + 1
+        for row_of_other, ended in zip(self._known[lane], self._now[lane], strict=True):
+            row_of_other.append(ended)
+        self._launched[lane].append(len(self._launch))
+        self._launch.append((lane, position))
+
+    def written(self, kept: Set[Place]) -> Written:
+        """The lanes and the launch order, with all frees."""
+        if self._one_thread:
+            return self._freed_at_once(kept)
+        after: dict[tuple[int, int], list[Free]] = {}
+        late: dict[int, list[tuple[Free, list[int]]]] = {}
+        for place, uses in self._uses.items():
+            if place in kept:
+                continue
+            need = [0] * len(self._lanes)
+            for lane, position in uses:
+                need[lane] = max(need[lane], position + 1)
+            free = Free(place.tensor, place.device)
+            spot = self._first_to_know(place.device, need)
+            if spot is None:
+                late.setdefault(place.device, []).append((free, need))
+            else:
+                after.setdefault(spot, []).append(free)
+        for lane in sorted(late):
+            needs = list(map(max, zip(*(need for _, need in late[lane]), strict=True)))
+            self._wait(lane, [(other, n - 1) for other, n in enumerate(needs) if n])
+            last = (lane, len(self._lanes[lane]) - 1)
+            after.setdefault(last, []).extend(free for free, _ in late[lane])
+        return self._with_frees({}, after)
+
+    def _freed_at_once(self, kept: Set[Place]) -> Written:
+        """The same, with each free right after the last use, which waits for the other uses."""
+        before: dict[tuple[int, int], list[Wait]] = {}
+        after: dict[tuple[int, int], list[Free]] = {}
+        for place in sorted(self._uses.keys() - kept, key=lambda p: (p.tensor, p.device)):
+            uses = self._uses[place]
+            last = max(uses, key=lambda use: self._launched[use[0]][use[1]])
+            after.setdefault(last, []).append(Free(place.tensor, place.device))
+            before.setdefault(last, []).extend(
+                Wait(lane, position)
+                for lane, position in uses
+                if lane != last[0] and self._known[last[0]][lane][last[1]] <= position
+            )
+        return self._with_frees(before, after)
+
+    def _first_to_know(self, holder: int, need: Sequence[int]) -> tuple[int, int] | None:
+        """The first launched instruction after which its lane knows that all of this has ended."""
+        best: tuple[int, int] | None = None
+        lanes = [holder] if self._copy_lanes else range(len(self._lanes))
+        for lane in lanes:
+            known = zip(self._known[lane], need, strict=True)
+            position = max(bisect_left(ended, n) for ended, n in known if n)
+            if position < len(self._lanes[lane]) and (
+                best is None or self._launched[lane][position] < self._launched[best[0]][best[1]]
+            ):
+                best = (lane, position)
+        return best
+
+    def _with_frees(
+        self,
+        before: dict[tuple[int, int], list[Wait]],
+        after: dict[tuple[int, int], list[Free]],
+    ) -> Written:
+        """Insert waits and frees, and renumber the positions in waits accordingly."""
+        moved: list[list[int]] = []
+        for lane, rows in enumerate(self._lanes):
+            shift, places = 0, []
+            for position in range(len(rows)):
+                shift += len(before.get((lane, position), ()))
+                places.append(position + shift)
+                shift += len(after.get((lane, position), ()))
+            moved.append(places)
+        lanes: list[list[Instruction]] = [[] for _ in self._lanes]
+        launch: list[int] = []
+        for lane, position in self._launch:
+            rows = [*before.get((lane, position), ()), self._lanes[lane][position]]
+            lanes[lane] += [
+                Wait(row.lane, moved[row.lane][row.position]) if isinstance(row, Wait) else row
+                for row in rows
+            ]
+            frees = after.get((lane, position), ())
+            lanes[lane] += frees
+            launch += [lane] * (len(rows) + len(frees))
+        return tuple(map(tuple, lanes)), tuple(launch)

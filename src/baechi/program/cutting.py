@@ -15,17 +15,9 @@ from dataclasses import dataclass, field
 from typing import TypeAlias, final
 
 from baechi.records.graph import StepStructure
+from baechi.records.instructions import Place
 from baechi.records.placement import Schedule
 from baechi.validation import FrozenDict
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A copy of a tensor to a device that lacks it."""
-
-    tensor: int
-    device: int
 
 
 @final
@@ -37,7 +29,7 @@ class Piece:
     ops: tuple[int, ...]
 
 
-Event: TypeAlias = Arrival | Piece
+Event: TypeAlias = Place | Piece  # a place to which a copy of its tensor arrives, or a piece
 
 
 @final
@@ -53,12 +45,7 @@ class _Open:
 
 @final
 class Clock:
-    """Start times of pieces and transfers by the clock.
-
-    Args:
-        step: The step.
-        schedule: The schedule of its placement.
-    """
+    """Start times of pieces and transfers in the schedule of a step."""
 
     def __init__(self, step: StepStructure, schedule: Schedule) -> None:
         self._step = step
@@ -85,18 +72,13 @@ class Clock:
         return first < last
 
 
-def cut(
-    step: StepStructure,
-    devices: Sequence[int],
-    order: Sequence[int],
-    apart: bool,
-    clock: Clock | None = None,
-    again: Set[int] = frozenset(),
-    instant: Set[int] = frozenset(),
-) -> list[Event]:
-    """Pieces and arrivals of a phase, in launch order.
+@final
+@dataclass
+class Cutter:
+    """Cutter of a phase into pieces and arrivals.
 
     An output that must leave ends a piece; but operators that take no time may still follow it.
+    Operators that run others forward again are alone in their pieces.
 
     Args:
         step: The step.
@@ -106,84 +88,63 @@ def cut(
             Else a copy that could be made before the current piece began is made there.
         clock: If given, a piece also ends where the clock begins to send something from its
             device, so that tensors waiting only to be sent are freed then.
-        again: Operators that run others forward again; they are alone in their pieces.
         instant: Operators that take no time.
     """
-    cutter = _Cutter(step, devices, order, apart, clock, again, instant)
-    for op in order:
-        cutter.add(op)
-    for device in sorted(cutter.open, key=lambda d: cutter.rank[cutter.open[d].ops[0]]):
-        cutter.close(device)
-    return cutter.events
 
+    step: StepStructure
+    devices: Sequence[int]
+    order: Sequence[int]
+    apart: bool
+    clock: Clock | None
+    instant: Set[int]
 
-@final
-class _Cutter:
-    """State of `cut` on its way through the order."""
-
-    def __init__(
-        self,
-        step: StepStructure,
-        devices: Sequence[int],
-        order: Sequence[int],
-        apart: bool,
-        clock: Clock | None,
-        again: Set[int],
-        instant: Set[int],
-    ) -> None:
-        self._step = step
-        self._instant = instant
-        self._clock = clock
-        self._devices = devices
-        self._apart = apart
-        self._again = again
-        self.rank = {op: i for i, op in enumerate(order)}
-        self.events: list[Event] = []
-        self.open: dict[int, _Open] = {}
-        n = max((devices[op] for op in order), default=-1) + 1
+    def __post_init__(self) -> None:
+        self._rank = {op: i for i, op in enumerate(self.order)}
+        self._events: list[Event] = []
+        self._open: dict[int, _Open] = {}
+        n = max((self.devices[op] for op in self.order), default=-1) + 1
         self._ended = [[0] * n for _ in range(n)]  # pieces known to have ended, per device
         self._after: dict[int, tuple[int, ...]] = {}  # the same, at the end of an op's piece
         self._here: set[tuple[int, int]] = set()
 
-    def add(self, op: int) -> None:
+    def cut(self) -> list[Event]:
+        """The pieces and arrivals in launch order."""
+        for op in self.order:
+            self._add(op)
+        for device in sorted(self._open, key=lambda d: self._rank[self._open[d].ops[0]]):
+            self._close(device)
+        return self._events
+
+    def _add(self, op: int) -> None:
         """Put the next operator into its device's piece, or into a new one."""
-        device = self._devices[op]
+        device = self.devices[op]
         missing = self._missing(op, device)
-        for tensor in missing:
-            source = self._devices[self._step.tensors[tensor].producer]
-            if self._step.tensors[tensor].producer not in self._after:
-                self.close(source)
-        piece = self.open.get(device)
-        if piece is not None and (piece.ops[0] in self._again) != (op in self._again):
-            self.close(device)
-            piece = None
-        if piece is not None:
-            late = bool(missing) and not self._in_time(piece, missing)
-            last = piece.ops[-1]
-            sends = self._clock is not None and self._clock.sends_between(device, last, op)
-            if late or sends or (piece.leaving and op not in self._instant):
-                self.close(device)
-        piece = self.open.get(device)
+        producers = [self.step.tensors[tensor].producer for tensor in missing]
+        for producer in producers:
+            if producer not in self._after:
+                self._close(self.devices[producer])
+        if device in self._open and self._is_over(self._open[device], op, producers):
+            self._close(device)
+        piece = self._open.get(device)
         if piece is None:
             known = self._ended[device]
-            for tensor in missing:
-                after = self._after[self._step.tensors[tensor].producer]
-                known = list(map(max, known, after))
+            for producer in producers:
+                known = list(map(max, known, self._after[producer]))
             self._ended[device] = known
-            piece = self.open[device] = _Open(list(known))
+            piece = self._open[device] = _Open(list(known))
         self._here.update((tensor, device) for tensor in missing)
-        if self._apart:
-            self.events += [Arrival(tensor, device) for tensor in missing]
+        if self.apart:
+            self._events += [Place(tensor, device) for tensor in missing]
         else:
             piece.arrivals += missing
         piece.ops.append(op)
         piece.leaving |= self._leaves(op, device)
 
-    def close(self, device: int) -> None:
+    def _close(self, device: int) -> None:
         """End the device's piece."""
-        piece = self.open.pop(device)
-        self.events += [Arrival(tensor, device) for tensor in piece.arrivals]
-        self.events.append(Piece(device, tuple(piece.ops)))
+        piece = self._open.pop(device)
+        self._events += [Place(tensor, device) for tensor in piece.arrivals]
+        self._events.append(Piece(device, tuple(piece.ops)))
         self._ended[device][device] += 1
         after = tuple(self._ended[device])
         for op in piece.ops:
@@ -193,27 +154,30 @@ class _Cutter:
         """Its inputs that are only on other devices, in sending order."""
         missing = [
             tensor
-            for tensor in self._step.op_inputs[op]
-            if (producer := self._step.tensors[tensor].producer) in self.rank
-            and self._devices[producer] != device
+            for tensor in self.step.op_inputs[op]
+            if (producer := self.step.tensors[tensor].producer) in self._rank
+            and self.devices[producer] != device
             and (tensor, device) not in self._here
         ]
-        return sorted(missing, key=lambda t: (self.rank[self._step.tensors[t].producer], t))
+        return sorted(missing, key=lambda t: (self._rank[self.step.tensors[t].producer], t))
 
-    def _in_time(self, piece: _Open, missing: Sequence[int]) -> bool:
-        """True if all of it was known to be made before the piece began."""
-        if self._apart:
-            return False
-        producers = [self._step.tensors[tensor].producer for tensor in missing]
-        return all(
-            self._after[op][self._devices[op]] <= piece.known[self._devices[op]] for op in producers
+    def _is_over(self, piece: _Open, op: int, producers: Sequence[int]) -> bool:
+        """True if the operator, which needs what others make, cannot be in the piece."""
+        last = piece.ops[-1]
+        sends = self.clock is not None and self.clock.sends_between(self.devices[op], last, op)
+        late = any(
+            self.apart or self._after[other][home] > piece.known[home]
+            for other in producers
+            for home in [self.devices[other]]
         )
+        recomputes = (last in self.step.units) != (op in self.step.units)
+        return recomputes or late or sends or (piece.leaving and op not in self.instant)
 
     def _leaves(self, op: int, device: int) -> bool:
         return any(
-            consumer in self.rank and self._devices[consumer] != device
-            for tensor in self._step.op_outputs[op]
-            for consumer in self._step.tensors[tensor].consumers
+            consumer in self._rank and self.devices[consumer] != device
+            for tensor in self.step.op_outputs[op]
+            for consumer in self.step.tensors[tensor].consumers
         )
 
 
@@ -229,11 +193,9 @@ def tapes_of(
 ) -> list[tuple[int | None, tuple[int, ...]]]:
     """The tapes of a forward piece, in an order in which they can run.
 
-    Each is (backward piece or None, operators). Operators are grouped by their backward's piece;
-    gradients flow from later pieces' operators to earlier ones', so tapes in descending order of
-    backward piece are in dependency order. If a value without a gradient flows the other way, a new
-    level begins: (level, -backward piece) never decreases along an edge. Recomputed operators have
-    separate tapes for each operator that recomputes them.
+    Each is (backward piece or None, operators). (level, -backward piece) never decreases along an
+    edge (`docs/runtime.md`, How tapes are found). Recomputed operators have separate tapes for each
+    operator that recomputes them.
 
     Operators of a tape ascend: autograd adds up gradients in the reverse order of the forward's
     operators, and sums must equal the unsplit model's. If the piece has no backward, they are in

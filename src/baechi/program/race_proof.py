@@ -15,25 +15,26 @@ Complexity: O(waits * lanes + accesses).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, final
+from typing import Final, NoReturn, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.instructions import Copy, Free, Program, Run, Segment, Wait
+from baechi.records.instructions import Copy, Program, Run, Segment, Wait
 
 # Places without a device: state, updated in place on its operators' device, and the graph of a tape
 # that runs again, made then and used by its backward.
 _STATE: Final = -1
 _GRAPH: Final = -2
+_Event: TypeAlias = tuple[int, int]  # an instruction: (lane, position)
 
 
 @final
 @dataclass(slots=True)
 class _Touched:
-    """Accesses to a place: (lane, position) of each."""
+    """Accesses to a place."""
 
-    written: tuple[int, int] | None = None
-    since: list[tuple[int, int]] = field(default_factory=list)  # reads after the last write
-    freed: tuple[int, int] | None = None
+    written: _Event | None = None
+    since: list[_Event] = field(default_factory=list)  # reads after the last write
+    freed: _Event | None = None
 
 
 def check_program(program: Program) -> None:
@@ -103,9 +104,9 @@ class _Checker:
         """Visit every instruction as soon as its lane reaches it and its wait is satisfied."""
         lanes = self._phase.lanes
         position = [0] * len(lanes)
-        awaited = {(r.lane, r.position) for rows in lanes for r in rows if type(r) is Wait}
-        clock_at: dict[tuple[int, int], list[int]] = {}  # after each awaited instruction
-        waiting: dict[int, list[tuple[int, int]]] = {}  # lane -> (waiting lane, position)
+        awaited = {(r.lane, r.position) for rows in lanes for r in rows if isinstance(r, Wait)}
+        clock_at: dict[_Event, list[int]] = {}  # after each awaited instruction
+        waiting: dict[_Event, list[int]] = {}  # the lanes that wait for each
         ready = [lane for lane, rows in enumerate(lanes) if rows]
         while ready:
             lane = ready.pop()
@@ -113,70 +114,69 @@ class _Checker:
             here = position[lane]
             while here < len(rows):
                 row = rows[here]
-                if type(row) is Wait:
-                    self._check_wait(lane, here, row)
-                    clock = clock_at.get((row.lane, row.position))
+                at = lane, here
+                if isinstance(row, Wait):
+                    self._check_wait(at, row)
+                    event = row.lane, row.position
+                    clock = clock_at.get(event)
                     if clock is None:
-                        waiting.setdefault(row.lane, []).append((lane, row.position))
+                        waiting.setdefault(event, []).append(lane)
                         break
                     self._now[lane] = list(map(max, self._now[lane], clock))
-                elif type(row) is Run:
-                    self._check_run(lane, here, row)
-                elif type(row) is Copy:
-                    self._check_copy(lane, here, row)
-                elif type(row) is Free:
-                    self._free(lane, here, row.tensor, row.device)
+                elif isinstance(row, Run):
+                    self._check_run(at, row)
+                elif isinstance(row, Copy):
+                    self._check_copy(at, row)
+                else:
+                    self._free(at, row.tensor, row.device)
                 self._now[lane][lane] = here + 1
-                if (lane, here) in awaited:
-                    clock_at[lane, here] = self._now[lane].copy()
+                if at in awaited:
+                    clock_at[at] = self._now[lane].copy()
+                    ready += waiting.pop(at, ())
                 here += 1
             position[lane] = here
-            woken = [who for who, wanted in waiting.get(lane, ()) if wanted < here]
-            waiting[lane] = [entry for entry in waiting.get(lane, ()) if entry[1] >= here]
-            ready += woken
         stuck = [lane for lane, rows in enumerate(lanes) if position[lane] < len(rows)]
         if stuck:
-            names = "; ".join(self._name(lane, position[lane]) for lane in stuck)
+            names = "; ".join(self._name((lane, position[lane])) for lane in stuck)
             raise InputError(f"deadlock: these wait for each other or for nothing: {names}.")
 
-    def _check_wait(self, lane: int, here: int, row: Wait) -> None:
+    def _check_wait(self, at: _Event, row: Wait) -> None:
         lanes = self._phase.lanes
         if not 0 <= row.lane < len(lanes) or not 0 <= row.position < len(lanes[row.lane]):
-            raise InputError(f"{self._name(lane, here)} waits for what does not exist.")
+            where = f"lane {row.lane}, instruction {row.position}"
+            raise InputError(f"{self._raw(at)} waits for what does not exist: {where}.")
 
-    def _check_run(self, lane: int, here: int, row: Run) -> None:
+    def _check_run(self, at: _Event, row: Run) -> None:
         if not 0 <= row.segment < len(self._phase.segments):
-            raise InputError(f"{self._raw(lane, here)} runs a segment that does not exist.")
+            raise InputError(f"{self._raw(at)} runs a segment that does not exist.")
         segment: Segment = self._phase.segments[row.segment]
-        own = self._program.lanes[lane]
+        own = self._program.lanes[at[0]]
         if own.copies or own.device != segment.device:
-            raise InputError(f"{self._name(lane, here)} is on device {segment.device}'s segment.")
+            raise InputError(f"{self._name(at)} is on device {segment.device}'s segment.")
         if row.segment in self._ran:
-            raise InputError(f"{self._name(lane, here)} runs a segment that has run.")
+            raise InputError(f"{self._name(at)} runs a segment that has run.")
         self._ran.add(row.segment)
         for tensor in segment.reads:
-            self._read(lane, here, tensor, segment.device)
+            self._read(at, tensor, segment.device)
         for tensor in segment.writes:
-            self._write(lane, here, tensor, segment.device)
+            self._write(at, tensor, segment.device)
         for state in segment.updates:
-            self._update(lane, here, state)
-        if self._number == 0:
-            return
-        for tape in segment.tapes:
+            self._update(at, state)
+        for tape in segment.tapes if self._number else ():
             if segment.again:
-                self._write(lane, here, tape, _GRAPH)
+                self._write(at, tape, _GRAPH)
             elif self._program.tapes[tape].again >= 0:
-                self._read(lane, here, tape, _GRAPH)
+                self._read(at, tape, _GRAPH)
 
-    def _check_copy(self, lane: int, here: int, row: Copy) -> None:
-        own = self._program.lanes[lane]
+    def _check_copy(self, at: _Event, row: Copy) -> None:
+        own = self._program.lanes[at[0]]
         beside = any(other.copies for other in self._program.lanes)
         if row.src == row.dst or own.device != row.dst or own.copies != beside:
-            raise InputError(f"{self._name(lane, here)} is on the wrong lane.")
-        self._read(lane, here, row.tensor, row.src)
-        self._write(lane, here, row.tensor, row.dst)
+            raise InputError(f"{self._name(at)} is on the wrong lane.")
+        self._read(at, row.tensor, row.src)
+        self._write(at, row.tensor, row.dst)
 
-    def _unordered(self, lane: int, events: Iterable[tuple[int, int]]) -> tuple[int, int] | None:
+    def _unordered(self, lane: int, events: Iterable[_Event]) -> _Event | None:
         """The first event that need not have happened before the lane's current instruction."""
         now = self._now[lane]
         for event in events:
@@ -184,43 +184,41 @@ class _Checker:
                 return event
         return None
 
-    def _read(self, lane: int, here: int, tensor: int, device: int) -> None:
+    def _read(self, at: _Event, tensor: int, device: int) -> None:
         touched = self._touched.get((tensor, device))
         if touched is None:
-            self._object(lane, here, tensor, device, "reads it before anybody writes it")
-        assert touched is not None
+            self._object(at, tensor, device, "reads it before anybody writes it")
         if touched.freed is not None:
-            self._object(lane, here, tensor, device, "reads it after a free", touched.freed)
-        if touched.written is not None and self._unordered(lane, (touched.written,)):
-            self._object(lane, here, tensor, device, "may read it before", touched.written)
-        touched.since.append((lane, here))
+            self._object(at, tensor, device, "reads it after a free", touched.freed)
+        if touched.written is not None and self._unordered(at[0], (touched.written,)):
+            self._object(at, tensor, device, "may read it before", touched.written)
+        touched.since.append(at)
 
-    def _write(self, lane: int, here: int, tensor: int, device: int) -> None:
+    def _write(self, at: _Event, tensor: int, device: int) -> None:
         if (tensor, device) in self._touched:
-            self._object(lane, here, tensor, device, "writes what was written, given or freed")
-        self._touched[tensor, device] = _Touched((lane, here))
+            self._object(at, tensor, device, "writes what was written, given or freed")
+        self._touched[tensor, device] = _Touched(at)
 
-    def _update(self, lane: int, here: int, state: int) -> None:
+    def _update(self, at: _Event, state: int) -> None:
         touched = self._touched.setdefault((state, _STATE), _Touched())
-        if touched.written is not None and self._unordered(lane, (touched.written,)):
-            name = self._name(*touched.written)
+        if touched.written is not None and self._unordered(at[0], (touched.written,)):
             raise InputError(
-                f"{self._name(lane, here)} updates state {state} while another may: {name}."
+                f"{self._name(at)} updates state {state} while another may: "
+                f"{self._name(touched.written)}."
             )
-        touched.written = (lane, here)
+        touched.written = at
 
-    def _free(self, lane: int, here: int, tensor: int, device: int) -> None:
+    def _free(self, at: _Event, tensor: int, device: int) -> None:
         touched = self._touched.get((tensor, device))
         if touched is None:
-            self._object(lane, here, tensor, device, "frees what nobody wrote")
-        assert touched is not None
+            self._object(at, tensor, device, "frees what nobody wrote")
         if touched.freed is not None:
-            self._object(lane, here, tensor, device, "frees it a second time", touched.freed)
+            self._object(at, tensor, device, "frees it a second time", touched.freed)
         written = () if touched.written is None else (touched.written,)
-        event = self._unordered(lane, (*written, *touched.since))
+        event = self._unordered(at[0], (*written, *touched.since))
         if event is not None:
-            self._object(lane, here, tensor, device, "may free it before", event)
-        touched.freed = (lane, here)
+            self._object(at, tensor, device, "may free it before", event)
+        touched.freed = at
 
     def _check_end(self) -> None:
         """Check that exactly the kept values remain."""
@@ -234,7 +232,7 @@ class _Checker:
             if touched.freed is None and (tensor, device) not in kept:
                 raise InputError(f"tensor {tensor} on device {device} is never freed.")
             if touched.freed is not None and (tensor, device) in kept:
-                what = self._name(*touched.freed)
+                what = self._name(touched.freed)
                 raise InputError(f"{what}: tensor {tensor} on device {device} is kept.")
         for place in sorted(kept - self._touched.keys()):
             raise InputError(f"tensor {place[0]}, kept on device {place[1]}, is never written.")
@@ -248,35 +246,26 @@ class _Checker:
                 raise InputError(f"the launch order goes on where lane {lane} has ended.")
             row = lanes[lane][done[lane]]
             if isinstance(row, Wait) and done[row.lane] <= row.position:
-                raise InputError(
-                    f"{self._name(lane, done[lane])} is launched before what it waits for."
-                )
+                what = self._name((lane, done[lane]))
+                raise InputError(f"{what} is launched before what it waits for.")
             done[lane] += 1
         if done != [len(rows) for rows in lanes]:
             raise InputError("the launch order leaves instructions out.")
 
     def _object(
-        self,
-        lane: int,
-        here: int,
-        tensor: int,
-        device: int,
-        what: str,
-        other: tuple[int, int] | None = None,
-    ) -> None:
-        where = f": {self._name(*other)}" if other is not None else ""
+        self, at: _Event, tensor: int, device: int, what: str, other: _Event | None = None
+    ) -> NoReturn:
+        where = f": {self._name(other)}" if other is not None else ""
         place = f"tensor {tensor} on device {device}"
         if device == _GRAPH:
             place = f"the graph of tape {tensor}"
-        raise InputError(f"{self._name(lane, here)}: {place}: {what}{where}.")
+        raise InputError(f"{self._name(at)}: {place}: {what}{where}.")
 
-    def _name(self, lane: int, here: int) -> str:
+    def _name(self, at: _Event) -> str:
         """An instruction with its phase and lane, in words."""
-        row = self._phase.lanes[lane][here]
-        return f"{self._raw(lane, here)} ({self._program.describe(self._number, row)})"
+        row = self._phase.lanes[at[0]][at[1]]
+        return f"{self._raw(at)} ({self._program.describe(self._number, row)})"
 
-    def _raw(self, lane: int, here: int) -> str:
+    def _raw(self, at: _Event) -> str:
         what = "backward" if self._number else "forward"
-        known = 0 <= lane < len(self._program.lanes)
-        name = self._program.lane_name(lane) if known else f"lane {lane}"
-        return f"{what}, {name}, instruction {here}"
+        return f"{what}, {self._program.lane_name(at[0])}, instruction {at[1]}"

@@ -1,4 +1,4 @@
-"""Peak memory of a step on CUDA streams, including memory held until streams synchronize.
+"""Peak memory of a step on CUDA streams, and placements that fit with what streams hold.
 
 The allocator of a GPU acts in the order of the host's calls, and one thread launches everything. So
 here an instruction takes one tick, in the program's launch order, whenever it runs:
@@ -9,80 +9,165 @@ here an instruction takes one tick, in the program's launch order, whenever it r
     what was saved   [made ──── last reader ────── end of the step]    if it crossed
     CUDA graphs      [──────────────── the whole step ─────────────]   what they left in place
 
-The executor for CUDA frees nothing that crosses streams before all streams have synchronized,
-because the allocator would reuse it while it is read (`docs/runtime.md`, Lifetimes).
+`docs/runtime.md` (Lifetimes) says why. Streams of one GPU read one storage, while the clock has a
+copy for each device. So if only the producer's autograd saved it, the producer is charged until the
+end of the step as well: over all devices of a GPU that is never less than the memory in use.
 
-Streams of one GPU read one storage, while the clock has a copy for each device. So if only the
-producer's autograd saved it, the producer is charged until the end of the step as well: over all
-devices of a GPU that is never less than the memory in use.
+A placement that does not fit so is solved again with as many bytes left free as were held: held
+bytes change with the placement, so this is repeated a few times. On a single device nothing crosses
+and nothing is held: it is the last resort. On CPUs one solve suffices. Deterministic.
 
 Complexity: O(n log n) in ops, consumers and instructions.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import final
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Final, final
 
-from baechi.problem.simulation import Holding, memories, memory_profile
+from baechi.errors import InfeasibleError
+from baechi.placers.placer import Placer
+from baechi.placers.solving import solve
+from baechi.problem.simulation import Holding, memories, memory_profile, overflows, simulate
+from baechi.program.compilation import compile_program, instant_ops
 from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Copy, Place, Program, Run, Wait
 from baechi.records.placement import Placement, Schedule, Span, Transfer
+from baechi.units import format_bytes
 
-HELD = "held by streams"
+HELD: Final = "held by streams"
+_ROUNDS: Final = 4
 
 # The GPU of every logical device; None for other devices.
 Gpus = Sequence[str | None]
 
 
-def with_held(
+def scheduled(
     graph: OpGraph,
     cluster: Cluster,
     placement: Placement,
-    schedule: Schedule,
     gpus: Gpus,
-    program: Program,
     *,
-    replayed: bool,
+    replayed: bool = False,
+    program: Program | None = None,
 ) -> Schedule:
-    """The schedule of a placement with its peaks on streams.
+    """The schedule of a placement, with peaks that include the bytes held by streams.
 
     Args:
         graph: The placed graph.
         cluster: Its devices.
         placement: Its placement.
-        schedule: The result of `simulate`.
-        gpus: The GPU of every logical device; None for other devices.
-        program: Its program.
-        replayed: Whether it runs as CUDA graphs.
+        gpus: The GPU of every logical device; None for a CPU.
+        replayed: Whether it runs as CUDA graphs, which free nothing between steps.
+        program: The program of the streams, if known.
     """
-    peaks = _Launches(graph, cluster, placement, gpus, program, replayed).peaks()
+    schedule = simulate(graph, cluster, placement)
+    if all(gpu is None for gpu in gpus):
+        return schedule
+    if program is None:
+        program = compile_program(graph, placement, instant=instant_ops(graph), copy_lanes=True)
+    launches = _Launches(graph, cluster, placement.devices, gpus, program, replayed)
     return Schedule.with_late_bound(
-        schedule.spans, schedule.transfers, peaks, lambda: schedule.lower_bound_ns
+        schedule.spans, schedule.transfers, launches.peaks(), lambda: schedule.lower_bound_ns
+    )
+
+
+def solve_with_held(
+    graph: OpGraph,
+    cluster: Cluster,
+    placer: str | Placer,
+    gpus: Gpus,
+    *,
+    effort: str | None = None,
+    constraints: Constraints | None = None,
+    replayed: bool = False,
+) -> Placement:
+    """A placement that fits including the bytes held by streams.
+
+    Args:
+        graph: The graph.
+        cluster: The devices, with their free capacity.
+        placer: As in `solve`.
+        gpus: The GPU of every logical device; None for a CPU.
+        effort: As in `solve`.
+        constraints: As in `solve`; their margins stay free in addition.
+        replayed: As in `scheduled`.
+
+    Raises:
+        InfeasibleError: No placement was found.
+        InputError: As `solve`.
+    """
+    placement = solve(graph, cluster, placer, effort=effort, constraints=constraints)
+    if all(gpu is None for gpu in gpus):
+        return placement
+    asked = constraints or Constraints()
+    held: dict[str, int] = {}
+    for number in range(_ROUNDS):
+        schedule = scheduled(graph, cluster, placement, gpus, replayed=replayed)
+        missing = dict(overflows(schedule, cluster, asked))
+        if not missing:
+            return placement
+        if number == _ROUNDS - 1:
+            break
+        planned = simulate(graph, cluster, placement).peak_bytes
+        for device, peak, known in zip(cluster.devices, schedule.peak_bytes, planned, strict=True):
+            if device.name in missing:
+                held[device.name] = max(peak - known, 2 * held.get(device.name, 0))
+        margins = {d: asked.margins.get(d, 0) + held.get(d, 0) for d in {**asked.margins, **held}}
+        try:
+            placement = solve(
+                graph, cluster, placer, effort=effort, constraints=replace(asked, margins=margins)
+            )
+        except InfeasibleError:
+            break
+    with suppress(InfeasibleError):
+        placement = solve(graph, cluster, "single", constraints=constraints)
+    schedule = scheduled(graph, cluster, placement, gpus, replayed=replayed)
+    missing = dict(overflows(schedule, cluster, asked))
+    if missing:
+        raise _too_large(missing, cluster, schedule, held)
+    return placement
+
+
+def _too_large(
+    missing: dict[str, int], cluster: Cluster, schedule: Schedule, held: dict[str, int]
+) -> InfeasibleError:
+    name, extra = max(missing.items(), key=lambda row: row[1])
+    rows = zip(cluster.devices, schedule.peak_bytes, strict=True)
+    needed = next(peak for device, peak in rows if device.name == name)
+    left = tuple((device.name, device.memory_bytes) for device in cluster.devices)
+    return InfeasibleError(
+        f"no placement was found that fits with what streams hold: {name!r} needs "
+        f"{format_bytes(needed)}, of which up to {format_bytes(held.get(name, 0))} cross to or "
+        "from other streams and stay to the end of a phase, or are left in place by CUDA graphs. "
+        f"Give it {format_bytes(extra)} more, or use fewer logical devices on each GPU, a smaller "
+        "batch, checkpoint=True, or no CUDA graphs.",
+        name,
+        needed,
+        left,
+        extra,
+        name,
     )
 
 
 @final
+@dataclass
 class _Launches:
     """A step in ticks: the holdings of its launches."""
 
-    def __init__(
-        self,
-        graph: OpGraph,
-        cluster: Cluster,
-        placement: Placement,
-        gpus: Gpus,
-        program: Program,
-        replayed: bool,
-    ) -> None:
-        self._graph = graph
-        self._cluster = cluster
-        self._devices = placement.devices
-        self._memory_of = memories(cluster)
-        self._gpus = gpus
-        self._program = program
-        self._replayed = replayed
-        self._loss = graph.n_forward
-        used = [gpu for device, gpu in enumerate(gpus) if device in set(placement.devices)]
+    graph: OpGraph
+    cluster: Cluster
+    devices: Sequence[int]
+    gpus: Gpus
+    program: Program
+    replayed: bool
+
+    def __post_init__(self) -> None:
+        self._memory_of = memories(self.cluster)
+        self._loss = self.graph.n_forward
+        used = [gpu for device, gpu in enumerate(self.gpus) if device in set(self.devices)]
         # GPUs on which several lanes compute.
         self._shared = {gpu for gpu in used if gpu is not None and used.count(gpu) > 1}
         self._spans: dict[int, Span] = {}
@@ -92,13 +177,12 @@ class _Launches:
         self._launch()
 
     def _launch(self) -> None:
-        """Record every instruction in launch order."""
         tick = 0
-        for number, phase in enumerate(self._program.phases):
+        for number, phase in enumerate(self.program.phases):
             if number:
                 tick = self._go(self._loss, tick)
                 for place in phase.given:  # the caller's gradients
-                    self._send(Copy(place.tensor, self._home(place.tensor), place.device), tick)
+                    self._send(place.tensor, self.devices[self._loss], place.device, tick)
                 tick += 1
             position = [0] * len(phase.lanes)
             waited = [False] * len(phase.lanes)
@@ -106,11 +190,11 @@ class _Launches:
                 row = phase.lanes[lane][position[lane]]
                 position[lane] += 1
                 if isinstance(row, Run):
-                    for op in self._program.ops_of(phase.segments[row.segment], number > 0):
+                    for op in self.program.ops_of(phase.segments[row.segment], number > 0):
                         tick = self._go(op, tick)
                     waited[lane] = False
                 elif isinstance(row, Copy):
-                    self._send(row, tick)
+                    self._send(row.tensor, row.src, row.dst, tick)
                     tick += 1
                 elif isinstance(row, Wait):
                     waited[lane] = True
@@ -119,48 +203,43 @@ class _Launches:
             if number == 0:
                 self._forward_end = tick + 1
                 tick += 1
-        for op in range(len(self._graph.ops)):
+        for op in range(len(self.graph.ops)):
             if op not in self._spans:
                 tick = self._go(op, tick)
         self._end = tick
+        # The end of the last copy of each tensor from its producer.
+        self._sent = {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
 
     def _go(self, op: int, tick: int) -> int:
-        self._spans[op] = Span(op, self._devices[op], tick, tick + 1)
+        self._spans[op] = Span(op, self.devices[op], tick, tick + 1)
         return tick + 1
 
-    def _send(self, row: Copy, tick: int) -> None:
-        if row.src != row.dst:
-            self._transfers.append(Transfer(row.tensor, row.src, row.dst, tick, tick + 1))
-
-    def _home(self, tensor: int) -> int:
-        return self._devices[self._graph.tensors[tensor].producer]
+    def _send(self, tensor: int, src: int, dst: int, tick: int) -> None:
+        if src != dst:
+            self._transfers.append(Transfer(tensor, src, dst, tick, tick + 1))
 
     def peaks(self) -> tuple[int, ...]:
         """The peak of every device."""
         spans = tuple(sorted(self._spans.values(), key=lambda span: span.start_ns))
-        schedule = Schedule(spans, tuple(self._transfers), (0,) * len(self._cluster.devices))
+        schedule = Schedule(spans, tuple(self._transfers), (0,) * len(self.cluster.devices))
         longer = [*self._results()]
-        if self._replayed:
+        if self.replayed:
             longer += self._static()
         else:
             longer += [*self._crossing(), *self._sending()]
-        profiles = memory_profile(self._graph, self._cluster, schedule, longer)
+        profiles = memory_profile(self.graph, self.cluster, schedule, longer)
         return tuple(max(nbytes for _, nbytes in steps) for steps in profiles)
-
-    def _sent(self) -> dict[Place, int]:
-        """The end of the last copy of each tensor from its producer."""
-        return {Place(row.tensor, row.src): row.end_ns for row in self._transfers}
 
     def _crossing(self) -> Iterator[Holding]:
         """Tensors that cross streams, after their last reader."""
-        memory_of, gpus, sent = self._memory_of, self._gpus, self._sent()
-        for index, tensor in enumerate(self._graph.tensors):
-            home = self._devices[tensor.producer]
+        memory_of, gpus, sent = self._memory_of, self.gpus, self._sent
+        for index, tensor in enumerate(self.graph.tensors):
+            home = self.devices[tensor.producer]
             readers: dict[int, list[int]] = {}
             for op in tensor.consumers:
-                readers.setdefault(memory_of[self._devices[op]], []).append(op)
+                readers.setdefault(memory_of[self.devices[op]], []).append(op)
             last = {m: max(self._spans[op].end_ns for op in ops) for m, ops in readers.items()}
-            there = {d for op in tensor.consumers if gpus[d := self._devices[op]] is not None}
+            there = {d for op in tensor.consumers if gpus[d := self.devices[op]] is not None}
             if tensor.producer == self._loss:  # the caller's gradient
                 there = {device for device in there if gpus[device] in self._shared}
             else:
@@ -179,60 +258,58 @@ class _Launches:
 
     def _sending(self) -> Iterator[Holding]:
         """Tensors freed after a wait, from their last use to that wait."""
-        sent = self._sent()
         for place, tick in self._freed.items():
-            tensor = self._graph.tensors[place.tensor]
-            if self._devices[tensor.producer] != place.device:
+            tensor = self.graph.tensors[place.tensor]
+            if self.devices[tensor.producer] != place.device:
                 continue  # received copies are held to the end of the phase
             memory = self._memory_of[place.device]
             uses = (tensor.producer, *tensor.consumers)
-            own = [op for op in uses if self._memory_of[self._devices[op]] == memory]
-            known = max(*(self._spans[op].end_ns for op in own), sent.get(place, 0))
+            own = [op for op in uses if self._memory_of[self.devices[op]] == memory]
+            known = max(*(self._spans[op].end_ns for op in own), self._sent.get(place, 0))
             yield Holding(memory, HELD, tensor.nbytes, known, tick)
 
     def _results(self) -> Iterator[Holding]:
         """Results, copied to memory of the caller before anything is freed."""
         last = max((span.end_ns for span in self._spans.values()), default=0)
-        for tensor in self._graph.tensors:
-            home = self._devices[tensor.producer]
-            memory, gpu = self._memory_of[home], self._gpus[home]
+        for tensor in self.graph.tensors:
+            home = self.devices[tensor.producer]
+            memory, gpu = self._memory_of[home], self.gpus[home]
             if tensor.kept or not tensor.consumers:  # the clock has it to the end of the last op
                 yield Holding(memory, HELD, tensor.nbytes, last, self._end)
-            copied = gpu is not None and (self._replayed or gpu in self._shared)
+            copied = gpu is not None and (self.replayed or gpu in self._shared)
             if copied and tensor.kept and tensor.producer < self._loss:
                 # The original also stays if CUDA graphs or autograd keep it.
-                both = self._replayed or any(op > self._loss for op in tensor.consumers)
+                both = self.replayed or any(op > self._loss for op in tensor.consumers)
                 until = self._end if both else self._forward_end
                 yield Holding(memory, HELD, tensor.nbytes, self._forward_end - 1, until)
 
     def _static(self) -> Iterator[Holding]:
         """Memory that CUDA graphs keep allocated beyond its normal lifetime."""
-        sent = self._sent()
         arrived = {Place(row.tensor, row.dst): row.start_ns for row in self._transfers}
         places = {
             Place(tensor, segment.device)
-            for phase in self._program.phases
+            for phase in self.program.phases
             for segment in phase.segments
             for tensor in (*segment.reads, *segment.writes)
         }
-        for index, tensor in enumerate(self._graph.tensors):
+        for index, tensor in enumerate(self.graph.tensors):
             if tensor.producer < self._loss:
                 late = (op for op in tensor.consumers if op > self._loss)
-                places |= {Place(index, self._devices[op]) for op in late}
+                places |= {Place(index, self.devices[op]) for op in late}
         for place in sorted(places, key=lambda place: (place.tensor, place.device)):
-            tensor = self._graph.tensors[place.tensor]
-            if self._gpus[place.device] is None:
+            tensor = self.graph.tensors[place.tensor]
+            if self.gpus[place.device] is None:
                 continue
             uses = [self._spans[op] for op in (tensor.producer, *tensor.consumers)]
             mine = [span for span in uses if span.device == place.device]
             begin = arrived.get(place, min(span.start_ns for span in mine))
-            end = max([span.end_ns for span in mine] + [sent.get(place, 0)])
+            end = max([span.end_ns for span in mine] + [self._sent.get(place, 0)])
             if tensor.kept and tensor.producer == mine[0].op:
                 end = self._end
             memory = self._memory_of[place.device]
             yield Holding(memory, HELD, tensor.nbytes, 0, begin)
             yield Holding(memory, HELD, tensor.nbytes, end, self._end)
-        for op, row in enumerate(self._graph.ops):
-            device = self._devices[op]
-            if self._gpus[device] is not None and row.late_bytes:  # the caller gets a copy of each
+        for op, row in enumerate(self.graph.ops):
+            device = self.devices[op]
+            if self.gpus[device] is not None and row.late_bytes:  # the caller gets a copy of each
                 yield Holding(self._memory_of[device], HELD, row.late_bytes, 0, self._end)

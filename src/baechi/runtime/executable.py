@@ -10,21 +10,21 @@ from torch import fx
 from torch.autograd import forward_ad
 
 from baechi.errors import ExecutionError
-from baechi.program.compilation import compile_program
-from baechi.program.memory_fitting import instant_ops, scheduled
+from baechi.program.compilation import compile_program, instant_ops
 from baechi.program.race_proof import check_program
+from baechi.program.stream_memory import scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.autograd.binding import Bound, bind
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import Step
 from baechi.runtime.call_guards import SharingGuard, StateGuard
-from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
+from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
+from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.executor import graphs_of, make_executor
+from baechi.runtime.executors.executor import make_executor
 from baechi.runtime.parameter_devices import devices_of_state
 from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
@@ -97,7 +97,7 @@ class Executable:
         self._modes: set[Any] | None = None if options is None else set()
         self.graphs: Graphs | None = None
         if cuda_graphs is not False:
-            self.graphs = graphs_of(self._module, self.program, bound, places)
+            self.graphs = Graphs(self._module, self.program, bound, places)
             if cuda_graphs is True:
                 self.graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self.graphs)

@@ -13,8 +13,8 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
-from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
+from baechi.runtime.executors.capture_rules import CudaGraphs
 from baechi.runtime.placed_methods import Methods
 from baechi.runtime.placement_match import check_places, placed_step, refuse_meta
 from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key

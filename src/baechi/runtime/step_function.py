@@ -7,7 +7,7 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
 import torch
@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_outputs import OutputFunction, Seeds, Sharing
-from baechi.runtime.autograd.step_state import Step
+from baechi.runtime.autograd.step import OutputFunction, Seeds, Sharing, Step
 from baechi.runtime.executors.executor import Executor
 from baechi.torch_support.autograd_internals import (
     allow_writes,
@@ -123,19 +122,16 @@ class Plan:
         What the caller has saved of one is then another. Tapes themselves count these writes
         already, in what is cut off or, where it needed no gradient before, in the tensor itself.
         """
-        cut_tensors = self.step.cut_tensors
-        known = [[version_of(cut.source) for cut in row] for row in cut_tensors]
+        cuts = [cut for row in self.step.cut_tensors for cut in row]
+        known = [version_of(cut.source) for cut in cuts]
         for tensor, graded in ((self.call.tensors[index], self.graded[index]) for index in indices):
             if tensor.requires_grad:
                 version = version_of(tensor)
                 Rewritten.apply(tensor)  # type: ignore[no-untyped-call]
                 if not graded:
                     set_version(tensor, version)
-        for row, versions in zip(cut_tensors, known, strict=True):
-            row[:] = [
-                replace(cut, version=cut.version + version_of(cut.source) - version)
-                for cut, version in zip(row, versions, strict=True)
-            ]
+        for cut, version in zip(cuts, known, strict=True):
+            cut.version += version_of(cut.source) - version
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
         """Gradients of the inputs and the parameters, given those of the outputs.
@@ -197,12 +193,7 @@ class Plan:
 
     def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
-        total: torch.Tensor | None = None
-        for slot in slots:
-            gradient, self.step.grads[slot] = self.step.grads[slot], None
-            if gradient is not None:
-                total = gradient if total is None else total + gradient.to(total.device)
-        return total
+        return self.step.taken(slots)
 
 
 class StepFunction(torch.autograd.Function):

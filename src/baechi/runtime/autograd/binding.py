@@ -2,11 +2,11 @@
 
 A tensor of the program stands for fx nodes: those of its producer that its readers read. Each
 (node, tensor, device) has a slot of its own, so that a copy is "slot to slot" and a free clears
-slots. `gradients` does the same for what goes backward.
+slots. `gradient_plan` does the same for what goes backward.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -15,13 +15,11 @@ from torch import fx
 
 from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
-from baechi.records.instructions import Copy, Free, Place, Program
+from baechi.records.instructions import Copy, Free, Place, Program, Run
 from baechi.runtime.autograd.gradient_plan import Gradients, Layout
-from baechi.runtime.autograd.graph_edges import Entry, Output
 from baechi.runtime.autograd.recompute import Recomputation
-from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
-from baechi.runtime.autograd.step_state import Sizes
-from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.autograd.step import Sharing, Sizes, Step, sharing_of
+from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name
@@ -35,56 +33,61 @@ _LARGE_BYTES: Final = 1 << 18
 @final
 @dataclass(frozen=True)
 class Moves:
-    """The effect of a copy or free on values and gradients: (from, to), or slots to clear."""
+    """The values and gradients that a copy brings over: (from, to) of each."""
 
-    slots: tuple[Any, ...]
-    grads: tuple[Any, ...]
+    slots: tuple[tuple[int, int], ...]
+    grads: tuple[tuple[int, int], ...]
+
+    def hand_over(self, step: Step) -> None:
+        """Bring them to a device of the same memory."""
+        for src, dst in self.slots:
+            step.slots[dst] = step.slots[src]
+        for src, dst in self.grads:
+            step.grads[dst] = step.grads[src]
+
+
+@final
+@dataclass(frozen=True)
+class Clears:
+    """The slots of values and gradients that a free clears."""
+
+    slots: tuple[int, ...]
+    grads: tuple[int, ...]
+
+    def clear(self, step: Step) -> None:
+        """Let go of them."""
+        for slot in self.slots:
+            step.slots[slot] = None
+        for slot in self.grads:
+            step.grads[slot] = None
 
 
 @final
 @dataclass(frozen=True)
 class BoundResult:
-    """A value that the caller gets.
+    """A value that the caller gets."""
 
-    Attributes:
-        value: Its number.
-        device: The logical device that makes it.
-        grads: For each of its tensors the slot of the caller's gradient.
-        sharing: For each of its tensors the memory that it shares.
-        read: Whether the model reads it, too.
-    """
-
-    value: int
-    device: int
-    grads: tuple[int, ...]
-    sharing: tuple[Sharing, ...]
-    read: bool
+    value: int  # its number
+    device: int  # the logical device that makes it
+    grads: tuple[int, ...]  # for each of its tensors the slot of the caller's gradient
+    sharing: tuple[Sharing, ...]  # for each of its tensors the memory that it shares
+    read: bool  # whether the model reads it, too
 
 
 @final
 @dataclass(frozen=True)
 class Bound:
-    """A program that can run.
-
-    Attributes:
-        tapes: As code.
-        copies: For each phase, by what arrives where.
-        frees: For each phase, by what is freed where.
-        sizes: Of a step's lists.
-        input_values: The number of the value of each of the caller's tensors.
-        input_grads: For each of them the gradients to add up, in order.
-        parameters: For each its device and the gradients to add up, in order.
-        results: By the node that yields it, in the order of a step's results.
-    """
+    """A program that can run."""
 
     tapes: tuple[TapeCode, ...]
-    copies: tuple[dict[Place, Moves], ...]
-    frees: tuple[dict[Place, Moves], ...]
+    copies: tuple[dict[Place, Moves], ...]  # for each phase, by what arrives where
+    frees: tuple[dict[Place, Clears], ...]  # for each phase, by what is freed where
     sizes: Sizes
-    input_values: tuple[int, ...]
-    input_grads: tuple[tuple[int, ...], ...]
+    input_values: tuple[int, ...]  # the number of the value of each of the caller's tensors
+    input_grads: tuple[tuple[int, ...], ...]  # for each the gradients to add up, in order
+    # For each its device and the gradients to add up, in order.
     parameters: dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]
-    results: dict[fx.Node, BoundResult]
+    results: dict[fx.Node, BoundResult]  # by what yields it, in the order of a step's results
 
 
 def bind(
@@ -106,7 +109,7 @@ def bind(
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
     """
-    return _Binder(module, structure, program, places, options).bound()
+    return _Binder(Layout(module, structure, program), places, options).bound()
 
 
 @final
@@ -114,70 +117,67 @@ class _Binder:
     """The state of one `bind`."""
 
     def __init__(
-        self,
-        module: TracedModule,
-        structure: StepStructure,
-        program: Program,
-        places: Sequence[torch.device],
-        options: CompileOptions | None,
+        self, layout: Layout, places: Sequence[torch.device], options: CompileOptions | None
     ) -> None:
-        self._options = options
-        self._module = module
-        self._structure = structure
-        self._program = program
+        self._layout = layout
+        self._module = layout.module
+        self._program = layout.program
         self._places = places
-        self._layout = Layout(module, structure, program)
-        self._gradients = Gradients(self._layout)
-        nodes = list(self._layout.position)
-        self._inputs = {n: i for i, n in enumerate(m for m in nodes if m.op == "placeholder")}
-        returned = dict.fromkeys(next(n for n in nodes if n.op == "output").all_input_nodes)
-        self._returned = [node for node in returned if node in self._layout.op_of]
+        self._options = options
+        self._gradients = Gradients(layout)
+        graph = self._module.graph_module.graph
+        self._inputs = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        returned = dict.fromkeys(graph.output_node().all_input_nodes)
+        self._returned = [node for node in returned if node in layout.op_of]
+        made = (node for node in self._returned if node.op not in ("placeholder", "get_attr"))
+        self._results = {node: i for i, node in enumerate(made)}
         self._slots: dict[tuple[fx.Node, int, int], int] = {}  # (node, tensor, device)
-        self._values: dict[fx.Node, int] = {}
-        facts = module.facts.nodes.values()
+        facts = self._module.facts.nodes.values()
         self._written = {storage for fact in facts for storage in fact.writes}
 
     def bound(self) -> Bound:
         """The bound program."""
         layout, gradients = self._layout, self._gradients
         parts = [self._extract(tape, boxed=True) for tape in range(len(self._program.tapes))]
-        made = [node for node in self._returned if node.op not in ("placeholder", "get_attr")]
-        sharing = sharing_of(self._module, made)
+        sharing = sharing_of(self._module, list(self._results))
         results = {
             node: BoundResult(
-                self._value(node),
+                layout.value(node),
                 layout.device(layout.tape(node)),
                 gradients.from_caller(node),
                 sharing[node],
                 bool(layout.users(node)),
             )
-            for node in made
+            for node in self._results
         }
-        number = {node: index for index, node in enumerate(results)}
-        for tape, part in enumerate(parts):
-            gradients.share_parameters(tape, part)
+        shared = [gradients.share_parameters(tape, part) for tape, part in enumerate(parts)]
         entries = [gradients.entries(tape, part) for tape, part in enumerate(parts)]
         sums = gradients.sums() if len(self._program.phases) > 1 else {}
         tapes = [
-            replace(self._code(tape, part, entries[tape], number), sums=tuple(sums.get(tape, ())))
+            self._code(tape, part, entries[tape], shared[tape], sums.get(tape, ()))
             for tape, part in enumerate(parts)
         ]
-        inputs = tuple(self._value(node) for node in self._inputs)
+        inputs = tuple(layout.value(node) for node in self._inputs)
         copies, frees = self._instructions()
-        counts = len(self._slots), len(self._values), len(results), gradients.n, len(tapes)
+        last = self._last(tapes, frees[0])
+        n_values = len(layout.values)
         return Bound(
-            tuple(tapes),
+            tuple(replace(tape, last=last[tape.index]) for tape in tapes),
             copies,
             frees,
-            Sizes(*counts),
+            Sizes(len(self._slots), n_values, len(results), gradients.n, len(tapes)),
             inputs,
             tuple(gradients.of_input(node) for node in self._inputs),
             gradients.of_parameters(),
             results,
         )
 
+    def _runs(self, tape: int) -> list[fx.Node]:
+        """The nodes of a tape that are operators."""
+        return [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+
     def _extract(self, tape: int, *, boxed: bool) -> Extract:
-        nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+        nodes = self._runs(tape)
         outputs = [node for node in nodes if self._leaves(node, tape)]
         return extract(
             self._module.graph_module,
@@ -209,15 +209,13 @@ class _Binder:
     def _slot(self, node: fx.Node, tensor: int, device: int) -> int:
         return self._slots.setdefault((node, tensor, device), len(self._slots))
 
-    def _value(self, node: fx.Node) -> int:
-        return self._values.setdefault(node, len(self._values))
-
     def _code(
         self,
         tape: int,
         part: Extract,
-        entries: Sequence[tuple[Entry, fx.Node]],
-        results: dict[fx.Node, int],
+        entries: Sequence[Entry],
+        parameters: tuple[tuple[torch.nn.Parameter, int], ...],
+        sums: Sequence[tuple[int, int]],
     ) -> TapeCode:
         layout = self._layout
         device = layout.device(tape)
@@ -232,16 +230,10 @@ class _Binder:
             else:
                 template[argument] = located(layout.attribute(node), self._places[device])
         nodes = layout.nodes(tape)
-        inputs = [node for node in nodes if node.op == "placeholder"]
-        written = [node for node in inputs if self._is_written(node)]
-        outputs = [self._output(node, tape, i, results) for i, node in enumerate(part.outputs)]
-        outputs += [
-            self._output(node, tape, -1, results)
-            for node in nodes
-            if node.op in ("placeholder", "get_attr")
-            and not layout.is_state(node)
-            and self._leaves(node, tape)
-        ]
+        inputs = {node: self._inputs[node] for node in nodes if node.op == "placeholder"}
+        outputs = [self._output(node, tape, i) for i, node in enumerate(part.outputs)]
+        passed = (n for n in nodes if n.op == "placeholder" or n in self._module.travelling)
+        outputs += [self._output(node, tape, -1) for node in passed if self._leaves(node, tape)]
         return TapeCode(
             index=tape,
             device=device,
@@ -250,29 +242,24 @@ class _Binder:
             function=self._function(tape, part),
             template=tuple(template),
             fills=tuple(fills),
-            inputs=tuple(self._inputs[node] for node in inputs),
-            shown=tuple(self._inputs[node] for node in inputs if self._leaves(node, tape)),
-            written=frozenset(self._inputs[node] for node in written),
+            inputs=tuple(inputs.values()),
+            written=frozenset(i for node, i in inputs.items() if self._is_written(node)),
             given=tuple(given),
-            entries=tuple(
-                replace(entry, value=self._value(node), given=node in self._inputs)
-                if entry.value >= 0
-                else entry
-                for entry, node in entries
-            ),
+            entries=tuple(entries),
             outputs=tuple(outputs),
             exits=len(part.exits),
             seeds=self._gradients.seeds(part),
             large=self._graded_bytes(part.outputs) >= _LARGE_BYTES,
             by_hand=any(map(_is_by_hand, nodes)),
-            parameters=self._gradients.of_tape(tape),
+            parameters=parameters,
+            sums=tuple(sums),
             recomputation=self._recomputation(tape, part)
             if self._program.tapes[tape].again >= 0
             else None,
         )
 
     def _function(self, tape: int, part: Extract) -> Callable[[list[Any]], tuple[Any, ...]]:
-        nodes = [n for n in self._layout.nodes(tape) if n.op not in ("get_attr", "placeholder")]
+        nodes = self._runs(tape)
         if self._options is None or not nodes:
             return part.function
         count = f"{len(nodes)} operators from" if len(nodes) > 1 else "operator"
@@ -334,59 +321,77 @@ class _Binder:
         values = {v for node in nodes for v in facts.nodes[node].values if v.requires_grad}
         return sum(facts.storages[storage].nbytes for storage in {v.storage for v in values})
 
-    def _output(self, node: fx.Node, tape: int, result: int, results: dict[fx.Node, int]) -> Output:
+    def _output(self, node: fx.Node, tape: int, result: int) -> Output:
         device = self._layout.device(tape)
         users = (user for user in self._layout.users(node) if self._layout.tape(user) != tape)
         slots = dict.fromkeys(self._slot(node, self._carrier(node, u), device) for u in users)
         structure = self._module.facts.nodes[node].structure
         bare = structure is not None and structure.n_tensors == 1 and structure.spec.is_leaf()
-        given: Any = None
-        if result < 0:
-            own = node.op == "placeholder"
-            given = self._inputs[node] if own else self._layout.attribute(node)
-        number = (results[node],) if node in results else ()
-        return Output(result, given, self._value(node), bare, tuple(slots), number)
+        given: Any = self._inputs.get(node)
+        if result < 0 and given is None:
+            given = self._layout.attribute(node)
+        number = (self._results[node],) if node in self._results else ()
+        return Output(result, given, self._layout.value(node), bare, tuple(slots), number)
 
     def _instructions(
         self,
-    ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Moves], ...]]:
+    ) -> tuple[tuple[dict[Place, Moves], ...], tuple[dict[Place, Clears], ...]]:
         """The effects of the program's copies and frees, phase by phase."""
         held: dict[Place, dict[fx.Node, int]] = defaultdict(dict)
         for (node, tensor, device), slot in self._slots.items():
             held[Place(tensor, device)][node] = slot
-        copies: list[dict[Place, Moves]] = []
-        frees: list[dict[Place, Moves]] = []
+        copies: tuple[dict[Place, Moves], ...] = tuple({} for _ in self._program.phases)
+        frees: tuple[dict[Place, Clears], ...] = tuple({} for _ in self._program.phases)
         for number, phase in enumerate(self._program.phases):
             # A tensor of the graph is a value or a gradient, depending on its producer.
             carried = self._gradients.carried if number else {}
-            copies.append({})
-            frees.append({})
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Copy):
                     src = held.get(Place(row.tensor, row.src), {})
                     dst = held.get(Place(row.tensor, row.dst), {})
                     moves = tuple((src[node], slot) for node, slot in dst.items())
                     grads = tuple(carried.get(row.tensor, ()))
-                    copies[-1][Place(row.tensor, row.dst)] = Moves(moves, grads)
+                    copies[number][Place(row.tensor, row.dst)] = Moves(moves, grads)
                 elif isinstance(row, Free):
                     place = Place(row.tensor, row.device)
                     side = 0 if self._is_made(place) else 1
                     cleared = tuple(pair[side] for pair in carried.get(row.tensor, ()))
-                    frees[-1][place] = Moves(tuple(held.get(place, {}).values()), cleared)
-        return tuple(copies), tuple(frees)
+                    frees[number][place] = Clears(tuple(held.get(place, {}).values()), cleared)
+        return copies, frees
+
+    def _last(
+        self, tapes: Sequence[TapeCode], frees: Mapping[Place, Clears]
+    ) -> dict[int, tuple[int, ...]]:
+        """By tape the slots freed right after its segment that no later tape of it reads.
+
+        Also those that this tape does not read: they may be views of what it does.
+        """
+        phase = self._program.phases[0]
+        last: dict[int, tuple[int, ...]] = {}
+        for rows in phase.lanes:
+            freed: set[int] = set()
+            for row in reversed(rows):
+                if isinstance(row, Free):
+                    freed.update(frees[Place(row.tensor, row.device)].slots)
+                    continue
+                if isinstance(row, Run):
+                    for tape in reversed(phase.segments[row.segment].tapes):
+                        last[tape] = tuple(sorted(freed))
+                        freed -= {slot for _, slot in tapes[tape].fills}
+                freed = set()
+        return last
 
     def _is_made(self, place: Place) -> bool:
         """True if a gradient stays where its reader made it, not where it is used."""
-        producer = self._structure.tensors[place.tensor].producer
+        structure, layout = self._layout.structure, self._layout
+        producer = structure.tensors[place.tensor].producer
         if producer <= len(self._program.names):
             return True
-        forward = self._program.twins.index(producer)
-        return self._layout.device(self._layout.tape_of[forward]) == place.device
+        forward = structure.ops[producer].forward[0]
+        return layout.device(layout.tape_of[forward]) == place.device
 
 
 def _is_by_hand(node: fx.Node) -> bool:
     """True if its backward may be custom Python: neither torch's nor composed of torch's."""
-    if node.op == "call_module":
-        return True
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
-    return node.op == "call_function" and not own
+    return node.op == "call_module" or (node.op == "call_function" and not own)

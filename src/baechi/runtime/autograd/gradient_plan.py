@@ -3,17 +3,17 @@
 Each (tape, what entered, leaf) has a slot for its gradient where the tape is, and one where the
 producer is if that is elsewhere; a tensor of the program carries it from one to the other.
 
-Gradients are added up from the last reader to the first, as autograd does, bit for bit. So a value
-with a gradient enters a tape once per reader, and a value that is also read inside its tape leaves
-it through one alias for each outside reader, made in that reader's turn (an *exit*).
+Gradients are added up from the last reader to the first, as autograd does (`docs/runtime.md`, Bit
+for bit): a value enters a tape once per reader, and leaves it through an alias for each outside
+reader where it is read inside, too (an *exit*).
 """
 
 import itertools
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeGuard, final
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from typing import Any, Final, NamedTuple, TypeGuard, final
 
 import torch
 from torch import fx
@@ -21,39 +21,41 @@ from torch import fx
 from baechi.errors import ExecutionError
 from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
-from baechi.runtime.autograd.gradient_strides import keeping_strides
-from baechi.runtime.autograd.graph_edges import Entry
+from baechi.runtime.autograd.tape import Entry
+from baechi.tracing.alias_analysis import NodeFacts, Value
+from baechi.tracing.fx_operators import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves
 
 _ALL: Final = -1  # the "position" of a gradient that stands for all readers of a tape together
 _CALLER: Final = sys.maxsize  # the caller read a result after everybody else
+# Of operators, of functions of Python and of torch, and of methods; in place or not.
+_SUMS: Final = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})
+_HANDS_ON: Final = _SUMS | {"cat", "concat", "stack", "clone", "contiguous", "to", "alias"}
 
 
 @final
 class Layout:
-    """The positions of nodes in the program, operators on tapes, tensors between operators.
-
-    Attributes:
-        module: The traced model.
-        program: The program that runs it.
-        position: Place of every node.
-        op_of: Operator of every node that runs.
-        tape_of: Tape of every operator.
-        between: (producer, consumer) -> the tensors of the graph between them, ascending.
-    """
+    """The positions of nodes in the program, operators on tapes, tensors between operators."""
 
     def __init__(self, module: TracedModule, structure: StepStructure, program: Program) -> None:
         self.module = module
+        self.structure = structure
         self.program = program
         self.position = {n: i for i, n in enumerate(module.graph_module.graph.nodes)}
         self.op_of = {node: op for op, nodes in enumerate(module.nodes) for node in nodes}
         self.tape_of = {op: i for i, tape in enumerate(program.tapes) for op in tape.ops}
+        # (producer, consumer) -> the tensors of the graph between them, ascending.
         self.between: dict[tuple[int, int], list[int]] = defaultdict(list)
         for index, tensor in enumerate(structure.tensors):
             for consumer in tensor.consumers:
                 self.between[tensor.producer, consumer].append(index)
+        self.values: dict[fx.Node, int] = {}  # the number of what passes between tapes or callers
+
+    def value(self, node: fx.Node) -> int:
+        """The number of a node's value."""
+        return self.values.setdefault(node, len(self.values))
 
     def nodes(self, tape: int) -> list[fx.Node]:
         """The nodes of a tape in program order, or in the tape's own where that differs."""
@@ -88,12 +90,9 @@ class Layout:
         return attribute(self.module.graph_module, str(node.target))
 
 
-@final
-@dataclass
-class _Gradient:
-    """A gradient of a reader at a position: its slot on the reader's tape, and at the producer."""
+class _Gradient(NamedTuple):
+    """A gradient of a reader at a position, and its slot where the producer is."""
 
-    slot: int
     position: int
     tape: int
     home: int
@@ -114,13 +113,12 @@ class Gradients:
         self.n = 0
         self.carried: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._of: dict[tuple[fx.Node, int], list[_Gradient]] = defaultdict(list)
-        # Of every parameter (position, tape, slot) of its gradients; and those of whole tapes.
+        # Of every parameter (position, tape, slot) of its gradients.
         self._shares: dict[torch.nn.Parameter, list[tuple[int, int, int]]] = defaultdict(list)
-        self._whole: dict[int, list[tuple[torch.nn.Parameter, int]]] = defaultdict(list)
         # Storages that a gradient flows through at some time: a write may begin it.
         facts = self._facts.values()
         self._graded = {v.storage for fact in facts for v in fact.values if v.requires_grad}
-        self._keeping_strides = keeping_strides(layout.module.facts.nodes)
+        self._keeping_strides = keeping_strides(self._facts)
         self._readers: dict[int, list[fx.Node]] = defaultdict(list)  # of state, by identity
         for node in layout.position:
             if node.op == "get_attr":
@@ -195,24 +193,22 @@ class Gradients:
         program = self._layout.program
         loss, twin = len(program.names), program.twins[self._layout.op_of[node]]
         carriers = self._layout.between.get((loss, twin), [])
-        slots = []
-        for leaf in range(len(self._facts[node].values)):
-            slot = self._new()
-            slots.append(slot)
-            self._of[node, leaf].append(_Gradient(slot, _CALLER, sys.maxsize, slot))
+        slots = tuple(self._new() for _ in self._facts[node].values)
+        for leaf, slot in enumerate(slots):
+            self._of[node, leaf].append(_Gradient(_CALLER, sys.maxsize, slot))
             if carriers:
                 self.carried[carriers[0]].append((slot, slot))
-        return tuple(slots)
+        return slots
 
-    def entries(self, tape: int, part: Extract) -> list[tuple[Entry, fx.Node]]:
-        """The values that may enter a tape with a gradient, each with its node."""
+    def entries(self, tape: int, part: Extract) -> list[Entry]:
+        """The values that may enter a tape with a gradient."""
         rows = []
         for argument, (node, reader) in enumerate(zip(part.inputs, part.readers, strict=True)):
             position = _ALL if reader is None else self._layout.position[reader]
             if self._layout.is_state(node):
                 if reader is not None:
                     slot = self._new()
-                    rows.append((Entry(argument, 0, -1, slot), node))
+                    rows.append(Entry(argument, 0, -1, slot, given=False, keeps_strides=False))
                     parameter = self._layout.attribute(node)
                     self._shares[parameter].append((position, tape, slot))
                 continue
@@ -220,74 +216,70 @@ class Gradients:
             for leaf, value in enumerate(self._facts[node].values):
                 if value.storage in self._graded:
                     slot = self._from_reader(node, leaf, position, tape, readers)
-                    entry = Entry(
-                        argument, leaf, 0, slot, keeps_strides=node in self._keeping_strides
-                    )
-                    rows.append((entry, node))
+                    given, keeps = node.op == "placeholder", node in self._keeping_strides
+                    value_number = self._layout.value(node)
+                    rows.append(Entry(argument, leaf, value_number, slot, given, keeps))
         return rows
 
     def _from_reader(
         self, node: fx.Node, leaf: int, position: int, tape: int, readers: Sequence[fx.Node]
     ) -> int:
         """A slot for the gradient of a tape's reader, and its path."""
-        slot = self._new()
-        gradient = _Gradient(slot, position, tape, slot)
+        slot = home = self._new()
         layout, twins = self._layout, self._layout.program.twins
         if node.op == "placeholder":
-            self._of[node, leaf].append(gradient)
+            self._of[node, leaf].append(_Gradient(position, tape, home))
             return slot  # the caller adds them up
         mine = twins[layout.op_of[node]]
         theirs = [twin for reader in readers if (twin := twins[layout.op_of[reader]]) >= 0]
         if not theirs:
             return slot  # none of them has a backward, so nothing comes
-        self._of[node, leaf].append(gradient)
         carriers = [t for twin in theirs for t in layout.between.get((twin, mine), [])]
         if carriers and mine >= 0:
             if layout.device(layout.tape(node)) != layout.device(tape):
-                gradient.home = self._new()
-            self.carried[carriers[0]].append((slot, gradient.home))
-        elif theirs and self._facts[node].values[leaf].requires_grad:
+                home = self._new()
+            self.carried[carriers[0]].append((slot, home))
+        elif self._facts[node].values[leaf].requires_grad:
             raise ExecutionError(
                 f"the graph has no gradient for {node.name} from {readers[0].name}; it is not the "
                 "training graph of this model. Trace the model and solve its graph again."
             )
+        self._of[node, leaf].append(_Gradient(position, tape, home))
         return slot
 
-    def share_parameters(self, tape: int, part: Extract) -> None:
-        """A slot for a tape's gradient of each parameter that it reads as one."""
+    def share_parameters(
+        self, tape: int, part: Extract
+    ) -> tuple[tuple[torch.nn.Parameter, int], ...]:
+        """The parameters that a tape reads as one, each with a slot for its gradient."""
         layout = self._layout
-        rows: dict[torch.nn.Parameter, int] = {}
-        for node, reader in zip(part.inputs, part.readers, strict=True):
-            if layout.is_state(node) and reader is None:
-                value = layout.attribute(node)
-                if _is_trained(value):
-                    last = layout.position[layout.users_in(node, tape)[-1]]
-                    rows[value] = max(last, rows.get(value, last))
+        rows = [
+            (layout.attribute(node), layout.users_in(node, tape))
+            for node, reader in zip(part.inputs, part.readers, strict=True)
+            if layout.is_state(node) and reader is None
+        ]
         nodes = layout.nodes(tape)
         for name, leaf in opaque_leaves(layout.module.graph_module, nodes).items():
-            last = max(layout.position[n] for n in nodes if n.target == name)
-            for parameter in filter(_is_trained, (*leaf.parameters(), *leaf.buffers())):
-                rows[parameter] = max(last, rows.get(parameter, last))
-        for parameter, position in rows.items():
-            slot = self._new()
-            self._shares[parameter].append((position, tape, slot))
-            self._whole[tape].append((parameter, slot))
+            users = [node for node in nodes if node.target == name]
+            rows += [(value, users) for value in (*leaf.parameters(), *leaf.buffers())]
+        last: dict[torch.nn.Parameter, int] = {}
+        for value, users in rows:
+            if _is_trained(value):
+                positions = (layout.position[user] for user in users)
+                last[value] = max(last.get(value, -1), *positions)
+        slots = {parameter: self._new() for parameter in last}
+        for parameter, slot in slots.items():
+            self._shares[parameter].append((last[parameter], tape, slot))
+        return tuple(slots.items())
 
     # Where they go.
 
-    def of_tape(self, tape: int) -> tuple[tuple[torch.nn.Parameter, int], ...]:
-        """The parameters that a tape reads as one, with the slots of their gradients."""
-        return tuple(self._whole[tape])
-
     def of_parameters(self) -> dict[torch.nn.Parameter, tuple[int, tuple[int, ...]]]:
         """The device and the gradients of every parameter, in the order of summation."""
-        return {
-            parameter: (
-                self._layout.device(rows[0][1]),
-                tuple(slot for *_, slot in sorted(rows, reverse=True)),
-            )
-            for parameter, rows in self._shares.items()
-        }
+        found = {}
+        for parameter, rows in self._shares.items():
+            slots = tuple(slot for *_, slot in sorted(rows, reverse=True))
+            found[parameter] = self._layout.device(rows[0][1]), slots
+        return found
 
     def sums(self) -> dict[int, list[tuple[int, int]]]:
         """The terms that each tape's backward adds to gradients of parameters: (slot of sum, slot).
@@ -336,3 +328,61 @@ def _in_order(gradients: Iterable[_Gradient]) -> tuple[int, ...]:
     """Their slots at home, from the last reader to the first."""
     rows = sorted(gradients, key=lambda g: (g.position, g.tape), reverse=True)
     return tuple(row.home for row in rows)
+
+
+def keeping_strides(nodes: Mapping[fx.Node, NodeFacts]) -> frozenset[fx.Node]:
+    """The nodes whose incoming gradient must keep its strides (no contiguous copy).
+
+        row.expand(n, -1)     each row's gradient is a sum, in the order of memory
+        batch_norm(x)         another kernel where the gradient is dense with channels last
+        relu(x), x * y        a new gradient, dense whatever the old one was
+        two readers           their sum is a new one, too
+
+    Other kernels walk through a dense copy of a part of a larger gradient in another order, and
+    round otherwise. Views, sums and concatenations hand their gradient on unchanged. Without this,
+    a batch norm of Cvt (channels last) and the attention sinks of GPT-OSS differ from the unsplit
+    model in their last bits (torch 2.13, CPU). O(nodes + edges).
+
+    Args:
+        nodes: The facts of every node of a graph, in program order.
+    """
+    found: set[fx.Node] = set()
+    for node, facts in nodes.items():
+        if any(value.requires_grad for value in facts.values) and _stays(node, nodes, found):
+            found.add(node)
+    return frozenset(found)
+
+
+def _stays(node: fx.Node, nodes: Mapping[fx.Node, NodeFacts], found: set[fx.Node]) -> bool:
+    results = nodes[node].values
+    if len(results) != 1:
+        return True
+    if sum(_is_graded(user, nodes) for user in node.users) > 1:
+        return False
+    rows = [
+        (source, value)
+        for source in node.all_input_nodes
+        for value in (nodes[source].values if source in nodes else ())
+        if value.requires_grad
+    ]
+    views = [row for row in rows if row[1].storage == results[0].storage]
+    if views:
+        return any(_is_seen_whole(value, results[0], source in found) for source, value in views)
+    name = operator_name(node).rstrip("_")
+    if name in _HANDS_ON:
+        repeated = prod(results[0].shape) if name in _SUMS else 0
+        return any(source in found or prod(value.shape) < repeated for source, value in rows)
+    return not isinstance(node.target, torch._ops.OpOverload) or (
+        torch.Tag.pointwise not in node.target.tags
+    )
+
+
+def _is_graded(user: fx.Node, nodes: Mapping[fx.Node, NodeFacts]) -> bool:
+    """True if a gradient comes from a reader; the caller is one."""
+    return user not in nodes or any(value.requires_grad for value in nodes[user].values)
+
+
+def _is_seen_whole(value: Value, view: Value, stays: bool) -> bool:
+    """True if a view passes its gradient to a node that needs its strides, or sums it."""
+    whole, seen = prod(value.shape), prod(view.shape)
+    return whole < seen or (whole == seen and stays)

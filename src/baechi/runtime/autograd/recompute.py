@@ -5,8 +5,7 @@
     again       the same arguments, in the same world ──► generated code ──► the tape's graph
 
 The world is what the code reads besides its arguments: the generator of random numbers, autocast,
-and buffers. Buffers that the model writes are copied before they are, and the code writes into the
-copies when it runs again: running statistics move once.
+and buffers, of which it writes into copies when it runs again: running statistics move once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,23 +25,16 @@ from baechi.torch_support.module_internals import buffers_of
 @final
 @dataclass(frozen=True)
 class Recomputation:
-    """The recomputation of a tape.
+    """The recomputation of a tape."""
 
-    Attributes:
-        copied: Arguments that are buffers which the model writes.
-        leaves: Opaque submodules with buffers that they may write.
-        opaque: Whether there is an opaque submodule that is not torch's own: it may go backward in
-            its forward, and needs what its graph keeps until it returns.
-        random: Whether it draws random numbers.
-        crossing: (argument, slot, whether it is the last that reads the slot) of what another tape
-            of the unit makes again.
-        leaving: Slots of what it makes for those.
-    """
-
-    copied: tuple[int, ...]
-    leaves: tuple[nn.Module, ...]
+    copied: tuple[int, ...]  # arguments that are buffers which the model writes
+    leaves: tuple[nn.Module, ...]  # opaque submodules with buffers that they may write
+    # Whether an opaque submodule is not torch's own: it may go backward in its forward, and needs
+    # what its graph keeps until it returns.
     opaque: bool
-    random: bool
+    random: bool  # whether it draws random numbers
+    # Of what another tape of the unit makes again: (argument, slot, whether it is the slot's last
+    # reader); and the slots of what it makes for those.
     crossing: tuple[tuple[int, int, bool], ...]
     leaving: frozenset[int]
 
@@ -62,7 +54,11 @@ class Recomputation:
             if buffer is not None
         ]
         random = _random_state(place) if self.random else None
-        return RecomputeInputs(rows, tuple(versions), tuple(buffers), random, _autocast_of(place))
+        autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in dict.fromkeys((place.type, "cpu"))
+        ]
+        return RecomputeInputs(rows, versions, tuple(buffers), random, tuple(autocast))
 
 
 def _version(value: Any) -> int:
@@ -71,26 +67,18 @@ def _version(value: Any) -> int:
     return version_of(value) if known else -1
 
 
-_Autocast = tuple[str, bool, torch.dtype]
+_Autocast = tuple[str, bool, torch.dtype]  # type of device, whether it is on, element type
 
 
 @final
 @dataclass
 class RecomputeInputs:
-    """The inputs with which a tape runs again.
+    """The inputs with which a tape runs again."""
 
-    Attributes:
-        arguments: Of its function.
-        versions: The version counter of each; -1 where there is none.
-        buffers: (module, name, value) of the buffers of opaque submodules.
-        random: The generator's state before it ran, if it draws from it.
-        autocast: (type of device, whether it was on, its type of element).
-    """
-
-    arguments: list[Any]
-    versions: tuple[int, ...]
-    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]
-    random: torch.Tensor | None
+    arguments: list[Any]  # of its function
+    versions: list[int]  # the version counter of each; -1 where there is none
+    buffers: tuple[tuple[nn.Module, str, torch.Tensor], ...]  # of opaque submodules, by name
+    random: torch.Tensor | None  # the generator's state before it ran, if it draws from it
     autocast: tuple[_Autocast, ...]
 
     def taken(self, again: Recomputation, crossing: dict[int, Any]) -> list[Any]:
@@ -133,22 +121,11 @@ class RecomputeInputs:
 
 def dropped() -> saved_tensors_hooks:
     """Build a graph in the block, since kernels depend on it; but the graph keeps no tensor."""
-    return saved_tensors_hooks(_forget, _never)
 
+    def never(_: None) -> torch.Tensor:
+        raise AssertionError("nobody goes backward over a graph that kept nothing")
 
-def _forget(_: torch.Tensor) -> None:
-    """Drop a saved tensor: the tape runs again."""
-
-
-def _never(_: None) -> torch.Tensor:
-    raise AssertionError("nobody goes backward over a graph that kept nothing")
-
-
-def _autocast_of(place: torch.device) -> tuple[_Autocast, ...]:
-    return tuple(
-        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        for kind in dict.fromkeys((place.type, "cpu"))
-    )
+    return saved_tensors_hooks(lambda _: None, never)
 
 
 def _random_state(place: torch.device) -> torch.Tensor:

@@ -9,6 +9,7 @@ only gradient edges are remembered, so no activation lives longer than autograd 
 Which slot holds what is settled once, by `binding`; here values are only moved.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -19,83 +20,80 @@ from torch import fx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
-from baechi.runtime.autograd.graph_edges import (
-    CutTensor,
-    Entry,
-    Output,
-    compact,
-    cut_off,
-    detached,
-    part,
-    tensor_slots,
-)
 from baechi.runtime.autograd.recompute import Recomputation, dropped
-from baechi.runtime.autograd.step_state import Edges, Record, Step
+from baechi.runtime.autograd.step import CutTensor, Edges, ParameterEdges, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.autograd_internals import gradients
+from baechi.torch_support.autograd_internals import delayed_error, gradients
 from baechi.torch_support.compiler_internals import keeping_graphs
 from baechi.torch_support.saved_tensors import TapeEnd
 
 
 @final
 @dataclass(frozen=True)
+class Entry:
+    """A tensor that may enter with a gradient."""
+
+    argument: int  # of the function, that holds it
+    leaf: int  # its index among the argument's tensors
+    value: int  # whose flag says whether it needs a gradient; -1 for a parameter
+    grad: int  # the slot that gets its gradient
+    given: bool  # whether it is the caller's tensor
+    keeps_strides: (
+        bool  # whether its gradient is handed on without a dense copy (`keeping_strides`)
+    )
+
+
+@final
+@dataclass(frozen=True)
+class Output:
+    """A value that leaves the tape."""
+
+    result: int  # its index among the function's results; -1 if the caller or the model gives it
+    given: Any  # then that value: the index of the caller's tensor, or the model's own tensor
+    value: int  # its number
+    bare: bool  # whether it is a tensor and not a structure of several
+    slots: tuple[int, ...]  # where it goes
+    results: tuple[int, ...]  # where else, for the caller
+
+
+@final
+@dataclass(frozen=True)
 class TapeCode:
-    """A tape as code.
+    """A tape as code."""
 
-    Attributes:
-        index: Of the tape.
-        device: Logical device.
-        place: Its torch device.
-        nodes: The nodes that it runs.
-        function: The generated function, of a list of arguments that it empties.
-        template: Its arguments, with parameters, buffers and submodules in place.
-        fills: (argument, slot) of values of other tapes.
-        inputs: The caller's tensors that begin here.
-        shown: Those of them that leave as they are.
-        written: Those that some operator writes.
-        given: (argument, index) of the caller's tensors.
-        entries: The inputs that may have a gradient.
-        outputs: The values that leave.
-        exits: How many results of the function, its last, are aliases through which the gradient
-            of one reader comes in its turn.
-        seeds: For each exit, and then for each tensor of each output that the function makes, the
-            slots of the gradients that come back, in the order in which they are added up.
-        large: Whether these are many bytes, so that each should go as soon as it is used.
-        by_hand: Whether an operator's backward is custom Python.
-        parameters: (parameter, slot of its gradient) of those that no entry stands for.
-        sums: (slot of the sum, slot) of what is added up after its backward, in this order.
-        recomputation: Its recomputation, if it is checkpointed.
-    """
-
-    index: int
-    device: int
-    place: torch.device
-    nodes: tuple[fx.Node, ...]
+    index: int  # of the tape
+    device: int  # logical
+    place: torch.device  # its torch device
+    nodes: tuple[fx.Node, ...]  # those that it runs
+    # The generated function, of a list of arguments that it empties; and its arguments, with
+    # parameters, buffers and submodules in place.
     function: Callable[[list[Any]], tuple[Any, ...]]
     template: tuple[Any, ...]
-    fills: tuple[tuple[int, int], ...]
-    inputs: tuple[int, ...]
-    shown: tuple[int, ...]
-    written: frozenset[int]
-    given: tuple[tuple[int, int], ...]
-    entries: tuple[Entry, ...]
-    outputs: tuple[Output, ...]
+    fills: tuple[tuple[int, int], ...]  # (argument, slot) of values of other tapes
+    inputs: tuple[int, ...]  # the caller's tensors that begin here
+    written: frozenset[int]  # those that some operator writes
+    given: tuple[tuple[int, int], ...]  # (argument, index) of the caller's tensors
+    entries: tuple[Entry, ...]  # the inputs that may have a gradient
+    outputs: tuple[Output, ...]  # the values that leave
+    # How many results of the function, its last, are aliases through which the gradient of one
+    # reader comes in its turn.
     exits: int
+    # For each exit, and then for each tensor of each output that the function makes, the slots of
+    # the gradients that come back, in the order in which they are added up.
     seeds: tuple[tuple[int, ...], ...]
-    large: bool
-    by_hand: bool
+    large: bool  # whether these are many bytes, so that each should go as soon as it is used
+    by_hand: bool  # whether an operator's backward is custom Python
+    # (parameter, slot of its gradient) of those that no entry stands for.
     parameters: tuple[tuple[torch.nn.Parameter, int], ...]
-    sums: tuple[tuple[int, int], ...] = ()
-    recomputation: Recomputation | None = None
+    # (slot of the sum, slot) of what is added up after its backward, in this order.
+    sums: tuple[tuple[int, int], ...]
+    recomputation: Recomputation | None  # if it is checkpointed
+    # Slots that nobody reads after its forward; their values live until the code is done with them.
+    last: tuple[int, ...] = ()
 
-    def forward(self, step: Step, last: Sequence[int] = ()) -> None:
+    def forward(self, step: Step) -> None:
         """Run the operators.
-
-        Args:
-            step: The call.
-            last: Slots that nobody reads after this; their values live until the code is done with
-                them.
 
         Raises:
             ExecutionError: An operator failed; names it and the model's own line.
@@ -104,34 +102,26 @@ class TapeCode:
         slots = step.slots
         for argument, slot in self.fills:
             arguments[argument] = slots[slot]
-        for slot in last:
+        for slot in self.last:
             slots[slot] = None
-        mine = {index: self._bring(step, index) for index in self.inputs} if self.inputs else {}
-        for argument, index in self.given:
-            arguments[argument] = mine[index]
-        mine = {index: mine[index] for index in self.shown}  # the rest the code alone shall hold
+        mine: dict[int, torch.Tensor] = {}
+        if self.inputs:
+            mine = {index: self._bring(step, index) for index in self.inputs}
+            for argument, index in self.given:
+                arguments[argument] = mine[index]
+            passed = {output.given for output in self.outputs if isinstance(output.given, int)}
+            mine = {index: mine[index] for index in passed}  # the code alone shall hold the rest
         again = self.recomputation if step.differentiate else None
         kept = None if again is None else again.keep(arguments, self.place)
-        entered = self._enter(step, arguments) if step.differentiate and self.entries else []
-        apart = self._part(step, arguments) if step.differentiate and step.apart else {}
-        try:
-            with nullcontext() if again is None or again.opaque else dropped():
-                results = self.function(arguments)
-        except Exception as error:
-            raise located(error, self.nodes, self.function, self.device) from error
-        if step.differentiate:
-            leaving = self._publish(step, results, mine)
-            if again is None:
-                self._remember(step, leaving, entered, apart)
-            elif again.leaving or any(tensor.requires_grad for tensor in leaving):
+        entered, apart = self._cut(step, arguments) if step.differentiate else ([], {})
+        with nullcontext() if again is None or again.opaque else dropped():
+            results = self._call(arguments)
+        leaving = self._publish(step, results, mine)
+        if again is not None:
+            if again.leaving or any(tensor.requires_grad for tensor in leaving):
                 step.kept[self.index] = kept
-            return
-        for output in self.outputs:
-            value = self._value(output, results, mine)
-            for slot in output.slots:
-                slots[slot] = value
-            for result in output.results:
-                step.results[result] = value
+        elif step.differentiate:
+            self._remember(step, leaving, entered, apart)
 
     def recompute(self, step: Step) -> None:
         """Run the operators again, with what they read then, and record their graph.
@@ -149,12 +139,8 @@ class TapeCode:
         with kept.world(self.place):
             if not step.keep:
                 kept.arguments = []  # the code alone shall hold them
-            entered = self._enter(step, arguments) if self.entries else []
-            apart = self._part(step, arguments) if step.apart else {}
-            try:
-                results = self.function(arguments)
-            except Exception as error:
-                raise located(error, self.nodes, self.function, self.device) from error
+            entered, apart = self._cut(step, arguments)
+            results = self._call(arguments)
             leaving = list(results[len(results) - self.exits :]) if self.exits else []
             for output in (output for output in self.outputs if output.result >= 0):
                 value, tensors = detached(results[output.result])
@@ -162,6 +148,12 @@ class TapeCode:
                 for slot in again.leaving.intersection(output.slots):
                     step.crossing[slot] = value
             self._remember(step, leaving, entered, apart)
+
+    def _call(self, arguments: list[Any]) -> tuple[Any, ...]:
+        try:
+            return self.function(arguments)
+        except Exception as error:
+            raise located(error, self.nodes, self.function, self.device) from error
 
     def _bring(self, step: Step, index: int) -> torch.Tensor:
         """A tensor that the caller gave, where this tape is.
@@ -178,18 +170,14 @@ class TapeCode:
             step.meter.hold(self.device, moved)
         return moved
 
-    def _value(
-        self, output: Output, results: tuple[Any, ...], mine: Mapping[int, torch.Tensor]
-    ) -> Any:
-        if output.result >= 0:
-            return results[output.result]
-        return mine[output.given] if isinstance(output.given, int) else output.given
+    def _cut(self, step: Step, arguments: list[Any]) -> tuple[Edges, ParameterEdges]:
+        """Cut off what enters; the edges of entries, and of parameters where they are cut off."""
+        entered = self._enter(step, arguments) if self.entries else []
+        return entered, self._part(step, arguments) if step.apart else {}
 
     def _enter(self, step: Step, arguments: list[Any]) -> Edges:
         """Cut off what enters from the graph that made it; the edges of its gradients."""
-        tensors: list[torch.Tensor] = []
-        taken: list[int] = []
-        outer: list[int] = []  # which of them the caller may write
+        entering: dict[int, torch.Tensor] = {}  # by the entry's index
         flat: dict[int, tuple[list[Any], pytree.TreeSpec]] = {}
         for number, entry in enumerate(self.entries):
             value = arguments[entry.argument]
@@ -202,20 +190,17 @@ class TapeCode:
             # What the caller gives may hang on a graph that leads to this tape's parameters: to
             # these the engine would go through it. A graph that is kept must not keep a parameter's
             # own node, which is of one stream.
-            if entry.given or entry.value < 0:
-                outer.append(len(tensors))
             bare = value.requires_grad and (entry.value >= 0 or step.apart)
-            tensors.append(value.detach() if bare else value)
-            taken.append(number)
+            entering[number] = value.detach() if bare else value
         edges: Edges = [None] * len(self.entries)
-        if not tensors:
+        if not entering:
             return edges
-        found = cut_off(tensors)
-        step.cut_tensors[self.index] += [CutTensor.of(tensors[i], found[i]) for i in outer]
-        for number, tensor in zip(taken, found, strict=True):
+        found = cut_off(list(entering.values()))
+        for (number, source), tensor in zip(entering.items(), found, strict=True):
             entry = self.entries[number]
-            assert tensor.grad_fn is not None  # the node that cuts off
-            edges[number] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+            edges[number] = get_gradient_edge(tensor)
+            if entry.given or entry.value < 0:  # the caller may write it
+                step.cut_tensors[self.index].append(CutTensor(source, tensor))
             if entry.argument in flat:
                 leaves, _ = flat[entry.argument]
                 leaves[tensor_slots(leaves)[entry.leaf]] = tensor
@@ -225,11 +210,26 @@ class TapeCode:
             arguments[argument] = pytree.tree_unflatten(leaves, spec)
         return edges
 
-    def _part(self, step: Step, arguments: list[Any]) -> dict[torch.nn.Parameter, GradientEdge]:
-        """Cut parameters off from the caller's graph; the edges of their gradients."""
-        wanted = [parameter for parameter, _ in self.parameters if parameter.requires_grad]
-        edges, cut_tensors = part(wanted, arguments)
-        step.cut_tensors[self.index] += cut_tensors
+    def _part(self, step: Step, arguments: list[Any]) -> ParameterEdges:
+        """Cut parameters off from the caller's graph; the edges of their gradients.
+
+        A parameter's own node belongs to the stream on which it was first used, and a gradient that
+        comes to it makes that stream wait; that node has the caller's hooks, too. A graph that is
+        kept must not keep it either.
+        """
+        wanted = {id(p): p for p, _ in self.parameters if p.requires_grad}
+        places: dict[int, list[int]] = defaultdict(list)
+        for place, argument in enumerate(arguments):
+            if id(argument) in wanted:
+                places[id(argument)].append(place)
+        found = [wanted[key] for key in places]
+        edges: ParameterEdges = {}
+        bare = cut_off([parameter.detach() for parameter in found]) if found else ()
+        for parameter, tensor in zip(found, bare, strict=True):
+            edges[parameter] = get_gradient_edge(tensor)
+            step.cut_tensors[self.index].append(CutTensor(parameter, tensor))
+            for place in places[id(parameter)]:
+                arguments[place] = tensor
         return edges
 
     def _publish(
@@ -237,33 +237,30 @@ class TapeCode:
     ) -> list[torch.Tensor]:
         """Give others what they read, cut off from this graph; what leaves with it."""
         leaving = list(results[len(results) - self.exits :]) if self.exits else []
-        slots, flags = step.slots, step.flags
+        flags = step.flags
         for output in self.outputs:
-            value = self._value(output, results, mine)
             if output.result < 0:
+                value = mine[output.given] if isinstance(output.given, int) else output.given
                 if flags[output.value] is True:
                     value = value.detach()
-            elif output.bare:
-                leaving.append(value)
-                flags[output.value] = value.requires_grad
-                if value.requires_grad:
-                    value = value.detach()
             else:
-                value, tensors = detached(value)
-                leaving += tensors
-                flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
+                value = results[output.result]
+                if step.differentiate and output.bare:
+                    leaving.append(value)
+                    flags[output.value] = value.requires_grad
+                    value = value.detach() if value.requires_grad else value
+                elif step.differentiate:
+                    value, tensors = detached(value)
+                    leaving += tensors
+                    flags[output.value] = tuple(tensor.requires_grad for tensor in tensors)
             for slot in output.slots:
-                slots[slot] = value
+                step.slots[slot] = value
             for result in output.results:
                 step.results[result] = value
         return leaving
 
     def _remember(
-        self,
-        step: Step,
-        leaving: Sequence[torch.Tensor],
-        entered: Edges,
-        apart: dict[torch.nn.Parameter, GradientEdge],
+        self, step: Step, leaving: Sequence[torch.Tensor], entered: Edges, apart: ParameterEdges
     ) -> None:
         """The edges of a graph that was recorded, if it has any that a gradient can come to.
 
@@ -281,22 +278,14 @@ class TapeCode:
             record.end = get_gradient_edge(end), end.detach()
 
     def backward(self, step: Step) -> None:
-        """Go backward over the recorded graph; the gradients of what was published are there.
-
-        Raises:
-            ExecutionError: An operator's backward failed.
-        """
+        """Go backward over the recorded graph; the gradients of what was published are there."""
         self.differentiate(step)
         self.add_up(step)
 
     def add_up(self, step: Step) -> None:
         """Add this tape's gradients of parameters, and those that waited for them, to the sums."""
-        grads = step.grads
         for total, slot in self.sums:
-            gradient, grads[slot] = grads[slot], None
-            if gradient is not None:
-                so_far = grads[total]
-                grads[total] = gradient if so_far is None else so_far + gradient
+            step.grads[total] = step.taken((total, slot))
 
     def differentiate(self, step: Step) -> None:
         """The backward of this tape alone, without the gradients that other tapes have made.
@@ -339,36 +328,50 @@ class TapeCode:
         for (slot, alone), gradient in zip(targets, found, strict=True):
             step.grads[slot] = compact(gradient) if alone else gradient
 
-    def _collect(
-        self, step: Step, record: Record
-    ) -> tuple[tuple[Any, ...], tuple[torch.Tensor, ...]]:
+    def _collect(self, step: Step, record: Record) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which backward begins, and their gradients, which nothing else holds."""
-        outputs: list[Any] = []
-        seeds: list[torch.Tensor] = []
-        grads = step.grads
-        for edge, slots in zip(record.published, self.seeds, strict=True):
-            total = None
-            for slot in slots:
-                gradient, grads[slot] = grads[slot], None
-                if gradient is not None:
-                    total = gradient if total is None else total + gradient
-            if edge is None:
-                continue
-            if record.end is not None:
-                record.seeds.append(total)
-            elif total is not None:
-                outputs.append(edge)
-                seeds.append(total)
-        if record.end is None:
-            return tuple(outputs), tuple(seeds)
-        if all(seed is None for seed in record.seeds):
-            record.seeds.clear()
-            return (), ()
-        if self.by_hand and any(seed is None for seed in record.seeds):
-            # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
-            graded = (edge for edge in record.published if edge is not None)
-            pairs = zip(graded, record.seeds, strict=True)
-            found = [(edge, seed) for edge, seed in pairs if seed is not None]
-            record.seeds.clear()
-            return tuple(edge for edge, _ in found), tuple(seed for _, seed in found)
-        return (record.end[0],), (record.end[1],)
+        found = zip(record.published, map(step.taken, self.seeds), strict=True)
+        pairs = [(edge, seed) for edge, seed in found if edge is not None]
+        graded = [(edge, seed) for edge, seed in pairs if seed is not None]
+        # Behind the end every operator runs, and a backward in Python makes zeros of nothing.
+        apart = self.by_hand and len(graded) < len(pairs)
+        if record.end is not None and graded and not apart:
+            record.seeds += [seed for _, seed in pairs]
+            return [record.end[0]], [record.end[1]]
+        return [edge for edge, _ in graded], [seed for _, seed in graded]
+
+
+def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The same tensors as the beginning of a graph of their own.
+
+    Leaves would do, but a leaf stays alive as long as its graph, and cannot be written in place.
+    This node shares storage and keeps nothing; backward stops at its edges and never runs it.
+    """
+    return delayed_error("a tape's backward stops here", tensors)
+
+
+def tensor_slots(leaves: Sequence[Any]) -> list[int]:
+    """The indices of the tensors."""
+    return [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+
+
+def detached(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A structure without its graph, and its tensors with theirs."""
+    tensors: list[torch.Tensor] = []
+
+    def detach(tensor: torch.Tensor) -> torch.Tensor:
+        tensors.append(tensor)
+        return tensor.detach()
+
+    return pytree.tree_map_only(torch.Tensor, detach, value), tensors
+
+
+def compact(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The gradient in room of its own, if it is a part of a larger storage.
+
+    A concatenation gives back parts of the one gradient that it got. On one tape they share it
+    until the last is used; between tapes, which may be far apart, each would keep all of it.
+    """
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    return gradient if gradient.untyped_storage().nbytes() <= gradient.nbytes else gradient.clone()

@@ -17,17 +17,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import final
+from typing import Final, final
 
 import torch
 
 from baechi.errors import ExecutionError
-from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Wait
-from baechi.runtime.autograd.binding import Bound, Moves
-from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.autograd.tape import TapeCode
+from baechi.records.instructions import Copy, Free, Place, Program, Wait
+from baechi.runtime.autograd.binding import Bound
+from baechi.runtime.autograd.step import Step
 
 Action = Callable[[Step], None]
+
+_UNPLACED: Final = (
+    "the module was unplaced within a step and has no workers any more: go backward before "
+    "unplace()."
+)
 
 
 @final
@@ -45,51 +49,49 @@ class _Worker:
     """
 
     def __init__(self, name: str, threads: int) -> None:
-        self._shared = _Shared()
-        arguments = (self._shared, threads)
-        threading.Thread(target=_serve, args=arguments, name=name, daemon=True).start()
-        self.submit(_nothing)
+        self._start, self._done = threading.Lock(), threading.Lock()
+        self._tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
+        self._closed = False
+        self._gone = False
+        threading.Thread(target=self._serve, args=(threads,), name=name, daemon=True).start()
+        self.submit(lambda: None)
         self.wait()  # it has its threads now
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Begin a task.
-
-        Raises:
-            ExecutionError: The worker was closed.
-        """
-        if self._shared.closed:
-            raise _unplaced()
-        self._shared.tasks.append(task)
-        _ring(self._shared.start)
+        """Begin a task; an error if the worker was closed."""
+        if self._closed:
+            raise ExecutionError(_UNPLACED)
+        self._tasks.append(task)
+        _ring(self._start)
 
     def wait(self) -> None:
-        """Return when the task has ended.
-
-        Raises:
-            ExecutionError: The worker was closed before it could begin.
-        """
-        while self._shared.tasks:
-            if self._shared.gone:
-                self._shared.tasks.clear()
-                raise _unplaced()
-            _ring(self._shared.start)
-            self._shared.done.acquire()
+        """Return when the task has ended; an error if the worker was closed before it began."""
+        while self._tasks:
+            if self._gone:
+                self._tasks.clear()
+                raise ExecutionError(_UNPLACED)
+            _ring(self._start)
+            self._done.acquire()
 
     def close(self) -> None:
         """End the thread, after its task."""
-        self._shared.closed = True
-        _ring(self._shared.start)
+        self._closed = True
+        _ring(self._start)
 
-
-@final
-class _Shared:
-    """State that a worker's thread and its owner share; the thread keeps no owner alive."""
-
-    def __init__(self) -> None:
-        self.start, self.done = threading.Lock(), threading.Lock()
-        self.tasks: deque[Callable[[], None]] = deque()  # each is here until it has ended
-        self.closed = False
-        self.gone = False
+    def _serve(self, threads: int) -> None:
+        # torch sets a thread's number at its first look at it, from the process's: look, then set.
+        torch.get_num_threads()
+        torch.set_num_threads(threads)
+        while True:
+            while not self._tasks:
+                if self._closed:
+                    self._gone = True
+                    _ring(self._done)
+                    return
+                self._start.acquire()
+            self._tasks[0]()
+            self._tasks.popleft()  # a step that is done must not be kept until the next
+            _ring(self._done)
 
 
 def _ring(bell: threading.Lock) -> None:
@@ -98,31 +100,43 @@ def _ring(bell: threading.Lock) -> None:
         bell.release()
 
 
-def _serve(shared: _Shared, threads: int) -> None:
-    # torch sets a thread's number at its first look at it, from the process's: look, then set.
-    torch.get_num_threads()
-    torch.set_num_threads(threads)
-    while True:
-        while not shared.tasks:
-            if shared.closed:
-                shared.gone = True
-                _ring(shared.done)
-                return
-            shared.start.acquire()
-        shared.tasks[0]()
-        shared.tasks.popleft()  # a step that is done must not be kept until the next
-        _ring(shared.done)
+@final
+class _Gates:
+    """A gate for each wait; and the first error, which opens them all."""
 
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+        self._locks: list[threading.Lock] = []
 
-def _nothing() -> None:
-    """The first task of a worker."""
+    def add(self) -> int:
+        """A new gate, which `reset` closes."""
+        self._locks.append(threading.Lock())
+        return len(self._locks) - 1
 
+    def reset(self) -> None:
+        """Close all gates, after a failure or at first."""
+        for number in range(len(self._locks)):
+            self._locks[number] = gate = threading.Lock()
+            gate.acquire()
+        self.failure = None
 
-def _unplaced() -> ExecutionError:
-    return ExecutionError(
-        "the module was unplaced within a step and has no workers any more: go backward before "
-        "unplace()."
-    )
+    def wait(self, number: int, step: Step) -> None:  # noqa: ARG002 (an action)
+        """Pass a gate when it is open, and close it."""
+        self._locks[number].acquire()
+        if self.failure is not None:
+            raise _Stopped
+
+    def open(self, numbers: Sequence[int], step: Step) -> None:  # noqa: ARG002 (an action)
+        """Open some gates."""
+        for number in numbers:
+            _ring(self._locks[number])  # a failure may have opened it
+
+    def fail(self, error: BaseException) -> None:
+        """Keep the first error, and open every gate, so that all waiters see it."""
+        if self.failure is None:
+            self.failure = error
+        for lock in self._locks:
+            _ring(lock)
 
 
 @final
@@ -141,10 +155,9 @@ class CpuExecutor:
     """
 
     def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
-        self._failure: BaseException | None = None
-        self._gates: list[threading.Lock] = []
-        self._lanes = [self._actions(program, bound, number) for number in range(2)]
-        self._reset()
+        self._gates = _Gates()
+        self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
+        self._gates.reset()
         self._workers: list[_Worker] = []
         self.threads: int | None = None
         used = sorted({tape.device for tape in program.tapes})
@@ -155,65 +168,10 @@ class CpuExecutor:
             self._workers = [_Worker(f"baechi-{device}", share) for device in range(n_devices)]
             # A worker's setting is also the process's default for threads to come: restore that.
             torch.set_num_threads(total)
+            # They end with the executor, which neither they nor the actions keep alive.
             weakref.finalize(self, _close_all, self._workers)
         self._busy = threading.Lock()
         self._process = os.getpid()
-
-    def _actions(self, program: Program, bound: Bound, number: int) -> list[list[Action]]:
-        """The actions of each lane in a phase."""
-        if number >= len(program.phases):
-            return []
-        phase = program.phases[number]
-        gates: dict[tuple[int, int], list[int]] = {}  # of every event, one for each who waits
-        mine: dict[tuple[int, int], int] = {}
-        for lane, rows in enumerate(phase.lanes):
-            for position, row in enumerate(rows):
-                if isinstance(row, Wait):
-                    gates.setdefault((row.lane, row.position), []).append(len(self._gates))
-                    mine[lane, position] = len(self._gates)
-                    self._gates.append(threading.Lock())
-        lanes: list[list[Action]] = []
-        for lane, rows in enumerate(phase.lanes):
-            actions: list[Action] = []
-            for position, row in enumerate(rows):
-                if isinstance(row, Wait):
-                    actions.append(self._wait(mine[lane, position]))
-                else:
-                    actions += _actions_of(program, bound, number, rows, position)
-                if (lane, position) in gates:
-                    actions.append(self._open(gates[lane, position]))
-            lanes.append(actions)
-        return lanes
-
-    # The executor is not kept alive by its own actions: its workers end when it is dropped.
-
-    def _wait(self, gate: int) -> Action:
-        gates, weak = self._gates, weakref.ref(self)
-
-        def wait(step: Step) -> None:  # noqa: ARG001
-            gates[gate].acquire()
-            executor = weak()
-            if executor is None or executor._failure is not None:
-                raise _Stopped
-
-        return wait
-
-    def _open(self, numbers: Sequence[int]) -> Action:
-        gates = self._gates
-
-        def open_gates(step: Step) -> None:  # noqa: ARG001
-            for number in numbers:
-                _ring(gates[number])  # a failure may have opened it
-
-        return open_gates
-
-    def _reset(self) -> None:
-        """Close all gates, after a failure or at first."""
-        for number in range(len(self._gates)):
-            gate = threading.Lock()
-            gate.acquire()
-            self._gates[number] = gate
-        self._failure = None
 
     def close(self) -> None:
         """Stop the workers; the placed module does not run any more."""
@@ -241,112 +199,28 @@ class CpuExecutor:
                 "start processes with the 'spawn' method."
             )
         with self._busy:  # calls from two threads take turns
-            self._run_side_by_side(step, lanes, _ThreadState())
+            self._run_side_by_side(step, lanes)
 
-    def _run_side_by_side(
-        self, step: Step, lanes: Sequence[Sequence[Action]], state: "_ThreadState"
-    ) -> None:
-        if self._failure is not None:  # a Ctrl-C came while the last failure was cleared away
-            self._reset()
+    def _run_side_by_side(self, step: Step, lanes: Sequence[Sequence[Action]]) -> None:
+        gates, state = self._gates, _ThreadState()
+        if gates.failure is not None:  # a Ctrl-C came while the last failure was cleared away
+            gates.reset()
         left = [device for device, actions in enumerate(lanes) if actions]
         while True:  # until all that was begun has ended, whatever happens here meanwhile
             try:
-                while left and self._failure is None:
+                while left and gates.failure is None:
                     device = left.pop()
-                    self._workers[device].submit(self._task(step, lanes[device], state))
+                    task = partial(_run_lane, step, lanes[device], state, gates)
+                    self._workers[device].submit(task)
                 for worker in self._workers:
                     worker.wait()
                 break
             except BaseException as error:  # Ctrl-C: stop the workers, then let it through
-                self._fail(error)
-        failure = self._failure
+                gates.fail(error)
+        failure = gates.failure
         if failure is not None:
-            self._reset()
+            gates.reset()
             raise failure
-
-    def _task(
-        self, step: Step, actions: Sequence[Action], state: "_ThreadState"
-    ) -> Callable[[], None]:
-        def task() -> None:
-            try:
-                with state.applied():
-                    for action in actions:
-                        action(step)
-            except _Stopped:
-                pass
-            except BaseException as error:
-                self._fail(error)
-
-        return task
-
-    def _fail(self, error: BaseException) -> None:
-        """Keep the first error, and open every gate, so that all waiters see it."""
-        if self._failure is None:
-            self._failure = error
-        for gate in self._gates:
-            _ring(gate)
-
-
-def _actions_of(
-    program: Program, bound: Bound, number: int, rows: Sequence[Instruction], position: int
-) -> list[Action]:
-    """The actions of an instruction that is no wait."""
-    row = rows[position]
-    if isinstance(row, Copy):
-        return [_copy(bound.copies[number][Place(row.tensor, row.dst)])]
-    if isinstance(row, Free):
-        return [partial(let_go, freed=bound.frees[number][Place(row.tensor, row.device)])]
-    assert isinstance(row, Run)
-    segment = program.phases[number].segments[row.segment]
-    tapes = [bound.tapes[tape] for tape in segment.tapes]
-    if number:
-        return [tape.recompute if segment.again else tape.backward for tape in tapes]
-    freed = freed_after(rows, position, bound)
-    return [forward_of(tapes, index, freed) for index in range(len(tapes))]
-
-
-def freed_after(rows: Sequence[Instruction], position: int, bound: Bound) -> frozenset[int]:
-    """The slots that the lane frees right after a segment, with no reads in between."""
-    slots: set[int] = set()
-    for row in rows[position + 1 :]:
-        if not isinstance(row, Free):
-            break
-        slots.update(bound.frees[0][Place(row.tensor, row.device)].slots)
-    return frozenset(slots)
-
-
-def forward_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> Action:
-    """The forward of a segment's tape, which lets go of what is freed after it once it has it."""
-    last = last_of(tapes, index, freed)
-    return partial(tapes[index].forward, last=last) if last else tapes[index].forward
-
-
-def last_of(tapes: Sequence[TapeCode], index: int, freed: frozenset[int]) -> tuple[int, ...]:
-    """The slots that are freed after a segment and that no later tape of it reads.
-
-    Also those that this tape does not read: they may be views of what it does.
-    """
-    later = {slot for tape in tapes[index + 1 :] for _, slot in tape.fills}
-    return tuple(sorted(freed - later))
-
-
-def last_reads(program: Program, bound: Bound) -> dict[int, frozenset[int]]:
-    """The slots that nothing reads after each segment of the forward, in launch order."""
-    phase = program.phases[0]
-    left = [len(rows) for rows in phase.lanes]
-    later: set[int] = set()
-    last: dict[int, frozenset[int]] = {}
-    for lane in reversed(phase.launch):
-        left[lane] -= 1
-        row = phase.lanes[lane][left[lane]]
-        if isinstance(row, Copy):
-            later.update(src for src, _ in bound.copies[0][Place(row.tensor, row.dst)].slots)
-        elif isinstance(row, Run):
-            tapes = phase.segments[row.segment].tapes
-            read = {slot for tape in tapes for _, slot in bound.tapes[tape].fills}
-            last[row.segment] = frozenset(read - later)
-            later |= read
-    return last
 
 
 def _close_all(workers: Sequence[_Worker]) -> None:
@@ -354,25 +228,48 @@ def _close_all(workers: Sequence[_Worker]) -> None:
         worker.close()
 
 
-def _copy(moves: Moves) -> Action:
-    """Hand values over: logical CPU devices share the machine's memory."""
-    slots, grads = moves.slots, moves.grads
-
-    def copy(step: Step) -> None:
-        for src, dst in slots:
-            step.slots[dst] = step.slots[src]
-        for src, dst in grads:
-            step.grads[dst] = step.grads[src]
-
-    return copy
+def _run_lane(step: Step, actions: Sequence[Action], state: "_ThreadState", gates: _Gates) -> None:
+    try:
+        with state.applied():
+            for action in actions:
+                action(step)
+    except _Stopped:
+        pass
+    except BaseException as error:
+        gates.fail(error)
 
 
-def let_go(step: Step, freed: Moves) -> None:
-    """Empty the slots of what a program frees."""
-    for slot in freed.slots:
-        step.slots[slot] = None
-    for slot in freed.grads:
-        step.grads[slot] = None
+def _lanes(program: Program, bound: Bound, number: int, gates: _Gates) -> list[list[Action]]:
+    """The actions of each lane in a phase."""
+    phase = program.phases[number]
+    awaited: dict[tuple[int, int], list[int]] = {}  # the gates of every event, one for each waiter
+    waits: dict[tuple[int, int], int] = {}
+    for lane, rows in enumerate(phase.lanes):
+        for position, row in enumerate(rows):
+            if isinstance(row, Wait):
+                waits[lane, position] = gate = gates.add()
+                awaited.setdefault((row.lane, row.position), []).append(gate)
+    lanes: list[list[Action]] = []
+    for lane, rows in enumerate(phase.lanes):
+        actions: list[Action] = []
+        for position, row in enumerate(rows):
+            if isinstance(row, Wait):
+                actions.append(partial(gates.wait, waits[lane, position]))
+            elif isinstance(row, Copy):
+                actions.append(bound.copies[number][Place(row.tensor, row.dst)].hand_over)
+            elif isinstance(row, Free):
+                actions.append(bound.frees[number][Place(row.tensor, row.device)].clear)
+            else:
+                segment = phase.segments[row.segment]
+                tapes = [bound.tapes[tape] for tape in segment.tapes]
+                if segment.again:
+                    actions += [tape.recompute for tape in tapes]
+                else:
+                    actions += [tape.backward if number else tape.forward for tape in tapes]
+            if (lane, position) in awaited:
+                actions.append(partial(gates.open, awaited[lane, position]))
+        lanes.append(actions)
+    return lanes
 
 
 @final
@@ -383,17 +280,16 @@ class _ThreadState:
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._autocast = torch.is_autocast_enabled("cpu")
-        self._autocast_dtype = torch.get_autocast_dtype("cpu")
+        self._dtype = torch.get_autocast_dtype("cpu")
         self._caching = torch.is_autocast_cache_enabled()
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
+        """The block runs under them."""
         with contextlib.ExitStack() as stack:
             if self._inference:
                 stack.enter_context(torch.inference_mode())
             stack.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
-                stack.enter_context(
-                    torch.autocast("cpu", self._autocast_dtype, cache_enabled=self._caching)
-                )
+                stack.enter_context(torch.autocast("cpu", self._dtype, cache_enabled=self._caching))
             yield

@@ -8,24 +8,17 @@
 the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
 lane is a stream, and every wait an event, made once.
 
-The stream that owns a tensor's memory, and when it is freed, without `record_stream`:
-
-- A tensor that a lane makes is memory of its stream. The program frees it on that lane, after waits
-  for all its readers; so do replays of CUDA graphs, whose memory is reserved.
-- What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
-  read by another. It is held to the end of the phase, where all streams wait for all
-  (`stream_sync`). So are the gradients that the caller gives. Backward holds again what autograd
-  has saved of it.
-- Results are copied to memory of the caller's stream if they may be another's; but not gradients of
-  parameters: the next use of these writes the parameters, after all of this step.
-- A phase begins after the caller's streams. So what the caller drops between calls is done. Where
-  calls share lanes or what CUDA graphs left in place, it begins after the phase before, too: the
-  caller may have called that one on other streams.
+What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
+read by another; so it is held to the end of the phase, where all streams wait for all. Results that
+may be another stream's memory are copied to the caller's. `docs/runtime.md` (Lifetimes) says which
+stream owns what, and when it is freed; nothing needs `record_stream`.
 """
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Hashable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -33,14 +26,11 @@ from typing import Any, final
 import torch
 from torch.utils import _pytree as pytree
 
-from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Wait
+from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
 from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.cuda_graphs.recorded_tape import Statics
-from baechi.runtime.cuda_graphs.replay import Graphs
-from baechi.runtime.executors.copy_buffers import CopyBuffers, move
-from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
-from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
+from baechi.runtime.autograd.step import Step
+from baechi.runtime.executors.cuda_graphs import Graphs
+from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
 from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
@@ -52,17 +42,11 @@ Streams = Sequence[torch.cuda.Stream | None]
 @final
 @dataclass
 class _StepRun:
-    """The state of one step that runs.
+    """The state of one step that runs."""
 
-    Attributes:
-        callers: The caller's stream of every GPU when the forward began.
-        replayed: Whether tapes are CUDA graphs.
-        held: Tensors that crossed streams.
-    """
-
-    callers: dict[torch.device, torch.cuda.Stream]
-    replayed: bool
-    held: HeldStorages = field(default_factory=HeldStorages)
+    callers: dict[torch.device, torch.cuda.Stream]  # of every GPU when the forward began
+    graphs: Graphs | None  # the tapes as CUDA graphs, if the step is replayed
+    held: HeldStorages = field(default_factory=HeldStorages)  # what crossed streams
 
 
 @final
@@ -70,9 +54,8 @@ class CudaExecutor:
     """Streams and events; the caller's thread launches every instruction.
 
     The first logical device of a GPU computes on the caller's current stream, the others on streams
-    of their own. Every device copies what arrives there on another stream, so that copies block no
-    computing. CPUs among the devices run inline; metered steps on CPUs alone run so, too, because
-    their peaks must not depend on how threads meet. Calls from several threads take turns.
+    of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
+    because their peaks must not depend on how threads meet. Calls from several threads take turns.
 
     Args:
         program: The program to run.
@@ -95,7 +78,6 @@ class CudaExecutor:
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
         # another step's backward too (torch, torch/csrc/autograd/engine.cpp, thread_main).
         self._busy = threading.RLock()
-        self._barriers = StreamBarriers()
         self._ends: dict[torch.device, torch.cuda.Event] = {}  # of the last phase, where it matters
         seen: set[torch.device] = set()
         self._own: list[torch.cuda.Stream | None] = []  # of every lane but the callers'
@@ -112,8 +94,7 @@ class CudaExecutor:
             for lane, own in zip(program.lanes, self._own, strict=True)
             if own is not None and not lane.copies
         )
-        gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
-        self._gpus = tuple(gpus)
+        self._gpus = gpus = sorted({p for p in places if p.type == "cuda"}, key=lambda p: p.index)
         self._out = {gpu: _stream(gpu) for gpu in gpus if len(gpus) > 1}  # where copies leave a GPU
         if self._out or self._shared:
             # The step is one node, on one GPU, and gives gradients of parameters on several; and on
@@ -122,32 +103,11 @@ class CudaExecutor:
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         self._events: dict[Event, torch.cuda.Event] = {}
         self._copy_buffers = CopyBuffers()
-        # Of every segment its tapes, with the slots that each is the last to read.
-        self._runs: list[dict[int, list[tuple[int, tuple[int, ...]]]]] = []
-        # What a launch has read is read on CPUs; a stream may still have to.
-        last = {} if gpus else last_reads(program, bound)
         for number, phase in enumerate(program.phases):
-            self._runs.append({})
-            for rows in phase.lanes:
-                for position, row in enumerate(rows):
-                    if isinstance(row, Run):
-                        indices = phase.segments[row.segment].tapes
-                        tapes = [bound.tapes[tape] for tape in indices]
-                        freed = freed_after(rows, position, bound) if number == 0 else frozenset()
-                        freed |= last.get(row.segment, frozenset())
-                        self._runs[-1][row.segment] = [
-                            (tape, () if number else last_of(tapes, i, freed))
-                            for i, tape in enumerate(indices)
-                        ]
             for row in (row for rows in phase.lanes for row in rows):
                 if isinstance(row, Wait) and self._place(row.lane).type == "cuda":
                     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                     self._events[number, row.lane, row.position] = event
-
-    @property
-    def graphs(self) -> Graphs | None:
-        """The tapes that run as CUDA graphs."""
-        return self._graphs
 
     def close(self) -> None:
         """Nothing runs between calls."""
@@ -156,17 +116,10 @@ class CudaExecutor:
         """Let the streams of this call, and of the forward's call, wait for each other."""
         if self._gpus:
             with self._busy:
-                self._barriers.join(streams := self._callers(step.own), streams)
+                join(streams := self._callers(step.own), streams)
 
     def _place(self, lane: int) -> torch.device:
         return self._places[self._program.lanes[lane].device]
-
-    def _streams(self, run: _StepRun) -> Streams:
-        """The stream of every lane; None on a CPU."""
-        return [
-            own if own is not None else run.callers.get(self._place(lane))
-            for lane, own in enumerate(self._own)
-        ]
 
     def run(self, step: Step, phase: int) -> None:
         """Launch every instruction.
@@ -176,12 +129,16 @@ class CudaExecutor:
         """
         with self._busy:
             run: _StepRun = self._begun(step) if phase == 0 else step.own
-            if phase:
-                run.held.wake()
-                self._hold_seeds(step, run)
+            run.held.wake()
+            for gradient in step.grads if self._shared else ():
+                if gradient is not None and gradient.device in self._shared:
+                    run.held.add(gradient)  # the caller's memory, which lanes read that are not his
             rows = self._program.phases[phase]
             position = [0] * len(rows.lanes)
-            streams = self._streams(run)
+            streams = [
+                own if own is not None else run.callers.get(self._place(lane))
+                for lane, own in enumerate(self._own)
+            ]
             with self._fenced(run):
                 for lane in rows.launch:
                     self._launch(step, phase, rows.lanes[lane][position[lane]], lane, streams)
@@ -202,9 +159,9 @@ class CudaExecutor:
         # In a graph that the caller captures, nothing else can be captured or replayed.
         captured = self._is_captured()
         replayed = self._graphs is not None and not captured and self._graphs.begin(step)
-        step.own = _StepRun({gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}, replayed)
+        callers = {gpu: torch.cuda.current_stream(gpu) for gpu in self._gpus}
+        step.own = run = _StepRun(callers, self._graphs if replayed else None)
         step.apart = step.apart or bool(self._gpus)
-        run: _StepRun = step.own
         return run
 
     def _is_captured(self) -> bool:
@@ -213,12 +170,11 @@ class CudaExecutor:
 
     def _ended(self, run: _StepRun) -> None:
         """Note the end of a phase that shares streams or memory with the next."""
-        shares = run.replayed or self._out or any(own is not None for own in self._own)
+        shares = run.graphs is not None or self._out or any(own is not None for own in self._own)
         if shares and not self._is_captured():
             for gpu in self._gpus:
-                if gpu not in self._ends:
-                    self._ends[gpu] = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._ends[gpu].record(torch.cuda.current_stream(gpu))
+                end = self._ends.setdefault(gpu, torch.cuda.Event())  # type: ignore[no-untyped-call]
+                end.record(torch.cuda.current_stream(gpu))
 
     def _launch(
         self, step: Step, phase: int, row: Instruction, lane: int, streams: Streams
@@ -231,31 +187,27 @@ class CudaExecutor:
             elif event is not None and stream is not None:
                 stream.wait_event(event)
         elif isinstance(row, Free):
-            let_go(step, self._bound.frees[phase][Place(row.tensor, row.device)])
+            self._bound.frees[phase][Place(row.tensor, row.device)].clear(step)
         else:
             with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
                 if isinstance(row, Run):
-                    self._run_tapes(step, phase, row.segment)
+                    self._run_tapes(step, phase, self._program.phases[phase].segments[row.segment])
                 else:
                     moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
                     made = step.meter is not None or self._places[row.src] != self._places[row.dst]
                     send = partial(self._send, step, row, streams, phase)
                     move(step, moves, send, together=made)
 
-    def _run_tapes(self, step: Step, phase: int, segment: int) -> None:
-        for index, last in self._runs[phase][segment]:
-            tape = self._tape(step, index)
-            if self._program.phases[phase].segments[segment].again:
+    def _run_tapes(self, step: Step, phase: int, segment: Segment) -> None:
+        graphs = step.own.graphs
+        for index in segment.tapes:
+            tape = self._bound.tapes[index] if graphs is None else graphs.tape(step, index)
+            if segment.again:
                 tape.recompute(step)
             elif phase:
                 tape.backward(step)
             else:
-                tape.forward(step, last)
-
-    def _tape(self, step: Step, index: int) -> Any:
-        if self._graphs is not None and step.own.replayed:
-            return self._graphs.tape(step, index)
-        return self._bound.tapes[index]
+                tape.forward(step)
 
     def _send(
         self,
@@ -266,24 +218,11 @@ class CudaExecutor:
         number: int,
         tensors: Sequence[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of one crossing on the device that reads them."""
-        key = (step.differentiate, phase, number, row.tensor, row.dst)
-        replayed = self._graphs is not None and step.own.replayed
-        statics = self._graphs.statics(step) if replayed and self._graphs is not None else None
-        moved = self._bring(step, spanned(tensors), row, streams, key, statics)
-        return self._copy_buffers.views(moved, tensors, key, statics)
-
-    def _bring(
-        self,
-        step: Step,
-        tensor: torch.Tensor,
-        row: Copy,
-        streams: Streams,
-        key: Hashable,
-        statics: Statics | None,
-    ) -> torch.Tensor:
-        """The tensor on the device that reads it; the current stream is the lane that copies."""
+        """The tensors of one crossing where they are read; the current stream is the lane's."""
         run: _StepRun = step.own
+        key = (step.differentiate, phase, number, row.tensor, row.dst)
+        statics = None if run.graphs is None else run.graphs.statics(step)
+        tensor = spanned(tensors)
         place, reader, maker = self._places[row.dst], streams[row.dst], streams[row.src]
         if step.meter is not None and tensor.device != place:
             step.meter.sent(tensor)
@@ -314,18 +253,11 @@ class CudaExecutor:
                     moved = tensor.to(place)
         if reader is not None:
             run.held.add(moved)
-        return moved
-
-    def _hold_seeds(self, step: Step, run: _StepRun) -> None:
-        """Hold the caller's gradients: his memory, which lanes read that are not his."""
-        if self._shared:
-            for gradient in step.grads:
-                if gradient is not None and gradient.device in self._shared:
-                    run.held.add(gradient)
+        return self._copy_buffers.views(moved, tensors, key, statics)
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
-        if run.replayed or self._gpus:
+        if run.graphs is not None or self._gpus:
             with torch.no_grad():
                 step.results = pytree.tree_map_only(
                     torch.Tensor, lambda t: t.clone() if self._is_ours(t, run) else t, step.results
@@ -333,16 +265,14 @@ class CudaExecutor:
 
     def _give_gradients(self, step: Step, run: _StepRun) -> None:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
-        if run.replayed:
-            slots = [slot for slot, gradient in enumerate(step.grads) if gradient is not None]
-        else:
-            rows = (slot for slots in self._bound.input_grads for slot in slots)
-            slots = [s for s in rows if (g := step.grads[s]) is not None and self._is_ours(g, run)]
-        by_place: dict[torch.device, dict[int, torch.Tensor]] = {}
+        slots: Iterable[int] = range(len(step.grads))
+        if run.graphs is None:
+            slots = itertools.chain.from_iterable(self._bound.input_grads)
+        by_place: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
         for slot in slots:
             gradient = step.grads[slot]
-            assert gradient is not None  # as chosen above
-            by_place.setdefault(gradient.device, {})[slot] = gradient
+            if gradient is not None and self._is_ours(gradient, run):
+                by_place[gradient.device][slot] = gradient
         for place, gradients in by_place.items():
             with _on(run.callers.get(place)):
                 fresh = [torch.empty_like(gradient) for gradient in gradients.values()]
@@ -354,7 +284,7 @@ class CudaExecutor:
 
     def _is_ours(self, tensor: torch.Tensor, run: _StepRun) -> bool:
         """True if its memory may belong to a stream other than the caller's, or to a graph."""
-        return run.replayed or tensor.device in self._shared or tensor in run.held
+        return run.graphs is not None or tensor.device in self._shared or tensor in run.held
 
     def _callers(self, run: _StepRun) -> list[torch.cuda.Stream]:
         """The streams of this call's caller and of the forward's."""
@@ -375,11 +305,24 @@ class CudaExecutor:
             torch.cuda.current_stream(gpu).wait_event(event)
         callers = self._callers(run)
         lanes = [s for s in (*self._own, *self._out.values()) if s is not None]
-        self._barriers.join(callers, [*callers, *lanes])
+        join(callers, [*callers, *lanes])
         try:
             yield
         finally:
-            self._barriers.join([*callers, *lanes], [*callers, *lanes])
+            join([*callers, *lanes], [*callers, *lanes])
+
+
+def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]) -> None:
+    """Let every stream of `waiting` go on after all that is launched on those of `done`.
+
+    One of them waits for all that are done, then all others for it: 2n waits and no n x n.
+    """
+    first, *others = dict.fromkeys(done)
+    for stream in others:
+        first.wait_stream(stream)
+    for stream in dict.fromkeys(waiting):
+        if stream != first:
+            stream.wait_stream(first)
 
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:

@@ -17,9 +17,8 @@ from torch.utils import _pytree as pytree
 
 import baechi
 from baechi.runtime.autograd.binding import bind
-from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
+from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.executor import graphs_of
 from baechi.runtime.step_function import Runner
 from baechi.tracing.pytrees import tensors_in
 
@@ -43,7 +42,7 @@ def replaying(
     program = executable._compiled(copy_lanes=True)
     bound = bind(executable._module, executable._structure, program, executable.places)
     noted: list[int] = [] if ranks is None else ranks
-    graphs = graphs_of(
+    graphs = Graphs(
         executable._module,
         program,
         bound,
@@ -288,7 +287,7 @@ def test_a_step_that_never_goes_backward_is_forgotten() -> None:
 
 
 def _like(placed: baechi.PlacedModule) -> Any:
-    from baechi.runtime.autograd.step_state import Step
+    from baechi.runtime.autograd.step import Step
 
     sizes = placed._current.executable._runner.bound.sizes
     return Step(True, None, (torch.randn(4, 8),), sizes)
@@ -363,7 +362,7 @@ def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
     assert graphs.remarks == ()
     executable = placed._current.executable
     bound, places = executable._runner.bound, executable.places
-    none = graphs_of(executable._module, executable.program, bound, places)
+    none = Graphs(executable._module, executable.program, bound, places)
     reason = "a cpu device has no CUDA graphs"
     assert none.remarks == (f"{n} of {n} tapes run without CUDA graphs: {reason}",)
     with pytest.raises(baechi.InputError, match=f"{n} of {n} tapes cannot be captured"):

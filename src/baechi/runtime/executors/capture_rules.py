@@ -9,7 +9,7 @@ Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (const
 `aten/src/ATen/cuda/CUDAGeneratorImpl.cpp` for what a replay does to the random state.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, Literal, TypeAlias
 
 import torch
@@ -47,7 +47,7 @@ _MASKS: Final = (torch.bool, torch.uint8)
 
 
 def check_wish(wish: CudaGraphs, places: Sequence[torch.device]) -> None:
-    """Refuse a `graph_capture` that means nothing, or that no device can fulfil.
+    """Refuse a `cuda_graphs` that means nothing, or that no device can fulfil.
 
     Raises:
         InputError: It is none of `True`, `False` and `"auto"`, or true without a CUDA device.
@@ -84,12 +84,12 @@ def obstacle(  # noqa: PLR0911 (a rule each)
     if code.written:
         return "it writes into a tensor of the caller's"
     if several and isinstance(code.function, CompiledTape):
-        # torch's setting that allows it is the thread's (`compiled.keeping`), and autograd has a
+        # torch's setting that allows it is the thread's (`keeping_graphs`), and autograd has a
         # thread for each GPU.
         return "torch.compile keeps no graph for the threads of several devices"
     if code.recomputation is not None:
         return "it runs forward again in the backward"
-    runs = [node for node in code.nodes if node.op not in ("placeholder", "get_attr", "output")]
+    runs = _operators(code.nodes)
     if not runs:
         return LAUNCHES_NOTHING
     if _writes_others(module, code):
@@ -122,7 +122,7 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
         return "takes its size from values"
     if name in _ASKING:
         return "reads values on the host"
-    if name in _INDEXED and any(_is_mask(module, each) for each in _indices(node)):
+    if name in _INDEXED and _has_mask(module, node):
         return "indexes with a mask, so its size depends on values"
     if name in _STRIDED:
         return "reads memory as it lies, and copies lie otherwise"
@@ -134,43 +134,35 @@ def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rul
     return ""
 
 
+def _operators(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [node for node in nodes if node.op not in ("placeholder", "get_attr", "output")]
+
+
 def _inside(module: TracedModule, node: fx.Node) -> Iterator[fx.Node]:
-    """The nodes of the graphs that a wrapper is given."""
+    """The operators of the graphs that a wrapper is given."""
     for given in node.all_input_nodes:
         if given.op == "get_attr":
             value = attribute(module.graph_module, str(given.target))
             if isinstance(value, fx.GraphModule):
-                yield from (
-                    each
-                    for each in value.graph.nodes
-                    if each.op not in ("placeholder", "get_attr", "output")
-                )
+                yield from _operators(value.graph.nodes)
 
 
-def _indices(node: fx.Node) -> list[fx.Node]:
+def _has_mask(module: TracedModule, node: fx.Node) -> bool:
+    """True if an index is boolean, or may be."""
     indices = node.args[1] if len(node.args) > 1 else node.kwargs.get("indices", ())
-    rows = indices if isinstance(indices, (list, tuple)) else ()
-    return [row for row in rows if isinstance(row, fx.Node)]
-
-
-def _is_mask(module: TracedModule, node: fx.Node) -> bool:
-    """True if a node's value is boolean, or may be."""
-    facts = module.facts.nodes.get(node)
-    if facts is not None and facts.values:
-        return facts.values[0].dtype in _MASKS
-    value = node.meta.get("val")
-    return not isinstance(value, torch.Tensor) or value.dtype in _MASKS
+    for index in indices if isinstance(indices, (list, tuple)) else ():
+        if isinstance(index, fx.Node):
+            facts = module.facts.nodes.get(index)
+            known = facts.values[0] if facts is not None and facts.values else index.meta.get("val")
+            if getattr(known, "dtype", torch.bool) in _MASKS:
+                return True
+    return False
 
 
 def _writes_others(module: TracedModule, code: TapeCode) -> bool:
     """True if an operator writes into a storage that the tape gets from another tape."""
     facts = module.facts.nodes
-    inside = set(code.nodes)
-    given = {argument for node in code.nodes for argument in node.all_input_nodes} - inside
-    theirs = {
-        value.storage
-        for node in given
-        if node in facts and node.op != "get_attr"
-        for value in facts[node].values
-    }
+    given = {argument for node in code.nodes for argument in node.all_input_nodes}
+    others = (n for n in given - set(code.nodes) if n in facts and n.op != "get_attr")
+    theirs = {value.storage for node in others for value in facts[node].values}
     return any(storage in theirs for node in code.nodes for storage in facts[node].writes)

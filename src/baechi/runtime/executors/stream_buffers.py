@@ -1,13 +1,20 @@
-"""Copies between devices, and the buffers that they arrive in.
+"""Memory of what crosses between streams and devices.
 
-    move           slots -> crossings: a tensor each, or the memory under several views of one
-    CopyBuffers    buffers for what arrives, and the views that are cut out of them
+    move            slots -> crossings: a tensor each, or the memory under several views of one
+    CopyBuffers     buffers for what arrives, and the views that are cut out of them
+    HeldStorages    what must live to the end of a phase
 
-A step that is replayed finds both where they were in the last: its CUDA graphs have addresses in
-them, and know a static tensor by its identity.
+A step that is replayed finds buffers and views where they were in the last: its CUDA graphs have
+addresses in them, and know a static tensor by its identity.
+
+The caching allocator returns memory to its stream as soon as the host drops it, whatever other
+streams still do with it. So a tensor that crosses streams is held until all have waited for each
+other at the end of the phase. What autograd has saved of it lives on, to be dropped when the host
+reaches it in the backward; so the backward holds it again, to its own end.
 """
 
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, final
 
@@ -15,10 +22,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.runtime.autograd.binding import Moves
-from baechi.runtime.autograd.graph_edges import tensor_slots
-from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.cuda_graphs.recorded_tape import Statics
-from baechi.torch_support.storages import crossings, cut_up, laid_out
+from baechi.runtime.autograd.step import Step
+from baechi.runtime.executors.cuda_graphs import Statics
+from baechi.torch_support.storages import crossings, cut_up, distinct_storages, key_of, laid_out
 
 Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -65,14 +71,7 @@ class CopyBuffers:
         key: Hashable,
         statics: Statics | None,
     ) -> tuple[torch.Tensor, ...]:
-        """The tensors of one copy, `moved`, of what they span.
-
-        Args:
-            moved: The copy.
-            tensors: The tensors to arrive.
-            key: As in `room`.
-            statics: As in `room`.
-        """
+        """The tensors to arrive, of one copy, `moved`, of what they span; else as in `room`."""
         room = self._rooms.get(key)
         if statics is None or room is None or room[2] is not moved or len(tensors) == 1:
             return cut_up(moved, tensors)
@@ -97,7 +96,7 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
     """
     number = itertools.count()
     values, spec = pytree.tree_flatten([step.slots[src] for src, _ in moves.slots])
-    tensors = {place: values[place] for place in tensor_slots(values)}
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
     apart = [(place,) for place in tensors]
     for members in crossings(tensors) if together else apart:
         sent = send(next(number), [tensors[place] for place in members])
@@ -108,3 +107,33 @@ def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
     for src, dst in moves.grads:
         gradient = step.grads[src]
         step.grads[dst] = None if gradient is None else send(next(number), [gradient])[0]
+
+
+@final
+class HeldStorages:
+    """Storages that are held over a phase; between phases, weak references to them."""
+
+    def __init__(self) -> None:
+        self._strong: dict[int, torch.UntypedStorage] = {}
+        self._weak: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __len__(self) -> int:
+        return len(self._strong)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return any(key in self._strong for key in distinct_storages([tensor]))
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor's storages until `rest`."""
+        self._strong.update(distinct_storages([tensor]))
+
+    def rest(self) -> None:
+        """Drop all, but remember weakly what others keep alive."""
+        self._weak = [weakref.ref(storage) for storage in self._strong.values()]
+        self._strong = {}
+
+    def wake(self) -> None:
+        """Hold again what is still alive."""
+        alive = [storage for reference in self._weak if (storage := reference()) is not None]
+        self._strong.update((key_of(storage), storage) for storage in alive)
+        self._weak = []

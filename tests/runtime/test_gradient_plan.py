@@ -8,7 +8,7 @@ from placed import at_random, one_thread, step
 from torch import Tensor, nn
 
 import baechi
-from baechi.runtime.autograd.gradient_strides import keeping_strides
+from baechi.runtime.autograd.gradient_plan import keeping_strides
 
 
 class Sinks(nn.Module):

@@ -1,0 +1,247 @@
+"""One call of a placed model: its values, gradients and graphs, and the caller's outputs.
+
+A step belongs to one call; nothing in it is shared between calls. Lanes write into different places
+of its lists, in the order that the program gives them. Each output is behind a token, with a slot
+for its gradient.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import fx
+from torch.autograd.graph import GradientEdge
+
+from baechi.runtime.autograd.recompute import RecomputeInputs
+from baechi.torch_support.autograd_internals import backward_id, set_version, version_of
+from baechi.torch_support.memory_meter import Meter
+from baechi.tracing.lowering import TracedModule
+
+Edges = list[GradientEdge | None]
+ParameterEdges = dict[torch.nn.Parameter, GradientEdge]
+
+
+@final
+@dataclass(frozen=True)
+class Sizes:
+    """The lengths of a step's lists."""
+
+    slots: int
+    values: int
+    results: int
+    grads: int
+    tapes: int
+
+
+@final
+class CutTensor:
+    """A cut-off tensor and its source: memory that the caller may write before the backward.
+
+    A cut-off tensor counts writes for itself, so autograd would not see that what it has saved was
+    written since, and gradients would be silently wrong.
+
+    Args:
+        source: The caller's tensor or a parameter, or an alias of it.
+        cut: The cut-off one.
+    """
+
+    def __init__(self, source: torch.Tensor, cut: torch.Tensor) -> None:
+        self.source = source
+        self.cut = cut.detach()
+        self.version = version_of(source)  # up to which writes are counted, or are our own
+
+    def sync_version(self) -> None:
+        """Count writes to the source for the cut-off tensor, too, where autograd looks."""
+        written = version_of(self.source) - self.version
+        if written:
+            set_version(self.cut, version_of(self.cut) + written)
+
+
+@final
+@dataclass(slots=True)
+class Record:
+    """The state that a tape's backward needs."""
+
+    entered: Edges  # of every entry that has a gradient, or None
+    published: Edges  # of every tensor that left with a gradient, or None
+    parameters: ParameterEdges = field(default_factory=dict)  # where they are cut off
+    # The edge behind all that left, and an empty tensor to begin with, if `seeds` is used.
+    end: tuple[GradientEdge, torch.Tensor] | None = None
+    seeds: list[torch.Tensor | None] = field(default_factory=list)  # the gradients for the end
+
+
+@final
+class Step:
+    """One call of a placed model.
+
+    Args:
+        differentiate: Whether to record what backward needs.
+        meter: Counts memory, where there is one.
+        inputs: The caller's tensors.
+        sizes: Of the lists below.
+    """
+
+    def __init__(
+        self,
+        differentiate: bool,
+        meter: Meter | None,
+        inputs: Sequence[torch.Tensor],
+        sizes: Sizes,
+    ) -> None:
+        self.differentiate = differentiate
+        self.meter = meter
+        self.inputs = inputs
+        # Values between tapes; whether each value, or its tensors, need a gradient; the caller's.
+        self.slots: list[Any] = [None] * sizes.slots
+        self.flags: list[bool | tuple[bool, ...]] = [False] * sizes.values
+        self.results: list[Any] = [None] * sizes.results
+        self.grads: list[torch.Tensor | None] = [None] * sizes.grads  # between tapes
+        # For every tape what its backward needs, the sources of what entered it that the caller may
+        # write into, and the inputs to run again, if it must.
+        self.records: list[Record | None] = [None] * sizes.tapes
+        self.cut_tensors: list[list[CutTensor]] = [[] for _ in range(sizes.tapes)]
+        self.kept: list[RecomputeInputs | None] = [None] * sizes.tapes
+        self.crossing: dict[int, Any] = {}  # values between tapes that run again, by slot
+        self.keep = False  # whether the running backward leaves the graph for another
+        # Whether tapes cut parameters off as they do what enters, so that no gradient waits for the
+        # stream on which a parameter was first used, and no tape runs its hooks.
+        self.apart = False
+        self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
+        self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
+        self.own: Any = None  # the executor's state between the phases
+
+    def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
+        """The sum of some gradients, which the step forgets: nothing else holds it then."""
+        total: torch.Tensor | None = None
+        for slot in slots:
+            gradient, self.grads[slot] = self.grads[slot], None
+            if gradient is not None:
+                total = gradient if total is None else total + gradient.to(total.device)
+        return total
+
+    def write_back(self) -> None:
+        """Write into the caller's tensors what was written elsewhere, at the forward's end."""
+        with torch.no_grad():
+            for index, tensor in self.moved.items():
+                self.inputs[index].copy_(tensor)
+        self.moved.clear()
+
+
+@final
+class Seeds:
+    """The caller's gradients of a step's outputs, by slot, until its backward takes them."""
+
+    def __init__(self, n: int, meter: Meter | None) -> None:
+        self._meter = meter
+        self._pass = -1  # which of autograd's passes the gradients that wait here are of
+        self._rows: list[torch.Tensor | None] = [None] * n
+
+    def put(self, slot: int, device: int, gradient: torch.Tensor) -> None:
+        """Take the caller's gradient of an output."""
+        current = backward_id()
+        if current != self._pass:  # one that failed may have left gradients
+            self._pass = current
+            self._rows = [None] * len(self._rows)
+        if self._meter is not None:
+            self._meter.hold(device, gradient)
+        self._rows[slot] = gradient
+
+    def taken(self) -> list[torch.Tensor | None]:
+        """By slot those that have come, and nothing of them stays here."""
+        rows, self._rows = self._rows, [None] * len(self._rows)
+        return rows
+
+
+@final
+@dataclass(frozen=True)
+class Sharing:
+    """The memory that an output shares, as its trace has it.
+
+    Autograd sees no relation between the outputs of a step. So it refuses a write into one that
+    shares memory, and advises to clone it; an output that is a view of an argument, which has a
+    history outside of the step, may be written.
+
+    Attributes:
+        argument: The caller's tensor that it is a view of, by index; -1 for none.
+        others: Whether it shares memory with another output, or with a parameter or buffer.
+    """
+
+    argument: int
+    others: bool
+
+    def base(self, value: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The base of an output's view: an argument, itself if writes are refused, or None."""
+        if self.argument >= 0 and _is_view(value, tensors[self.argument]):
+            return tensors[self.argument]
+        return value if self.others else None
+
+
+def _is_view(value: torch.Tensor, base: torch.Tensor) -> bool:
+    """True if autograd can take a value for a view of a base that has a gradient."""
+    if not (base.requires_grad and value.layout is base.layout is torch.strided and value.numel()):
+        return False
+    one, two = ((t.dtype, t.is_conj(), t.is_neg()) for t in (value, base))
+    return one == two and value.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+
+
+def sharing_of(
+    module: TracedModule, results: Sequence[fx.Node]
+) -> dict[fx.Node, tuple[Sharing, ...]]:
+    """The memory that each tensor of each result of a traced model shares."""
+    facts, graph = module.facts.nodes, module.graph_module.graph
+    count = Counter(value.storage for node in results for value in facts[node].values)
+    # What forward writes has another history since: a result is no view of what it was.
+    written = {storage for fact in facts.values() for storage in fact.writes}
+    arguments = {
+        value.storage: index
+        for index, node in enumerate(graph.find_nodes(op="placeholder"))
+        for value in facts[node].values
+        if value.storage not in written
+    }
+    state = {v.storage for n in graph.find_nodes(op="get_attr") for v in facts[n].values} - written
+    return {
+        node: tuple(
+            Sharing(arguments.get(storage, -1), count[storage] > 1 or storage in state)
+            for storage in (value.storage for value in facts[node].values)
+        )
+        for node in results
+    }
+
+
+class OutputFunction(torch.autograd.Function):
+    """One output of a step.
+
+    Autograd holds what a node's backward is given until it ends. So the step's node is given
+    tokens, and the gradients are put where it takes them as it needs them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        seeds: Seeds,
+        slot: tuple[int, int],
+        token: torch.Tensor,  # noqa: ARG004 (the way to the step's node)
+        value: torch.Tensor,
+        bases: list[torch.Tensor | None],  # in a list, so that no gradient flows to it
+    ) -> torch.Tensor:
+        """The value itself; as a view of its base, if it has one (`Sharing.base`)."""
+        ctx.seeds, ctx.slot = seeds, slot
+        ctx.set_materialize_grads(False)
+        (base,) = bases
+        if base is None:
+            return value.detach()
+        if base is value:
+            return value.view_as(value)  # a view made in a function: autograd refuses writes
+        return base.as_strided(value.shape, value.stride(), value.storage_offset())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[Any, ...]:
+        """Put the gradient where the step takes it."""
+        if gradient is None:
+            return (None, None, None, None, None)
+        # The tensor itself: if others hold it, it must not become a parameter's `.grad`, and an
+        # alias of it would look unshared.
+        ctx.seeds.put(*ctx.slot, gradient.detach() if gradient.requires_grad else gradient)
+        return (None, None, gradient.new_empty(0), None, None)

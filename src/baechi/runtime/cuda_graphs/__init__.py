@@ -1,1 +1,0 @@
-"""Segments recorded as CUDA graphs and replayed."""

@@ -1,0 +1,444 @@
+"""Tapes as CUDA graphs: recorded once, and then replayed with static inputs and outputs.
+
+    forward     values -> static inputs -> replay -> static outputs, and flags as recorded
+    backward    gradients -> static seeds -> replay -> static gradients
+
+A recording has addresses in it. So what enters a tape is copied to where it was when the tape was
+recorded, unless it lies there already, and what leaves it stays where it is from step to step. The
+autograd graph of a recorded forward is kept, and any backward over it may be recorded later.
+`docs/runtime.md` (CUDA graphs) says when a step is replayed.
+
+Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
+
+Source of the scheme: `torch.cuda.make_graphed_callables`, for one autograd graph after the other.
+"""
+
+import itertools
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol, TypeAlias, final
+
+import torch
+from torch.utils import _pytree as pytree
+
+from baechi.errors import InputError
+from baechi.records.instructions import Program
+from baechi.runtime.autograd.binding import Bound
+from baechi.runtime.autograd.step import Record, Sizes, Step
+from baechi.runtime.autograd.tape import TapeCode
+from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
+from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.tracing.lowering import TracedModule
+
+# As many as `torch.cuda.make_graphed_callables` takes: libraries choose their kernels meanwhile.
+WARM_UP: Final = 3
+
+Replay: TypeAlias = Callable[[], None]
+
+
+class Recorder(Protocol):
+    """Records what one lane launches, in the order in which it will be replayed."""
+
+    def record(self, function: Callable[[], None], rank: int) -> Replay:
+        """Record what the function launches; it takes place when it is replayed first.
+
+        What one recording has let go of, the next may take, as long as they are made in the order
+        in which a step replays them. One that is made late must have memory of its own.
+
+        Args:
+            function: The function to record.
+            rank: Its place in the order of a step.
+
+        Raises:
+            Exception: It cannot be recorded; nothing of it has taken place.
+        """
+
+    def run(self, function: Callable[[], None]) -> None:
+        """Run it now, where recordings are made."""
+
+
+@final
+class Statics:
+    """Tensors that stay where they are from step to step, and are alive as long as this."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, torch.Tensor] = {}
+
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make a tensor a static one."""
+        self._known[id(tensor)] = tensor
+        return tensor
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor itself if it is static, else a static copy."""
+        return tensor if id(tensor) in self._known else self.add(tensor.detach().clone())
+
+    def key(self, tensor: torch.Tensor | None) -> int | None:
+        """A key of static tensors, to tell them apart: None for None, 0 if it is not static.
+
+        What was recorded with static gradients must get these: two may share memory, as those of
+        both terms of a sum, or be memory that yet others read, and a copy would spoil that.
+        """
+        if tensor is None:
+            return None
+        return id(tensor) if id(tensor) in self._known else 0
+
+
+@final
+class _Static:
+    """Static tensors of one value, and where to write new ones.
+
+    What is written to shares the memory but no version counter: to autograd nothing has changed.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.tensors = _tensors(value)
+        self.targets = [tensor.data for tensor in self.tensors]
+
+    def fill(self, value: Any) -> None:
+        """Copy what is not there already."""
+        rows = zip(self.tensors, self.targets, _tensors(value), strict=True)
+        for static, target, tensor in rows:
+            if tensor is not static:
+                target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Forward:
+    """A recorded forward; each value with its number in the step's list of that name."""
+
+    replay: Replay
+    fills: list[tuple[int, _Static]]  # what other tapes made
+    inputs: list[tuple[int, _Static]]
+    slots: list[tuple[int, Any]]  # what it gives other tapes
+    results: list[tuple[int, Any]]
+    flags: list[tuple[int, Any]]
+    record: Record | None
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """A recorded backward, for some pattern of gradients that are there (`Statics.key`)."""
+
+    replay: Replay
+    seeds: list[tuple[int, _Static]]
+    found: list[tuple[int, torch.Tensor]]
+
+
+@final
+@dataclass(eq=False)
+class GraphedTape:
+    """A tape that is recorded at its first run and replayed at every other."""
+
+    code: TapeCode
+    recorder: Recorder
+    statics: Statics
+    sizes: Sizes
+    ranks: tuple[int, int]  # the places of its forward and its backward in the order of a step
+    reason: str = ""  # why it runs eagerly after all; empty if it does not
+
+    def __post_init__(self) -> None:
+        self._forward: _Forward | None = None
+        self._backwards: dict[tuple[int | None, ...], _Backward] = {}
+        self._seeds = tuple(dict.fromkeys(slot for row in self.code.seeds for slot in row))
+
+    def forward(self, step: Step) -> None:
+        """Replay the forward; as `TapeCode.forward`."""
+        if self._forward is None and not self.reason:
+            self._forward = self._record_forward(step)
+        if self.reason or self._forward is None:
+            self.code.forward(step)
+            return
+        recorded = self._forward
+        for slot, static in recorded.fills:
+            static.fill(step.slots[slot])
+        for index, static in recorded.inputs:
+            static.fill(step.inputs[index])
+        recorded.replay()
+        for slot in self.code.last:
+            step.slots[slot] = None
+        for slot, value in recorded.slots:
+            step.slots[slot] = value
+        for result, value in recorded.results:
+            step.results[result] = value
+        for number, flag in recorded.flags:
+            step.flags[number] = flag
+        step.graphed.add(self.code.index)
+
+    def backward(self, step: Step) -> None:
+        """Replay the backward; as `TapeCode.backward`."""
+        if self.code.index not in step.graphed or self._forward is None:
+            self.code.backward(step)
+            return
+        self._differentiate(step, self._forward.record)
+        self.code.add_up(step)  # of other tapes, too, whose sums are elsewhere in each step
+
+    def _differentiate(self, step: Step, record: Record | None) -> None:
+        pattern = tuple(self.statics.key(step.grads[slot]) for slot in self._seeds)
+        if record is None or all(key is None for key in pattern):
+            return
+        recorded = self._backwards.get(pattern)
+        if recorded is None:
+            recorded = self._record_backward(step, record)
+            if recorded is None:
+                self._run_backward(step, record)
+                return
+            self._backwards[pattern] = recorded
+        for slot, static in recorded.seeds:
+            static.fill(step.grads[slot])
+            step.grads[slot] = None
+        recorded.replay()
+        for slot, gradient in recorded.found:
+            step.grads[slot] = gradient
+
+    def _record_forward(self, step: Step) -> _Forward | None:
+        code, statics = self.code, self.statics
+        given = list(step.inputs)
+        scratch = Step(step.differentiate, None, given, self.sizes)
+        scratch.apart = True
+        scratch.flags = list(step.flags)
+        fills, inputs = [], []
+        for slot in dict.fromkeys(slot for _, slot in code.fills):
+            value = step.slots[slot]
+            if any(not isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value)):
+                self.reason = "it reads a number that another tape computes"
+                return None
+            scratch.slots[slot] = value = pytree.tree_map_only(torch.Tensor, statics.of, value)
+            fills.append((slot, _Static(value)))
+        for index in code.inputs:
+            tensor = step.inputs[index].detach().to(code.place, copy=True)
+            given[index] = statics.add(tensor)
+            inputs.append((index, _Static(tensor)))
+        replay = self._recorded(lambda: code.forward(scratch), self.ranks[0])
+        if replay is None:
+            return None
+        outputs = code.outputs
+        slots = [(s, scratch.slots[s]) for output in outputs for s in output.slots]
+        results = [(r, scratch.results[r]) for output in outputs for r in output.results]
+        flags = [(output.value, scratch.flags[output.value]) for output in outputs]
+        for _, value in (*slots, *results):
+            for tensor in _tensors(value):
+                statics.add(tensor)
+        record = scratch.records[code.index]
+        return _Forward(replay, fills, inputs, slots, results, flags, record)
+
+    def _record_backward(self, step: Step, record: Record) -> _Backward | None:
+        scratch, seeds = self._scratch(record), []
+        for slot in self._seeds:
+            gradient = step.grads[slot]
+            if gradient is not None:
+                scratch.grads[slot] = static = self.statics.of(gradient)
+                seeds.append((slot, _Static(static)))
+        replay = self._recorded(lambda: self.code.differentiate(scratch), self.ranks[1])
+        if replay is None:
+            return None
+        found = [(slot, g) for slot, g in enumerate(scratch.grads) if g is not None]
+        for _, gradient in found:
+            self.statics.add(gradient)
+        return _Backward(replay, seeds, found)
+
+    def _run_backward(self, step: Step, record: Record) -> None:
+        """Go backward eagerly over the graph of the recorded forward."""
+        record.seeds.clear()
+        scratch = self._scratch(record)
+        for slot in self._seeds:
+            scratch.grads[slot], step.grads[slot] = step.grads[slot], None
+        self.recorder.run(lambda: self.code.differentiate(scratch))
+        for slot, gradient in enumerate(scratch.grads):
+            if gradient is not None:
+                step.grads[slot] = gradient
+
+    def _scratch(self, record: Record) -> Step:
+        """A step in which the tape's forward has run, and whose graph stays."""
+        scratch = Step(True, None, (), self.sizes)
+        scratch.records[self.code.index] = record
+        scratch.keep = True
+        return scratch
+
+    def _recorded(self, function: Callable[[], None], rank: int) -> Replay | None:
+        """The function recorded; or `None`, and the reason is noted."""
+        caching = torch.is_autocast_cache_enabled()
+        torch.set_autocast_cache_enabled(False)  # a cast weight must not come from outside
+        try:
+            return self.recorder.record(function, rank)
+        except Exception as error:
+            self.reason = "it could not be captured: " + str(error).partition("\n")[0]
+            return None
+        finally:
+            torch.set_autocast_cache_enabled(caching)
+
+
+@final
+@dataclass
+class _Mode:
+    """Recordings of training steps, or of inferences."""
+
+    key: Any = None  # they are recorded anew where it changes
+    steps: int = 0  # eager ones, that warmed up
+    statics: Statics = field(default_factory=Statics)
+    tapes: dict[int, GraphedTape] = field(default_factory=dict)  # by index
+
+
+@final
+class Graphs:
+    """The recordings of an executable, and the choice of the steps that replay them.
+
+    Args:
+        module: The traced model.
+        program: The program to run.
+        bound: To what.
+        places: The torch device of every logical device.
+        recorder: Makes the recorder of a logical device of any kind, for training steps or for
+            inferences; each has memory of its own, since both kinds may be under way at once. By
+            default CUDA devices alone are recorded for.
+    """
+
+    def __init__(
+        self,
+        module: TracedModule,
+        program: Program,
+        bound: Bound,
+        places: Sequence[torch.device],
+        recorder: Callable[[int], Recorder] | None = None,
+    ) -> None:
+        self._codes = codes = bound.tapes
+        self._sizes = bound.sizes
+        lanes = Counter(places[device] for device in {tape.device for tape in program.tapes})
+        self._obstacles = tuple(
+            obstacle(
+                module,
+                code,
+                alone=lanes[code.place] == 1,
+                on_cuda=recorder is not None or code.place.type == "cuda",
+                several=len(lanes) > 1 and len(program.phases) > 1,
+            )
+            for code in codes
+        )
+        pairs = zip(codes, self._obstacles, strict=True)
+        self._captured = [code for code, why in pairs if not why]
+        self._recorder = recorder or _recorders(
+            {code.device: code.place for code in self._captured}
+        )
+        self._modes = {False: _Mode(), True: _Mode()}
+        self._ranks = _ranks(program)
+        self._open: weakref.ref[Step] | None = None
+        state = (value for code in self._captured for value in code.template)
+        tensors = {id(value): value for value in state if isinstance(value, torch.Tensor)}
+        self._state = tuple(tensors.values())
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """The reason why each tape runs eagerly; empty if it is replayed, or will be."""
+        found = list(self._obstacles)
+        for mode in self._modes.values():
+            for index, tape in mode.tapes.items():
+                found[index] = found[index] or tape.reason
+        return tuple(found)
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """The number of tapes without CUDA graphs, for each reason; none if all have one."""
+        counts = Counter(reason for reason in self.reasons if reason)
+        n = len(self._codes)
+        return tuple(
+            f"{count} of {n} tapes run without CUDA graphs: {reason}"
+            for reason, count in counts.most_common()
+        )
+
+    def demand(self) -> None:
+        """Refuse that any tape runs eagerly.
+
+        Raises:
+            InputError: Some must.
+        """
+        reasons = enumerate(self.reasons)
+        refused = [f"tape {i}: {why}" for i, why in reasons if why not in ("", LAUNCHES_NOTHING)]
+        if refused:
+            raise InputError(
+                f"cuda_graphs=True, but {len(refused)} of {len(self._codes)} tapes cannot be "
+                f'captured ({"; ".join(refused[:3])}). Give cuda_graphs="auto", which runs these '
+                "eagerly."
+            )
+
+    def begin(self, step: Step) -> bool:
+        """True if the step that begins is replayed."""
+        if step.meter is not None or not self._captured:
+            return False
+        mode = self._modes[step.differentiate]
+        if step.differentiate and self._open is not None and self._open() is not None:
+            return False  # another has still to go backward: this one would overwrite its values
+        key = self._key(step)
+        if key != mode.key:
+            mode = self._modes[step.differentiate] = _Mode(key)
+        if mode.steps < WARM_UP:
+            mode.steps += 1
+            return False
+        if not mode.tapes:
+            devices = dict.fromkeys(code.device for code in self._captured)
+            recorders = {device: self._recorder(device) for device in devices}
+            for code in self._captured:
+                recorder, ranks = recorders[code.device], self._ranks[code.index]
+                tape = GraphedTape(code, recorder, mode.statics, self._sizes, ranks)
+                mode.tapes[code.index] = tape
+        if step.differentiate:
+            self._open = weakref.ref(step)
+        return True
+
+    def end(self, step: Step) -> None:
+        """A step has gone backward for the last time."""
+        if self._open is not None and self._open() is step:
+            self._open = None
+
+    def tape(self, step: Step, index: int) -> TapeCode | GraphedTape:
+        """The runner of a tape in a step that is replayed."""
+        return self._modes[step.differentiate].tapes.get(index) or self._codes[index]
+
+    def statics(self, step: Step) -> Statics:
+        """The tensors that stay where they are from step to step."""
+        return self._modes[step.differentiate].statics
+
+    def _key(self, step: Step) -> tuple[Any, ...]:
+        """The state that must not change, or all is recorded anew."""
+        state = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in self._state)
+        inputs = tuple((t.dtype, t.shape, t.requires_grad) for t in step.inputs)
+        casting = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return casting, torch.is_inference_mode_enabled(), inputs, state
+
+
+def _ranks(program: Program) -> list[tuple[int, int]]:
+    """The positions of every tape's forward and backward in the order of a step."""
+    ranks = [[0, 0] for _ in program.tapes]
+    count = itertools.count()
+    for number, phase in enumerate(program.phases):
+        for tape in (tape for segment in phase.segments for tape in segment.tapes):
+            ranks[tape][number] = next(count)
+    return [(forward, backward) for forward, backward in ranks]
+
+
+def _recorders(gpus: Mapping[int, torch.device]) -> Callable[[int], CudaRecorder]:
+    """Makes recorders of logical devices, each with as much free memory as there is.
+
+    While something is captured the allocator gives nothing back, and the eager steps before have
+    left as much in its cache as the graphs will take. Those of one logical device, for training and
+    for inference and whenever all is captured anew, capture on one stream: cuBLAS keeps a workspace
+    for each, and a lane replays one graph at a time. They are drawn now, beside the lanes' own:
+    torch hands out its 32 in turn, and what was captured on the stream of another lane would share
+    a workspace with what runs there.
+    """
+    streams = {device: torch.cuda.Stream(gpu) for device, gpu in gpus.items()}  # type: ignore[no-untyped-call]
+
+    def recorder(device: int) -> CudaRecorder:
+        torch.cuda.empty_cache()
+        return CudaRecorder(gpus[device], streams[device])
+
+    return recorder
