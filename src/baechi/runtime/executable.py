@@ -20,19 +20,18 @@ from baechi.records.placement import Placement, Schedule
 from baechi.records.step_structure import StepStructure
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step_state import Step
-from baechi.runtime.call_guards import SharingGuard, StateGuard
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.cuda_graphs.replay import WARM_UP, Graphs
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import graphs_of, make_executor
 from baechi.runtime.parameter_devices import devices_of_state
+from baechi.runtime.runtime_checks import SharingGuard, StateGuard
 from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
-from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import is_checkpointed, is_hooked
 from baechi.torch_support.torch_devices import gpus_of
+from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import change

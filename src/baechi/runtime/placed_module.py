@@ -1,8 +1,23 @@
-"""The placed module: the user's model, run over several devices."""
+"""The placed module: the user's model, run over several devices.
 
+`placed.generate(...)` is the model's own method on the model itself: its properties, its `super()`
+and its other methods are as ever. But while the method runs, in its thread alone, the model's
+`__call__` is the placed module's:
+
+    placed.generate(ids)
+      method of the model        self(...) -> Methods -> placed(...)
+        placed forward           self(...) -> Methods -> the model's own, for a trace
+
+`self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
+"""
+
+import functools
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock, get_ident
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
@@ -16,14 +31,13 @@ from baechi.records.measurement import Measurement
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.cuda_graphs.capture_rules import CudaGraphs
 from baechi.runtime.executable import Executable, move
-from baechi.runtime.placed_methods import Methods
-from baechi.runtime.placement_match import check_places, placed_step, refuse_meta
+from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.module_internals import share_state
 from baechi.torch_support.torch_devices import torch_device
+from baechi.torch_support.torch_internals import CALL, plain_call, share_state
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
@@ -83,7 +97,12 @@ def apply(
     if threads_per_device is not None:
         check_threads(threads_per_device, "threads_per_device")
     places = [torch_device(name) for name in check_row(devices, "devices")]
-    check_places(max(placement.devices, default=0) + 1, places)
+    needed = max(placement.devices, default=0) + 1
+    if len(places) < needed:
+        raise InputError(
+            f"the placement uses {needed} logical devices, but {len(places)} torch devices were "
+            "given; name one for each, the same one several times if they share it."
+        )
     call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
@@ -93,6 +112,84 @@ def apply(
     )
     placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
     return placed
+
+
+_LOCK: Final = Lock()
+
+
+@final
+class Methods:
+    """The methods of a placed model; in threads that run one, the model's call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # By thread the callees of the running methods, innermost last; None: the model's own.
+        self._targets: dict[int, list[Callable[..., Any] | None]] = defaultdict(list)
+        self._before: Callable[..., Any] | None = None  # the call, where it was not the model's own
+
+    def routed(self, value: Any, placed: Callable[..., Any]) -> Any:
+        """An attribute of the model; if it is a method, then one whose calls go to `placed`."""
+        if not (inspect.ismethod(value) and value.__self__ is self._model):
+            return value
+
+        def steps(*args: Any, **kwargs: Any) -> Any:
+            rows = value(*args, **kwargs)
+            while True:  # between two rows the thread is the caller's
+                with self._running(placed):
+                    try:
+                        row = next(rows)
+                    except StopIteration as end:
+                        return end.value
+                yield row
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._running(placed):
+                return value(*args, **kwargs)
+
+        return functools.wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
+
+    @contextmanager
+    def _running(self, target: Callable[..., Any]) -> Iterator[None]:
+        """In this thread the model's calls go to this target inside the block."""
+        slot = vars(self._model)
+        with _LOCK:
+            switch = slot.get(CALL)
+            if not isinstance(switch, Methods):  # else of another placed module of this model
+                self._before, switch = switch, self
+                slot[CALL] = self
+            targets = switch._targets[get_ident()]
+            targets.append(target)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                targets.pop()
+                if not targets:
+                    del switch._targets[get_ident()]
+                if not switch._targets and slot.get(CALL) is switch:
+                    del slot[CALL]
+                    if switch._before is not None:
+                        slot[CALL] = switch._before
+
+    @functools.cached_property
+    def _call(self) -> Callable[..., Any]:
+        # A compiler around the call would not make a step of a placed model of it.
+        return torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call,no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call."""
+        return self._call(*args, **kwargs)
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        targets = self._targets.get(get_ident(), [])
+        target = targets[-1] if targets else None
+        if target is None:
+            return (self._before or plain_call(self._model))(*args, **kwargs)
+        targets.append(None)
+        try:
+            return target(*args, **kwargs)
+        finally:
+            targets.pop()
 
 
 # What Python looks up in a class and not in an object: no attribute can stand for it.
@@ -196,11 +293,7 @@ class PlacedModule(nn.Module):
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
         if len({tensor.device for tensor, _ in self._original_devices}) > 1:
-            for (
-                tensor,
-                device,
-            ) in self._original_devices:  # a model is traced where it came from, in one place
-                move(tensor, device)
+            self._move_back()  # a model is traced where it came from, in one place
         try:
             return self._specialize(model, call, tuple(self._specializations))
         except BaseException:
@@ -239,24 +332,25 @@ class PlacedModule(nn.Module):
     @property
     def graph(self) -> OpGraph:
         """The graph that was placed."""
-        return cast(OpGraph, self._known(self._current.graph, "graph"))
+        return cast(OpGraph, self._known("graph"))
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that it was placed on."""
-        return cast(Cluster, self._known(self._current.cluster, "cluster"))
+        return cast(Cluster, self._known("cluster"))
 
     @property
     def schedule(self) -> Schedule:
         """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
-        self._known(self._current.graph, "graph")
-        self._known(self._current.cluster, "cluster")
+        self._known("graph")
+        self._known("cluster")
         return cast(Schedule, self._current.executable.schedule)
 
-    def _known(self, value: Any, what: str) -> Any:
-        if value is not None:
-            return value
-        raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+    def _known(self, what: str) -> Any:
+        value = getattr(self._current, what)
+        if value is None:
+            raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+        return value
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
         """The placement for people.
@@ -338,9 +432,12 @@ class PlacedModule(nn.Module):
         for special in self._specializations:
             special.executable.close()
         self._closed = True
+        self._move_back()
+        return cast(nn.Module, self.__dict__["_model"])
+
+    def _move_back(self) -> None:
         for tensor, device in self._original_devices:
             move(tensor, device)
-        return cast(nn.Module, self.__dict__["_model"])
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""

@@ -16,7 +16,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.module_internals import global_hooks, hooks_of
+from baechi.torch_support.torch_internals import hooks_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
@@ -139,9 +139,8 @@ class Specializations:
 def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """Equal keys can run the same specialization: the call's own, submodules, modes and hooks."""
     modules = tuple(model.modules())
-    every = [global_hooks(kind) for kind in HOOKS]
-    own = [hooks_of(module, kind) for module in modules for kind in HOOKS]
-    hooks = tuple(tuple(hooks) for hooks in (*every, *own) if hooks)
+    rows = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
+    hooks = tuple(tuple(row) for row in rows if row)
     return (call.key, modules, tuple(module.training for module in modules), hooks)
 
 

@@ -18,7 +18,7 @@ from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step_outputs import OutputFunction, Seeds, Sharing
 from baechi.runtime.autograd.step_state import Step
 from baechi.runtime.executors.executor import Executor
-from baechi.torch_support.autograd_internals import (
+from baechi.torch_support.torch_internals import (
     allow_writes,
     gradient_hooks,
     is_graph_kept,

@@ -23,14 +23,14 @@ import torch
 from torch import fx
 
 from baechi.errors import InputError
-from baechi.torch_support.compiler_internals import (
+from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
+from baechi.torch_support.torch_internals import (
     backend_named,
     inductor_options,
     keeping_graphs,
     records_cuda_graphs,
     refusals,
 )
-from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.op_names import op_name, source_line
 

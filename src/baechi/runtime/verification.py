@@ -26,7 +26,7 @@ from baechi.errors import ExecutionError, InputError
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executable import Executable
-from baechi.torch_support.autograd_internals import gradient_hooks
+from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_operators import operator_name
 from baechi.tracing.lowering import TracedModule

@@ -7,12 +7,11 @@ leaves its account when its last owner lets go of it, autograd included.
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
@@ -157,13 +156,32 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = _storages((args, kwargs))
-        for key, storage in _storages(result).items():
+        given = distinct_storages((args, kwargs))
+        for key, storage in distinct_storages(result).items():
             if key not in given or self._meter.knows(storage):
                 self._meter.hold(self._meter.account, storage)
         return result
 
 
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    leaves = pytree.tree_leaves(values)
-    return distinct_storages(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:
+    """Bytes autograd saves during `call`, counting each storage once and ignoring known ones.
+
+    The trace sees on fake tensors what is saved of the graph's tensors. What a kernel saves
+    besides, such as a recurrent kernel's workspace or the statistics of a normalization, depends on
+    the kernel that the device has; so it is measured where the operator is.
+
+    Args:
+        call: Runs the operator and returns its results.
+        known: Its inputs, parameters and buffers; their storages and those of its results are
+            tensors of the graph or state, and not counted.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return kept[-1]  # a result itself would hold its graph, and that its result, for ever
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        result = call()
+    own = distinct_storages([*known, result])
+    return sum(row.nbytes() for key, row in distinct_storages(kept).items() if key not in own)

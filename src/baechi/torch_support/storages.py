@@ -9,10 +9,11 @@ device that gets them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -106,8 +107,9 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages that some tensors lie in, each once, by key."""
+def distinct_storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of the tensors among nested values, each once, by key."""
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {key_of(part): part for tensor in tensors for part in storages(tensor)}
 
 

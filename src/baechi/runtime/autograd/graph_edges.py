@@ -8,7 +8,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from baechi.torch_support.autograd_internals import delayed_error, set_version, version_of
+from baechi.torch_support.torch_internals import delayed_error, set_version, version_of
 
 
 def cut_off(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

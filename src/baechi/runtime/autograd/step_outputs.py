@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from baechi.torch_support.autograd_internals import backward_id
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.torch_internals import backward_id
 from baechi.tracing.lowering import TracedModule
 
 

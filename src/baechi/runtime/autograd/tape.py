@@ -33,9 +33,7 @@ from baechi.runtime.autograd.recompute import Recomputation, dropped
 from baechi.runtime.autograd.step_state import Edges, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.autograd_internals import gradients
-from baechi.torch_support.compiler_internals import keeping_graphs
-from baechi.torch_support.saved_tensors import TapeEnd
+from baechi.torch_support.torch_internals import TapeEnd, gradients, keeping_graphs
 
 
 @final

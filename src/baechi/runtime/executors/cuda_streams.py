@@ -41,9 +41,9 @@ from baechi.runtime.cuda_graphs.replay import Graphs
 from baechi.runtime.executors.copy_buffers import CopyBuffers, move
 from baechi.runtime.executors.cpu_workers import freed_after, last_of, last_reads, let_go
 from baechi.runtime.executors.stream_sync import HeldStorages, StreamBarriers
-from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
+from baechi.torch_support.torch_internals import copy_each
 
 Event = tuple[int, int, int]  # phase, lane, position
 Streams = Sequence[torch.cuda.Stream | None]
