@@ -3,6 +3,7 @@ import io
 import itertools
 import json
 import re
+from functools import partial
 from html.parser import HTMLParser
 from importlib.util import find_spec
 
@@ -28,18 +29,18 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.problem.memory_profile import peak_holdings
-from baechi.reporting import (
-    device_facts,
-    memory_profile,
-    text_report,
-    trace_events,
-    write_html,
-    write_trace,
-)
+from baechi.problem.memory_profile import memory_profile, peak_holdings
+from baechi.reporting import text_report, write_html, write_trace
 from baechi.reporting.facts import Plan
-from baechi.reporting.figures import COLORS, color, graph_figure, time_figure
-from baechi.reporting.graph_layout import lay_out, sections
+from baechi.reporting.figures import (
+    COLORS,
+    color,
+    graph_figure,
+    lay_out,
+    sections,
+    time_figure,
+)
+from baechi.reporting.perfetto import trace_events
 from baechi.traced.operators import Attempt, TracedOp
 from baechi.traced.traced_model import Traced
 
@@ -124,13 +125,12 @@ def test_the_highest_step_of_memory_is_the_peak_of_the_clock(plan):
 @given(plans())
 def test_device_facts_add_up(plan):
     graph, cluster, placement, schedule = plan
-    facts = device_facts(graph, cluster, schedule)
+    facts = Plan(*plan).devices
     assert sum(fact.ops for fact in facts) == len(graph.ops)
     moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
     assert sum(fact.sent_bytes for fact in facts) == moved
     assert sum(fact.received_bytes for fact in facts) == moved
     assert all(0 <= fact.busy_share <= 1 for fact in facts)
-    assert sum(f.persistent_bytes for f in facts) == sum(o.persistent_bytes for o in graph.ops)
     assert [fact.ops for fact in facts] == [
         placement.devices.count(device) for device in range(len(cluster.devices))
     ]
@@ -140,7 +140,7 @@ def test_device_facts_add_up(plan):
 @given(plans())
 def test_every_plan_can_be_drawn_and_told(plan):
     str(text_report(*plan))
-    trace_events(*plan)
+    trace_events(Plan(*plan))
     graph_figure(Plan(*plan))
     time_figure(Plan(*plan))
 
@@ -244,7 +244,7 @@ def test_a_placement_that_does_not_fit_is_called_so():
         ),
     ],
 )
-@pytest.mark.parametrize("function", [text_report, trace_events])
+@pytest.mark.parametrize("function", [text_report, partial(write_trace, "trace.json")])
 def test_values_that_do_not_belong_together_are_refused(function, changes, said):
     parts = [changes.get(index, part) for index, part in enumerate(PARTS)]
     with pytest.raises(InputError, match=said):
@@ -389,7 +389,7 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
     write_trace(path, *PARTS, traced=TRACED)
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
-    assert events == trace_events(*PARTS, traced=TRACED)
+    assert events == trace_events(Plan(*PARTS, TRACED))
     names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
     assert names["process_name", 1, 0] == {"name": "cpu:0"}
     assert names["process_name", 2, 0] == {"name": "cpu:1"}
@@ -415,7 +415,7 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
 @given(plans())
 def test_slices_of_one_thread_never_overlap(plan):
     threads = {}
-    for event in trace_events(*plan):
+    for event in trace_events(Plan(*plan)):
         if event["ph"] == "X":
             ends = (event["ts"], event["ts"] + event["dur"])
             threads.setdefault((event["pid"], event["tid"]), []).append(ends)

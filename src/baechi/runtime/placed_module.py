@@ -153,10 +153,11 @@ class Methods:
         """In this thread the model's calls go to this target inside the block."""
         slot = vars(self._model)
         with _LOCK:
-            switch = slot.get(CALL)
-            if not isinstance(switch, Methods):  # else of another placed module of this model
-                self._before, switch = switch, self
-                slot[CALL] = self
+            call = slot.get(CALL)
+            switch = call if isinstance(call, Methods) else self  # another's, of the same model
+            if switch is not call:
+                switch._before = call
+                slot[CALL] = switch
             targets = switch._targets[get_ident()]
             targets.append(target)
         try:

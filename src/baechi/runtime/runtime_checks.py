@@ -136,10 +136,10 @@ class StateGuard:
                     "would run without it. Write into the tensor that is there (load_state_dict "
                     "does), or call model = placed.unplace(), change the model, and place it again."
                 )
-            if dtype is not None and value.dtype is not dtype:
+            if dtype is not None and holder[key].dtype is not dtype:
                 raise ExecutionError(
                     f"{name!r} of {self._model} was {dtype} when the model was placed, and is "
-                    f"{value.dtype}: .half(), .double() or .to() cast it. Call model = "
+                    f"{holder[key].dtype}: .half(), .double() or .to() cast it. Call model = "
                     "placed.unplace(), cast the model, and place it again."
                 )
 
