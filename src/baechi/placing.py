@@ -219,7 +219,7 @@ class _Maker:
         if self.progress:
             say(_outlook(placed.schedule, self.cluster, placement))
         if unsplit is not None:
-            verify(unsplit, special.executable, traced.module, call)
+            verify(unsplit, special.executable, call)
         return special
 
     def _solved(

@@ -23,14 +23,8 @@ from baechi.units import format_bytes, format_ns
 # Okabe and Ito, "Color Universal Design" (2008): distinct to color-blind readers. Their black and
 # yellow vanish on a dark or a light page; wine (from Paul Tol's palettes) and gray replace them.
 COLORS: Final = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#882255",
-    "#8A8A8A",
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#D55E00", "#882255", "#8A8A8A"),
 )
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 _DASHES: Final = ("solid", "dot", "dashdot", "longdashdot")  # "dash" is a limit's
@@ -257,18 +251,15 @@ def _add_bars(
 
 
 def _draw_memory(figure: Any, plan: Plan) -> None:
-    profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
+    devices = plan.cluster.devices
+    limits = [device.memory_bytes for device in devices]
     most = max(plan.schedule.peak_bytes)
-    drawn = [
-        device
-        for device, row in enumerate(plan.cluster.devices)
-        if row.memory_bytes <= _FAR * most or not most
-    ]
-    top = max(most, *(plan.cluster.devices[device].memory_bytes for device in drawn), 0)
+    drawn = [i for i, limit in enumerate(limits) if limit <= _FAR * most or not most]
+    top = max(most, *(limits[device] for device in drawn), 0)
     unit, scale = next((row for row in _SIZES if top >= row[1]), ("bytes", 1))
-    _, time_scale = _time_unit(plan)
-    for device, (target, steps) in enumerate(zip(plan.cluster.devices, profiles, strict=True)):
-        name = escape(target.name)
+    time_scale = _time_unit(plan)[1]
+    for device, steps in enumerate(memory_profile(plan.graph, plan.cluster, plan.schedule)):
+        name = escape(devices[device].name)
         figure.add_scatter(
             x=[time_ns / time_scale for time_ns, _ in steps],
             y=[nbytes / scale for _, nbytes in steps],
@@ -281,30 +272,23 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
             row=2,
             col=1,
         )
-    _draw_limits(figure, plan, scale, drawn)
-    title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
-    figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)
-
-
-def _draw_limits(figure: Any, plan: Plan, scale: int, drawn: list[int]) -> None:
-    """A dashed line for each of these devices, or one gray line where all limits are equal."""
-    limits = [device.memory_bytes for device in plan.cluster.devices]
+    # A dashed line for each limit, or one gray line where all are equal.
     one = len(set(limits)) == 1
     for device in drawn[:1] if one else drawn:
-        limit = limits[device]
-        name = escape(plan.cluster.devices[device].name)
-        label = "limit of every device" if one else f"limit of {name}"
+        label = "limit of every device" if one else f"limit of {escape(devices[device].name)}"
         figure.add_scatter(
-            x=[0, plan.schedule.makespan_ns / _time_unit(plan)[1]],
-            y=[limit / scale] * 2,
+            x=[0, plan.schedule.makespan_ns / time_scale],
+            y=[limits[device] / scale] * 2,
             mode="lines",
             line={"color": COLORS[-1] if one else color(device), "width": 1.4, "dash": "dash"},
             name=label,
-            hovertext=f"{label}: {format_bytes(limit)}",
+            hovertext=f"{label}: {format_bytes(limits[device])}",
             hoverinfo="text",
             row=2,
             col=1,
         )
+    title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
+    figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)
 
 
 def _time_unit(plan: Plan) -> tuple[str, int]:

@@ -50,12 +50,8 @@ def trace_events(plan: Plan) -> list[Event]:
     transfers = plan.schedule.transfers
     sends = _lanes(transfers, [transfer.src for transfer in transfers])
     receives = _lanes(transfers, [transfer.dst for transfer in transfers])
-    return [
-        *_names(plan, sends, receives),
-        *_ops(plan),
-        *_transfers(plan, sends, receives),
-        *_counters(plan),
-    ]
+    moves = _transfers(plan, sends, receives)
+    return [*_names(plan, sends, receives), *_ops(plan), *moves, *_counters(plan)]
 
 
 def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
@@ -75,13 +71,12 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
 def _ops(plan: Plan) -> Iterator[Event]:
     for span in plan.schedule.spans:
         op = plan.graph.ops[span.op]
-        details = {"op": span.op, "persistent_bytes": op.persistent_bytes}
+        details: Event = {"op": span.op, "persistent_bytes": op.persistent_bytes}
         details["workspace_bytes"] = op.workspace_bytes
-        source = {"source": plan.sources[span.op]} if plan.sources[span.op] else {}
-        yield {
-            **_slice(op.name, "compute", span.device, _COMPUTE, (span.start_ns, span.end_ns)),
-            "args": {**details, **source},
-        }
+        if plan.sources[span.op]:
+            details["source"] = plan.sources[span.op]
+        ends = (span.start_ns, span.end_ns)
+        yield {**_slice(op.name, "compute", span.device, _COMPUTE, ends), "args": details}
 
 
 def _transfers(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:

@@ -206,23 +206,15 @@ def _figure(figure: Any, name: str) -> str:
 def _devices(plan: Plan) -> str:
     peaks = peak_holdings(plan.graph, plan.cluster, plan.schedule)
     rows = []
-    for device, facts in enumerate(plan.devices):
-        time_ns, held = peaks[device]
+    for device, (facts, (time_ns, held)) in enumerate(zip(plan.devices, peaks, strict=True)):
         largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
         contents = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         key = f'<span class="key" style="background:{color(device)}"></span>'
-        rows.append(
-            [
-                _Html(key + escape(facts.name)),
-                str(facts.ops),
-                _Html(_bar(facts.busy_share, device)),
-                _Html(_bar(facts.peak_share, device)),
-                f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}",
-                f"{contents} (at {format_ns(time_ns)})" if contents else "",
-                format_bytes(facts.received_bytes),
-                format_bytes(facts.sent_bytes),
-            ]
-        )
+        row = [_Html(key + escape(facts.name)), str(facts.ops)]
+        row += [_Html(_bar(facts.busy_share, device)), _Html(_bar(facts.peak_share, device))]
+        row.append(f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}")
+        row.append(f"{contents} (at {format_ns(time_ns)})" if contents else "")
+        rows.append([*row, format_bytes(facts.received_bytes), format_bytes(facts.sent_bytes)])
     header = ["device", ">ops", "computes", "memory at its peak", ">bytes", "of which"]
     return _table([*header, ">received", ">sent"], rows)
 

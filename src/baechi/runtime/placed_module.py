@@ -11,12 +11,12 @@ and its other methods are as ever. But while the method runs, in its thread alon
 `self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
 """
 
-import functools
 import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial, wraps
 from threading import Lock, get_ident
 from typing import Any, Final, NoReturn, cast, final
 
@@ -103,14 +103,15 @@ def apply(
             f"the placement uses {needed} logical devices, but {len(places)} torch devices were "
             "given; name one for each, the same one several times if they share it."
         )
-    call: Call = traced.module.call
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
     plan = None if graph is None or cluster is None else (graph, cluster)
     executable = Executable(
         traced, step, placement, places, threads_per_device, options, cuda_graphs, plan
     )
-    placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
+    special = Specialization(traced, placement, graph, cluster, executable)
+    placed._specializations.add(call_key(traced.module.model, traced.module.call), special)
+    placed._latest = special
     return placed
 
 
@@ -146,7 +147,7 @@ class Methods:
             with self._running(placed):
                 return value(*args, **kwargs)
 
-        return functools.wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
+        return wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
 
     @contextmanager
     def _running(self, target: Callable[..., Any]) -> Iterator[None]:
@@ -172,7 +173,7 @@ class Methods:
                     if switch._before is not None:
                         slot[CALL] = switch._before
 
-    @functools.cached_property
+    @cached_property
     def _call(self) -> Callable[..., Any]:
         # A compiler around the call would not make a step of a placed model of it.
         return torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call,no-any-return]
@@ -275,18 +276,10 @@ class PlacedModule(nn.Module):
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
-            special = self._specializations.find(key, call)
-            if special is None:
-                special = self._make(model, call, key)
-                self._specializations.add(key, special)
+            special = self._specializations.find(key, call) or self._make(model, call, key)
             self._latest = special
             special.executable.settle()
             return special
-
-    def _adopt(self, call: Call, special: Specialization) -> None:
-        """Use a specialization that `apply` made for its shape of call."""
-        self._specializations.add(call_key(self.__dict__["_model"], call), special)
-        self._latest = special
 
     def _make(self, model: nn.Module, call: Call, key: Any) -> Specialization:
         if self._specialize is None:
@@ -296,11 +289,13 @@ class PlacedModule(nn.Module):
         if len({tensor.device for tensor, _ in self._original_devices}) > 1:
             self._move_back()  # a model is traced where it came from, in one place
         try:
-            return self._specialize(model, call, tuple(self._specializations))
+            special = self._specialize(model, call, tuple(self._specializations))
         except BaseException:
             if self._latest is not None:
                 self._latest.executable.settle()
             raise
+        self._specializations.add(key, special)
+        return special
 
     @property
     def _current(self) -> Specialization:
@@ -395,15 +390,11 @@ class PlacedModule(nn.Module):
         """
         self._check_open()
         special = self._current
+        executable, call = special.executable, special.traced.module.call
         loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
-        measured = measure_steps(
-            special.executable,
-            self.__dict__["_model"],
-            special.traced.module.call,
-            special.placement.devices[loss] if special.executable.training else 0,
-            lambda: self.metered(optimizer),
-            steps,
-        )
+        device = special.placement.devices[loss] if executable.training else 0
+        model, metered = self.__dict__["_model"], partial(self.metered, optimizer)
+        measured = measure_steps(executable, model, call, device, metered, steps)
         if special.graph is not None and not (optimizer is not None and optimizer.state):
             n = len(measured.peak_bytes)
             absent = planned_state_bytes(special.traced, special.graph, special.placement, n)

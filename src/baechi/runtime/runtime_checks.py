@@ -24,12 +24,7 @@ from baechi.tracing.subgraph import opaque_leaves
 
 
 def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> StepStructure:
-    """The structure of the step that was placed.
-
-    Args:
-        traced: The model.
-        placement: Of it.
-        graph: The placed graph, where known.
+    """The structure of the step that was placed: of the placed graph, where that is known.
 
     Raises:
         InputError: It is of another graph, parts a group, or is in no topological order.
@@ -84,11 +79,8 @@ def refuse_meta(model: nn.Module) -> None:
 class StateGuard:
     """The objects that the model held under the names that its graph reads, and on the way there.
 
-    Of submodules that stay whole these are the parameters; they replace buffers as they like.
-
-    Args:
-        model: The user's model.
-        graph: Its trace, as the submodule `model`.
+    Of submodules that stay whole these are the parameters; they replace buffers as they like. The
+    graph has the model as its submodule `model`.
     """
 
     def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
@@ -150,18 +142,13 @@ class SharingGuard:
 
     A trace with one tensor for two arguments does not distinguish them, and one that writes into an
     argument covers only the readers that shared its memory then.
-
-    Args:
-        module: The traced model.
     """
 
     def __init__(self, module: TracedModule) -> None:
         tensors = module.call.tensors
-        first: dict[int, int] = {}
-        for i, tensor in enumerate(tensors):
-            first.setdefault(id(tensor), i)
+        last = {id(tensor): i for i, tensor in enumerate(tensors)}
         # (i, j): the argument i is the very tensor that j is.
-        self._one = [(i, first[id(t)]) for i, t in enumerate(tensors) if first[id(t)] != i]
+        self._one = [(i, last[id(t)]) for i, t in enumerate(tensors) if last[id(t)] != i]
         facts = module.facts.nodes
         given = [facts[n].values for n in module.graph_module.graph.find_nodes(op="placeholder")]
         storages = [{value.storage for value in values} for values in given]
@@ -178,11 +165,8 @@ class SharingGuard:
         """True if identical arguments still are, and written memory is not newly shared."""
         if any(tensors[i] is not tensors[j] for i, j in self._one):
             return False
-        return not any(_share(tensors[i], tensors[j]) for i, j in self._apart)
-
-
-def _share(one: torch.Tensor, two: torch.Tensor) -> bool:
-    dense = one.layout is two.layout is torch.strided
-    if not (dense and one.numel() and two.numel()):
-        return False
-    return one.untyped_storage().data_ptr() == two.untyped_storage().data_ptr()
+        memory = [
+            t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None
+            for t in (tensors if self._apart else ())
+        ]
+        return not any(memory[i] == memory[j] is not None for i, j in self._apart)

@@ -28,15 +28,7 @@ from baechi.tracing.partition import attribute
 @final
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A placed model for one shape of call.
-
-    Attributes:
-        traced: The traced model.
-        placement: Where it went.
-        graph: The placed graph, where known.
-        cluster: On what, where known.
-        executable: The executable of its calls.
-    """
+    """A placed model for one shape of call; graph and cluster are None where `apply` got none."""
 
     traced: Traced
     placement: Placement
@@ -60,13 +52,10 @@ class Specialization:
         for op, device in zip(self.traced.ops, self.placement.devices, strict=False):
             for name in op.parameters:
                 tensor = named[name] if name in named else attribute(constants, name)
-                meter.hold(device, tensor)
-                if tensor.grad is not None:
-                    meter.hold(device, tensor.grad)
-                if optimizer is not None:
-                    for value in optimizer.state.get(tensor, {}).values():
-                        if isinstance(value, torch.Tensor):
-                            meter.hold(device, value)
+                state = {} if optimizer is None else optimizer.state.get(tensor, {})
+                for value in (tensor, tensor.grad, *state.values()):
+                    if isinstance(value, torch.Tensor):
+                        meter.hold(device, value)
 
 
 @final
@@ -162,8 +151,7 @@ class CallLock:
         """Run the block when no thread plans."""
         me = get_ident()
         with self._changed:
-            while self._planner not in (None, me):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._planner in (None, me))
             self._calls[me] += 1
         try:
             yield
@@ -179,8 +167,7 @@ class CallLock:
         """Run the block when no other thread calls or plans."""
         me = get_ident()
         with self._changed:
-            while self._planner is not None or self._calls.keys() - {me}:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._planner is None and not self._calls.keys() - {me})
             self._planner = me
         try:
             yield

@@ -49,12 +49,7 @@ _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
 @final
 @dataclass(frozen=True)
 class CompileOptions:
-    """The compiler of a graph.
-
-    Attributes:
-        backend: A name that torch knows, or a function of a graph and its example inputs.
-        keywords: Its further arguments.
-    """
+    """The compiler of a graph: a name that torch knows, or a function; and its keywords."""
 
     backend: Any
     keywords: dict[str, Any]
@@ -95,7 +90,7 @@ def compile_options(
         )
     try:
         with _quiet():
-            torch.compile(_nothing, **options)
+            torch.compile(lambda x: x, **options)  # to try the options; it is never called
     except Exception as error:
         raise InputError(f"torch.compile refuses {options}: {_first_line(error)}") from error
     backend, mode = options.get("backend", "inductor"), options.get("mode")
@@ -117,18 +112,12 @@ def compile_options(
     return CompileOptions(backend, {key: value for key, value in given.items() if value})
 
 
-def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """A function to try options on; it is never called."""
-    return x
-
-
 @final
 class CompiledTape:
     """A tape's function, compiled when it is first called in a mode.
 
     Attributes:
         reason: Why it runs as generated instead; None if it does not.
-        generated: The function as generated.
 
     Args:
         generated: The function as generated, of a list that it empties.
@@ -221,10 +210,6 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def compiling(threads: int | None) -> Iterator[None]:
-    """The context of a mode's first step.
-
-    Args:
-        threads: torch threads of a worker, for which to compile; None for the present number.
-    """
+    """The context of a mode's first step; compiles for workers of so many torch threads."""
     with _LOCK, _quiet(), torch_threads(threads or torch.get_num_threads()):
         yield

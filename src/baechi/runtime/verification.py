@@ -15,7 +15,7 @@ operator that draws starts from a seed of its own.
 import copy
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, NamedTuple, final
 
@@ -29,7 +29,6 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_operators import operator_name
-from baechi.tracing.lowering import TracedModule
 from baechi.tracing.op_names import op_name, source_line
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
@@ -44,7 +43,6 @@ _WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 # A node, a leaf of its value, and whether it is the gradient of that leaf.
 _Key = tuple[fx.Node, int, bool]
-_Values = dict[_Key, torch.Tensor]
 _Note = Callable[[_Key, torch.Tensor], None]
 
 # Outputs, gradients and buffers of a step by name, in this order.
@@ -70,14 +68,7 @@ class Unsplit:
         return value.to(home)
 
 
-def verify(
-    unsplit: Unsplit,
-    executable: Executable,
-    module: TracedModule,
-    call: Call,
-    *,
-    every: bool = False,
-) -> None:
+def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool = False) -> None:
     """Compare a step of the placed model with one of the unsplit model.
 
     Gradients, buffers and the random state stay as they were.
@@ -85,7 +76,6 @@ def verify(
     Args:
         unsplit: The model as it was before it was placed.
         executable: The executable of the placed one; has a backward if it was placed for training.
-        module: The traced model.
         call: The step's arguments; they are copied.
         every: Compare every operator, also where the step is the same.
 
@@ -94,14 +84,14 @@ def verify(
         InputError: The model draws random numbers, and its devices draw others than its present
             one.
     """
-    told = module.gradients
+    told = executable.module.gradients
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(executable.training if told is None else told),
         torch.random.fork_rng(gpus),
     ):
-        _Verification(unsplit, executable, module, call).run(every)
+        _Verification(unsplit, executable, call).run(every)
 
 
 class _Difference(NamedTuple):
@@ -115,9 +105,8 @@ class _Difference(NamedTuple):
 class _Verification:
     """The state of one verification."""
 
-    def __init__(
-        self, unsplit: Unsplit, executable: Executable, module: TracedModule, call: Call
-    ) -> None:
+    def __init__(self, unsplit: Unsplit, executable: Executable, call: Call) -> None:
+        module = executable.module
         self._unsplit = unsplit
         self._executable = executable
         self._module = module
@@ -132,6 +121,8 @@ class _Verification:
         own = [n for row in module.nodes for n in row if n.op not in ("placeholder", "get_attr")]
         self._operators = {n.name: n for n in sorted(own, key=self._rank.__getitem__)}
         self._draws = [name for name, n in self._operators.items() if self._facts[n].random]
+        self._seeds: dict[str, int] = {}  # of operators that draw, where their order differs
+        self._values: dict[_Key, torch.Tensor] = {}  # of the unsplit run, operator by operator
 
     def run(self, every: bool) -> None:
         """Compare, and name what differs."""
@@ -147,36 +138,36 @@ class _Verification:
                 rows.update(before)
 
     def _compare(self, every: bool) -> None:
-        expected = self._step(self._eager, self._unsplit.model)
-        text, seed = "", None
+        expected = self._step(self._eager)
+        text = ""
         if self._draws and self._is_drawn_elsewhere():
-            untrue = _difference(expected, self._step(self._traced({}, None), self._unsplit.model))
+            untrue = _difference(expected, self._step(self._traced()))
             if untrue:
                 raise self._untrue(untrue)
-            seed = self._seed
+            draws = enumerate(self._draws)
+            self._seeds = {name: (self._seed + i) % 2**63 for i, name in draws}
         else:
-            text = _difference(expected, self._step(self._executable, self._model))
+            text = _difference(expected, self._step(self._executable))
             if not text and not every:
                 return
-        values: _Values = {}
-        alone = self._step(self._traced(values, seed), self._unsplit.model)
+        alone = self._step(self._traced())
         found: list[_Difference] = []
-        with self._executable.running(lambda bound: self._compared(bound, values, found, seed)):
-            placed = self._step(self._executable, self._model)
-        first = self._first(found, values, alone, placed)
+        with self._executable.running(lambda bound: self._compared(bound, found)):
+            placed = self._step(self._executable)
+        first = self._first(found, alone, placed)
         text = text or _difference(alone, placed)
         if first is None and not text:
             return
-        parted: list[_Difference] = []
-        again = self._step(self._traced(values, seed, parted), self._unsplit.model)
-        unstable = self._first(parted, values, alone, again)
+        found = []
+        again = self._step(self._traced(found))
+        unstable = self._first(found, alone, again)
         if unstable is not None and (first is None or unstable.rank <= first.rank):
             raise ExecutionError(
                 f"the placed {self._name} differs from the unsplit one ({text}), and the unsplit "
                 f"one differs from itself: {unstable.text} the second time. Its result depends on "
                 "more than its inputs; verify it with a fixed seed and without such state."
             )
-        untrue = "" if seed is not None else _difference(expected, alone)
+        untrue = "" if self._seeds else _difference(expected, alone)
         raise self._untrue(untrue) if first is None and untrue else self._differs(first, text)
 
     def _is_drawn_elsewhere(self) -> bool:
@@ -222,7 +213,8 @@ class _Verification:
 
     # Steps.
 
-    def _step(self, forward: Callable[[Call], Any], owner: nn.Module) -> _Outcome:
+    def _step(self, forward: Callable[[Call], Any]) -> _Outcome:
+        owner = self._model if forward is self._executable else self._unsplit.model
         self._put_back()
         torch.manual_seed(self._seed)
         call = replace(self._call, tensors=tuple(map(_copy, self._call.tensors)))
@@ -249,88 +241,73 @@ class _Verification:
         args, kwargs = call.structure.fill(call.tensors)
         return self._unsplit.model(*args, **kwargs)
 
-    def _traced(
-        self, values: _Values, seed: int | None, found: list[_Difference] | None = None
-    ) -> Callable[[Call], Any]:
+    def _traced(self, found: list[_Difference] | None = None) -> Callable[[Call], Any]:
         """The trace, with the copy's state; notes values, or `found` gets how they differ now."""
         written = {storage for fact in self._facts.values() for storage in fact.writes}
 
         def keep(key: _Key, tensor: torch.Tensor) -> None:
             node, leaf, is_gradient = key
             own = not is_gradient and self._facts[node].values[leaf].storage in written
-            values[key] = tensor.detach().clone() if own else tensor.detach()
+            self._values[key] = tensor.detach().clone() if own else tensor.detach()
 
-        note = keep if found is None else self._comparing(values, found, "")
+        note = keep if found is None else self._comparing(found, "")
 
         def forward(call: Call) -> Any:
             module = self._module.graph_module
-            runner = _Runner(module, self._operators, note, self._seeds(seed), self._unsplit.twin)
+            runner = _Runner(module, self._operators, note, self._seeds, self._unsplit.twin)
             returned = runner.run(*call.tensors, enable_io_processing=False)
             result, _ = self._module.returned.fill(list(returned), call.objects)
             return result
 
         return forward
 
-    def _compared(
-        self, bound: Bound, values: _Values, found: list[_Difference], seed: int | None
-    ) -> Bound:
+    def _compared(self, bound: Bound, found: list[_Difference]) -> Bound:
         """The placed model's code, where each operator is compared as it runs."""
 
         def compared(tape: TapeCode) -> TapeCode:
             module: fx.GraphModule = tape.function.__self__  # type: ignore[attr-defined]
-            note = self._comparing(values, found, f" on logical device {tape.device}")
-            seeds = self._seeds(seed)
+            note = self._comparing(found, f" on logical device {tape.device}")
 
             def function(arguments: list[Any]) -> tuple[Any, ...]:
-                runner = _Runner(module, self._operators, note, seeds)
+                runner = _Runner(module, self._operators, note, self._seeds)
                 return tuple(runner.run(arguments, enable_io_processing=False))
 
             return replace(tape, function=function)
 
         return replace(bound, tapes=tuple(map(compared, bound.tapes)))
 
-    def _seeds(self, seed: int | None) -> dict[str, int]:
-        if seed is None:
-            return {}
-        return {name: (seed + i) % 2**63 for i, name in enumerate(self._draws)}
-
     # Comparisons.
 
-    def _comparing(self, values: _Values, found: list[_Difference], where: str) -> "_Note":
+    def _comparing(self, found: list[_Difference], where: str) -> _Note:
         def compare(key: _Key, tensor: torch.Tensor) -> None:
             node, _, is_gradient = key
             called = operator_name(node) if node.op == "call_function" else ""
-            if key not in values or (called.startswith(_UNWRITTEN) and not is_gradient):
+            if key not in self._values or (called.startswith(_UNWRITTEN) and not is_gradient):
                 return
-            text = _distance(values[key], tensor)
+            text = _distance(self._values[key], tensor)
             if text and is_gradient:
-                readers = self._readers(node, values)
                 what = f"the gradient of {op_name(node)}{where}"
-                found.append(self._backward(readers, node, what, text))
+                found.append(self._backward(self._readers(node), node, what, text))
             elif text:
                 found.append(_Difference((0, self._rank[node]), f"{_named(node)}{where}: {text}"))
 
         return compare
 
     def _first(
-        self, found: Sequence[_Difference], values: _Values, one: _Outcome, two: _Outcome
+        self, found: list[_Difference], expected: _Outcome, actual: _Outcome
     ) -> _Difference | None:
         """The first difference, those of the gradients of parameters and arguments included."""
-        rows = [*found, *self._between_leaves(values, one, two)]
-        return min(rows, key=lambda row: row.rank, default=None)
-
-    def _between_leaves(
-        self, values: _Values, expected: _Outcome, actual: _Outcome
-    ) -> Iterator[_Difference]:
+        rows = list(found)
         for name, nodes in self._leaves().items():
             what = f"the gradient of {name}"
             one, two = expected.get(what), actual.get(what)
             text = "" if one is None or two is None else _distance(one, two)
             if text and nodes:
                 # A submodule that stays whole computes the gradients of its own parameters.
-                rows = [[n] if n.op == "call_module" else self._readers(n, values) for n in nodes]
-                readers = sorted({n for row in rows for n in row}, key=self._rank.__getitem__)
-                yield self._backward(readers, nodes[0], what, text)
+                pairs = ([n] if n.op == "call_module" else self._readers(n) for n in nodes)
+                readers = sorted({n for pair in pairs for n in pair}, key=self._rank.__getitem__)
+                rows.append(self._backward(readers, nodes[0], what, text))
+        return min(rows, key=lambda row: row.rank, default=None)
 
     def _leaves(self) -> dict[str, list[fx.Node]]:
         """The nodes of each argument and parameter; of some parameters the submodule with them."""
@@ -347,14 +324,14 @@ class _Verification:
         given = {f"argument {name}": [node] for name, node in names}
         return given | {name: nodes[p] for name, p in self._model.named_parameters()}
 
-    def _readers(self, node: fx.Node, values: _Values) -> list[fx.Node]:
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
         """The operators whose backwards compute the gradient of a node's value."""
 
         def passes_on(row: fx.Node) -> bool:  # a dropout that drops nothing has no backward
             facts = self._facts.get(row)
             if facts is None or facts.writes or not any(v.requires_grad for v in facts.values):
                 return False
-            return not any((row, leaf, True) in values for leaf in range(len(facts.values)))
+            return not any((row, leaf, True) in self._values for leaf in range(len(facts.values)))
 
         rows = list(node.users)
         for row in rows:  # which grows

@@ -8,7 +8,7 @@ leaves its account when its last owner lets go of it, autograd included.
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
@@ -56,18 +56,23 @@ class Meter:
         In a thread that did not enter `counting` itself, the latest that another did: autograd
         runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
         """
-        account: int = getattr(self._thread, "account", self._latest)
-        return account
+        return int(getattr(self._thread, "account", self._latest))
 
     @contextmanager
     def counting(self, account: int) -> Iterator[None]:
-        """Count what this thread makes, inside the block, for `account`."""
-        self._thread.account = self._latest = account
+        """Count what this thread makes, inside the block, for `account`, and for no other."""
+        before = getattr(self._thread, "account", None)
+        self._thread.account = account
+        if before is None:
+            self._latest = account
         try:
-            with _Counting(self):
+            with _Counting(self) if before is None else nullcontext():
                 yield
         finally:
-            del self._thread.account
+            if before is None:
+                del self._thread.account
+            else:
+                self._thread.account = before
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """True if the storage is counted."""
@@ -79,18 +84,15 @@ class Meter:
             for part in storages(what):
                 self.hold(account, part)
             return
-        storage = what
-        key = key_of(storage)
-        nbytes = storage.nbytes()
+        key, nbytes = key_of(what), what.nbytes()
         with self._lock:
-            owner, counted = self._known.get(key, (account, 0))
             new = key not in self._known
-            if not new and nbytes == counted:
-                return
+            owner, counted = self._known.get(key, (account, 0))
             self._known[key] = (owner, nbytes)
-            self._charge(owner, nbytes - counted)
+            self._live[owner] += nbytes - counted
+            self._peak[owner] = max(self._peak[owner], self._live[owner])
         if new:
-            weakref.finalize(storage, self._release, key)
+            weakref.finalize(what, self._release, key)
 
     def sent(self, tensor: torch.Tensor) -> None:
         """Count what crosses between devices of a tensor: each byte that it shows once."""
@@ -106,34 +108,13 @@ class Meter:
         a copy of each byte that it shows, without the rest of what it is a view of, and so does a
         metered step.
 
-        Args:
-            account: The account to charge.
-            tensor: The tensor to copy.
-            moved: Whether it comes from another logical device, and not from the caller.
+        `moved` says that it comes from another logical device, and not from the caller.
         """
         if moved:
             self.sent(tensor)
         part = once(tensor)
-        with torch.no_grad(), self.charged_to(account):
+        with torch.no_grad(), self.counting(account):
             return laid_out(part.clone(), part, tensor)
-
-    @contextmanager
-    def charged_to(self, account: int) -> Iterator[None]:
-        """Count what this thread makes, inside the block, for `account` instead of its own."""
-        before = getattr(self._thread, "account", None)
-        if before is None:
-            with self.counting(account):
-                yield
-            return
-        self._thread.account = account
-        try:
-            yield
-        finally:
-            self._thread.account = before
-
-    def _charge(self, account: int, nbytes: int) -> None:
-        self._live[account] += nbytes
-        self._peak[account] = max(self._peak[account], self._live[account])
 
     def _release(self, key: int) -> None:
         with self._lock:

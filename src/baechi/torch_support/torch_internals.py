@@ -34,11 +34,7 @@ def gradients(
         keep: Whether to leave the graph for another backward.
     """
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
-        tuple(outputs),
-        tuple(seeds),
-        keep,
-        False,
-        tuple(inputs),
+        *(tuple(outputs), tuple(seeds), keep, False, tuple(inputs)),
         allow_unreachable=True,
         accumulate_grad=False,
     )
@@ -127,8 +123,7 @@ def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:
 
 
 def _saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """The innermost pair (pack, unpack)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # the innermost pack, unpack
 
 
 def is_hooked() -> bool:
@@ -231,10 +226,8 @@ def records_cuda_graphs() -> bool:
 def keeping_graphs(**settings: bool) -> AbstractContextManager[Any]:
     """The context to compile a function, or run its backward, whose graph may be used twice.
 
-    Buffers that a backward writes over would rule a second one (`retain_graph=True`) out.
-
-    Args:
-        settings: More settings of AOTAutograd.
+    Buffers that a backward writes over would rule a second one (`retain_graph=True`) out. The
+    settings are more of AOTAutograd's.
     """
     from torch._functorch import config
 
