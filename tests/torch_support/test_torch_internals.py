@@ -155,7 +155,7 @@ def test_names_of_the_compiler() -> None:
     assert internals.backend_named(len) is len
     assert all(issubclass(kind, Exception) for kind in internals.refusals())
     assert internals.inductor_options("reduce-overhead")["triton.cudagraphs"]
-    assert not internals.records_cuda_graphs()
+    assert internals.inductor_options(None) == {"triton.cudagraphs": False}
     with internals.keeping_graphs(force_non_lazy_backward_lowering=True):
         pass
 

@@ -4,6 +4,7 @@ Everything is computed from values that a file can hold, so that a report can be
 that has neither torch nor the model.
 """
 
+from baechi.reporting.facts import Plan as Plan
 from baechi.reporting.facts import error_text as error_text
 from baechi.reporting.perfetto import write_trace as write_trace
 from baechi.reporting.reports import text_report as text_report

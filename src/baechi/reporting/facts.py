@@ -23,23 +23,13 @@ Table = tuple[str, list[str], list[Row]]
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Figures of one device in one step.
-
-    Attributes:
-        name: Its name in the cluster.
-        ops: Number of ops there.
-        busy_share: Time in which it computes, as a share of the step.
-        peak_bytes: Its peak; its pool's, where it is in one.
-        memory_bytes: Its limit.
-        received_bytes: Bytes that arrive.
-        sent_bytes: Bytes that leave.
-    """
+    """Figures of one device in one step."""
 
     name: str
-    ops: int
-    busy_share: float
-    peak_bytes: int
-    memory_bytes: int
+    ops: int  # their number
+    busy_share: float  # of the step
+    peak_bytes: int  # its pool's, where it is in one
+    memory_bytes: int  # its limit
     received_bytes: int
     sent_bytes: int
 
@@ -55,6 +45,9 @@ class DeviceFacts:
 @dataclass(frozen=True)
 class Plan:
     """The values of one report, checked to belong together.
+
+    The schedule is `simulate(graph, cluster, placement)`. With the trace a report has the lines of
+    the model's code, and how it was traced; with a measurement, that beside the prediction.
 
     Raises:
         InputError: The placement is of another graph or names an unknown device,

@@ -13,12 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baechi.problem.memory_profile import memory_profile
-from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
-from baechi.records.placement import Placement, Schedule, Transfer
+from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
 from baechi.storage.serialization import write_whole
-from baechi.traced.traced_model import Traced
 
 Event = dict[str, Any]
 _COMPUTE = 1
@@ -26,21 +23,12 @@ _SEND = 100
 _RECEIVE = 200
 
 
-def write_trace(
-    path: str | os.PathLike[str],
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-) -> None:
+def write_trace(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write the schedule as a Chrome trace, atomically.
 
     Raises:
-        InputError: The values do not belong together, or the path cannot be written.
+        InputError: The path cannot be written.
     """
-    plan = Plan(graph, cluster, placement, schedule, traced)
     rows = ",\n".join(json.dumps(event) for event in trace_events(plan))
     write_whole(path, f'{{"displayTimeUnit": "ns", "traceEvents": [\n{rows}\n]}}\n')
 

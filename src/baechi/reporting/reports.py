@@ -13,14 +13,9 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from baechi.problem.memory_profile import peak_holdings
-from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
-from baechi.records.measurement import Measurement
-from baechi.records.placement import Placement, Schedule
 from baechi.reporting.facts import Plan, comparison, percent, placer_tables, summary, tracing_table
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.storage.serialization import write_whole
-from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
 _ROWS: Final = 15  # in each table of the slowest ops and the largest transfers
@@ -82,29 +77,8 @@ class Report(Group):
         return console.export_text()
 
 
-def text_report(
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-    measured: Measurement | None = None,
-) -> Report:
-    """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`.
-
-    Args:
-        graph: The placed graph.
-        cluster: Its devices.
-        placement: Its placement.
-        schedule: `simulate(graph, cluster, placement)`.
-        traced: Source of the tracing method, if traced.
-        measured: A measurement to compare with the prediction.
-
-    Raises:
-        InputError: The values do not belong together.
-    """
-    plan = Plan(graph, cluster, placement, schedule, traced, measured)
+def text_report(plan: Plan) -> Report:
+    """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`."""
     header = ["device", ">ops", ">busy", ">peak memory", ">limit", ">full", ">received", ">sent"]
     devices = [
         [
@@ -120,8 +94,8 @@ def text_report(
         for facts in plan.devices
     ]
     tables = [("Devices", header, devices), *comparison(plan), *placer_tables(plan)]
-    if traced is not None:
-        tables.append(tracing_table(traced))
+    if plan.traced is not None:
+        tables.append(tracing_table(plan.traced))
     return Report(*map(Text, summary(plan)), *(_text_table(*table) for table in tables))
 
 
@@ -135,39 +109,19 @@ def _text_table(title: str, header: list[str], rows: list[list[str]]) -> TextTab
     return table
 
 
-def write_html(
-    path: str | os.PathLike[str],
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-    measured: Measurement | None = None,
-    title: str = "",
-) -> None:
+def write_html(path: str | os.PathLike[str], plan: Plan, *, title: str = "") -> None:
     """Write the report as one HTML file, atomically; equal inputs give equal bytes.
 
-    Args:
-        path: The file.
-        graph: The placed graph.
-        cluster: Its devices.
-        placement: Its placement.
-        schedule: `simulate(graph, cluster, placement)`.
-        traced: Source of the tracing method and of the source line of every op.
-        measured: A measurement to compare with the prediction.
-        title: Heading; if empty, the model and the number of devices.
+    An empty title stands for the model and the number of devices.
 
     Raises:
-        InputError: The values do not belong together, plotly is not installed, or the path cannot
-            be written.
+        InputError: plotly is not installed, or the path cannot be written.
     """
     require_plotly()
     from plotly.offline import get_plotlyjs
 
-    plan = Plan(graph, cluster, placement, schedule, traced, measured)
-    model = traced.name if traced is not None else "a graph"
-    heading = title or f"Baechi: {model} on {len(cluster.devices)} devices"
+    model = plan.traced.name if plan.traced is not None else "a graph"
+    heading = title or f"Baechi: {model} on {len(plan.devices)} devices"
     text = _PAGE.substitute(title=escape(heading), plotly=get_plotlyjs(), body=_body(plan))
     write_whole(path, text)
 

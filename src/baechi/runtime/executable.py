@@ -46,22 +46,14 @@ from baechi.tracing.workarounds.recurrent_weights import compact
 class Executable:
     """A traced model on its devices.
 
+    `places` has the torch device of every logical device. `options` are of `torch.compile`; None
+    leaves tapes as generated. `plan` is the graph that was placed, and on what, where that is
+    known.
+
     Attributes:
-        module: The traced model.
         program: The program to run; proved.
-        graphs: The CUDA graphs of the tapes, if these were requested.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-
-    Args:
-        traced: The model, with its module.
-        structure: Of its training step, or of its inference.
-        placement: Of the step.
-        places: The torch device of every logical device.
-        threads: torch threads per CPU worker.
-        options: Of `torch.compile`, for every tape; None leaves them as generated.
-        cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
-        plan: The graph that was placed, and on what, where they are known.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.

@@ -56,14 +56,10 @@ def located(
     device: int,
     backward: Sequence[Node] = (),
 ) -> ExecutionError:
-    """The error with the operator that was running and the model's own line.
+    """The error of a tape's function with the operator that was running and the model's own line.
 
-    Args:
-        error: The error raised.
-        nodes: The nodes that the function runs.
-        function: The code of a tape.
-        device: The logical device that ran it.
-        backward: The autograd node that was running, if that is known.
+    `nodes` are those that the function runs, and `backward` has the autograd node that was running,
+    if that is known.
     """
     nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     node = nodes[0] if len(nodes) == 1 else _running(error, nodes, function)

@@ -63,11 +63,7 @@ def pinned(
 ) -> Constraints | None:
     """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
 
-    Args:
-        traced: The model to place.
-        cluster: The devices of the homes.
-        homes: The parameters that must stay, with their devices.
-        constraints: Further constraints of the placement.
+    `homes` are the tensors that must stay, with their devices.
     """
     forbidden: dict[str, set[str]] = defaultdict(set)
     for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):

@@ -358,15 +358,15 @@ class PlacedModule(nn.Module):
         Returns:
             The report as text.
         """
-        from baechi.reporting import text_report, write_html, write_trace
+        from baechi.reporting import Plan, text_report, write_html, write_trace
 
         parts = (self.graph, self.cluster, self.placement, self.schedule)
-        measured = self._measured.get(self._current)
+        plan = Plan(*parts, self.traced, self._measured.get(self._current))
         if path is not None:
-            write_html(path, *parts, traced=self.traced, measured=measured)
+            write_html(path, plan)
         if trace is not None:
-            write_trace(trace, *parts)
-        text = str(text_report(*parts, traced=self.traced, measured=measured))
+            write_trace(trace, Plan(*parts))
+        text = str(text_report(plan))
         return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(

@@ -4,13 +4,8 @@
     timed steps      without a meter, since counting storages slows a CPU down
     metered steps    the peak of each device, the highest of a few steps
 
-A step is what a training loop does between two updates: gradients are absent, forward, backward
-from the loss. Nothing of it stays: gradients, buffers and the random state are put back, whatever
-ends the steps, Ctrl-C too.
-
-Where the model returns a scalar that has a gradient, that is its loss. Else the loss is the sum of
-all outputs that have one, whose gradient is given as ones: no op, but a dense tensor per output,
-as any loss gives one.
+What a step is, and what its loss, is in docs/prediction.md. Nothing of it stays: gradients, buffers
+and the random state are put back, whatever ends the steps, Ctrl-C too.
 """
 
 import contextlib
@@ -56,13 +51,7 @@ def measure_steps(
 ) -> Measurement:
     """The measured steps of `executable` on copies of the call's tensors.
 
-    Args:
-        executable: Its step is forward and backward if it was placed for training.
-        model: The model, whose gradients and buffers are put back.
-        call: The call to run.
-        loss_device: The logical device that is charged with the gradients of the outputs.
-        metered: Makes the meter of a step, which follows what every device holds.
-        steps: The number of timed steps.
+    The gradients of the outputs are charged to `loss_device`; `metered` makes the meter of a step.
 
     Raises:
         InputError: `steps` is no positive integer.

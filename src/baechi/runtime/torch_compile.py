@@ -28,7 +28,6 @@ from baechi.torch_support.torch_internals import (
     backend_named,
     inductor_options,
     keeping_graphs,
-    records_cuda_graphs,
     refusals,
 )
 from baechi.tracing.calling_convention import Call
@@ -95,11 +94,9 @@ def compile_options(
         raise InputError(f"torch.compile refuses {options}: {_first_line(error)}") from error
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     own = dict(options.get("options") or {})
-    if backend == "inductor" and mode is not None:
-        own = inductor_options(mode)
-    records = backend == "cudagraphs" or (
-        backend == "inductor" and own.get("triton.cudagraphs", records_cuda_graphs())
-    )
+    if backend == "inductor":
+        own = {**inductor_options(mode), **own}
+    records = backend == "cudagraphs" or (backend == "inductor" and own["triton.cudagraphs"])
     if records and any(place.type == "cuda" for place in places):
         raise InputError(
             f"compile={options} records CUDA graphs of its own, which reuse memory that other "
@@ -116,15 +113,10 @@ def compile_options(
 class CompiledTape:
     """A tape's function, compiled when it is first called in a mode.
 
+    What was generated takes a list, which it empties; `plain`, which is compiled, the arguments.
+
     Attributes:
         reason: Why it runs as generated instead; None if it does not.
-
-    Args:
-        generated: The function as generated, of a list that it empties.
-        plain: The same of single arguments, to be compiled.
-        options: How it is compiled.
-        nodes: The nodes that the function runs.
-        label: Its name in a warning.
     """
 
     def __init__(

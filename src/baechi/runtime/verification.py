@@ -71,13 +71,8 @@ class Unsplit:
 def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool = False) -> None:
     """Compare a step of the placed model with one of the unsplit model.
 
-    Gradients, buffers and the random state stay as they were.
-
-    Args:
-        unsplit: The model as it was before it was placed.
-        executable: The executable of the placed one; has a backward if it was placed for training.
-        call: The step's arguments; they are copied.
-        every: Compare every operator, also where the step is the same.
+    Gradients, buffers and the random state stay as they were, and the call's arguments are copied.
+    `every` compares every operator, also where the step is the same.
 
     Raises:
         ExecutionError: An output, a gradient or a buffer differs; names the first operator.

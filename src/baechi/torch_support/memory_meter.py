@@ -151,10 +151,8 @@ def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -
     besides, such as a recurrent kernel's workspace or the statistics of a normalization, depends on
     the kernel that the device has; so it is measured where the operator is.
 
-    Args:
-        call: Runs the operator and returns its results.
-        known: Its inputs, parameters and buffers; their storages and those of its results are
-            tensors of the graph or state, and not counted.
+    What is known, the inputs, parameters and buffers, and the results of the call, are tensors of
+    the graph or state.
     """
     kept: list[torch.Tensor] = []
 

@@ -27,11 +27,7 @@ def gradients(
 ) -> tuple[torch.Tensor | None, ...]:
     """`torch.autograd.grad` without its checks, which take as long as the engine itself.
 
-    Args:
-        outputs: Where to begin.
-        seeds: The gradient of each output.
-        inputs: The tensors to differentiate by; None comes back for one that is not reached.
-        keep: Whether to leave the graph for another backward.
+    `seeds` are the gradients of the outputs. None comes back for an input that is not reached.
     """
     found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
         *(tuple(outputs), tuple(seeds), keep, False, tuple(inputs)),
@@ -211,16 +207,12 @@ def refusals() -> tuple[type[Exception], ...]:
     return TorchDynamoException, FailOnRecompileLimitHit
 
 
-def inductor_options(mode: str) -> dict[str, Any]:
-    """Inductor's options in one of its modes."""
-    return dict(torch._inductor.list_mode_options(mode))
+def inductor_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options in one of its modes, and whether it records CUDA graphs."""
+    from torch._inductor import config, list_mode_options
 
-
-def records_cuda_graphs() -> bool:
-    """True if inductor records CUDA graphs by its configuration."""
-    from torch._inductor import config
-
-    return bool(config.triton.cudagraphs)
+    options = {} if mode is None else list_mode_options(mode)
+    return {"triton.cudagraphs": config.triton.cudagraphs, **options}
 
 
 def keeping_graphs(**settings: bool) -> AbstractContextManager[Any]:
