@@ -390,11 +390,7 @@ class PlacedModule(nn.Module):
         """
         self._check_open()
         special = self._current
-        executable, call = special.executable, special.traced.module.call
-        loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
-        device = special.placement.devices[loss] if executable.training else 0
-        model, metered = self.__dict__["_model"], partial(self.metered, optimizer)
-        measured = measure_steps(executable, model, call, device, metered, steps)
+        measured = measure_steps(special, partial(self.metered, optimizer), steps)
         if special.graph is not None and not (optimizer is not None and optimizer.state):
             n = len(measured.peak_bytes)
             absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
@@ -411,8 +407,14 @@ class PlacedModule(nn.Module):
         """
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")
-        meter = Meter([0] * self._current.n_devices)
-        self._current.hold_state(self, meter, optimizer)
+        special = self._current
+        used = max(special.placement.devices, default=0) + 1
+        meter = Meter([0] * (used if special.cluster is None else len(special.cluster.devices)))
+        for tensor, device in special.executable.state_devices.items():
+            state = {} if optimizer is None else optimizer.state.get(tensor, {})
+            for value in (tensor, tensor.grad, *state.values()):
+                if isinstance(value, torch.Tensor):
+                    meter.hold(device, value)
         self._meter = meter
         try:
             yield meter

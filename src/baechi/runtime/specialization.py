@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from threading import Condition, get_ident
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from baechi.errors import InputError
@@ -15,14 +14,11 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
-from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import is_container
 from baechi.tracing.faithfulness import HOOKS
-from baechi.tracing.partition import attribute
 
 
 @final
@@ -35,27 +31,6 @@ class Specialization:
     graph: OpGraph | None
     cluster: Cluster | None
     executable: Executable
-
-    @property
-    def n_devices(self) -> int:
-        """The number of logical devices; of those in use where the cluster is unknown."""
-        if self.cluster is not None:
-            return len(self.cluster.devices)
-        return max(self.placement.devices, default=0) + 1
-
-    def hold_state(
-        self, model: nn.Module, meter: Meter, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Count parameters, buffers, gradients and optimizer state on their logical devices."""
-        named = named_state(model)
-        constants = self.traced.module.graph_module
-        for op, device in zip(self.traced.ops, self.placement.devices, strict=False):
-            for name in op.parameters:
-                tensor = named[name] if name in named else attribute(constants, name)
-                state = {} if optimizer is None else optimizer.state.get(tensor, {})
-                for value in (tensor, tensor.grad, *state.values()):
-                    if isinstance(value, torch.Tensor):
-                        meter.hold(device, value)
 
 
 @final

@@ -26,6 +26,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.measurement import Measurement
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
+from baechi.runtime.specialization import Specialization
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.traced.step_graph import graded_owners, persistent_bytes
@@ -41,26 +42,20 @@ Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
 
 
-def measure_steps(
-    executable: Executable,
-    model: nn.Module,
-    call: Call,
-    loss_device: int,
-    metered: Metered,
-    steps: int,
-) -> Measurement:
-    """The measured steps of `executable` on copies of the call's tensors.
-
-    The gradients of the outputs are charged to `loss_device`; `metered` makes the meter of a step.
+def measure_steps(special: Specialization, metered: Metered, steps: int) -> Measurement:
+    """Measured steps of a placed model on copies of the call's tensors; `metered` makes a meter.
 
     Raises:
         InputError: `steps` is no positive integer.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; measure at least one step.")
+    executable, module = special.executable, special.traced.module
+    loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
+    loss_device = special.placement.devices[loss] if executable.training else 0
     clock = _Clock(executable.places)
-    with _kept(model, executable.places), call.autocast.applied():
-        run = _Steps(executable, model, call, loss_device)
+    with _kept(module.model, executable.places), module.call.autocast.applied():
+        run = _Steps(executable, module.model, module.call, loss_device)
         for _ in range(_WARM_UP + executable.warm_up):
             run.step(clock.reading, None)
         samples = [run.step(clock.reading, None) for _ in range(steps)]
@@ -71,10 +66,7 @@ def measure_steps(
 def planned_state_bytes(
     traced: Traced, graph: OpGraph, placement: Placement, n_devices: int
 ) -> tuple[int, ...]:
-    """The optimizer state that the plan keeps on every device: what it holds above no optimizer's.
-
-    O(ops).
-    """
+    """The optimizer state that the plan keeps on every device, above what it holds without one."""
     graded = graded_owners(traced) if graph.is_training else frozenset()
     state = [0] * n_devices
     for index, (own, op) in enumerate(zip(traced.ops, graph.ops, strict=False)):
@@ -138,7 +130,7 @@ class _Steps:
     executable: Executable
     model: nn.Module
     call: Call
-    loss_device: int
+    loss_device: int  # is charged with the gradients of the outputs
     gradients: list[torch.Tensor] | None = None  # of the outputs
     inputs: tuple[torch.Tensor, ...] = ()
 
