@@ -31,12 +31,12 @@ from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
-from baechi.runtime.placement_match import refuse_meta
+from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.specialization import Specialization
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
-from baechi.torch_support.saved_tensors import unhooked
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
+from baechi.torch_support.torch_internals import unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.ladder import traced_for
@@ -219,7 +219,7 @@ class _Maker:
         if self.progress:
             say(_outlook(placed.schedule, self.cluster, placement))
         if unsplit is not None:
-            verify(unsplit, special.executable, traced.module, call)
+            verify(unsplit, special.executable, call)
         return special
 
     def _solved(

@@ -10,7 +10,7 @@ import zoo
 from torch import Tensor, nn
 
 import baechi
-from baechi.reporting import write_html
+from baechi.reporting import Plan, write_html
 from baechi.scheduling.decision import decide
 from baechi.scheduling.ledger import Ledger
 from baechi.scheduling.snapshot import Snapshot
@@ -319,9 +319,9 @@ def test_a_value_of_the_wrong_type(make: Any) -> None:
 def test_a_name_that_no_file_can_hold(tmp_path: Path) -> None:
     graph, cluster = small_graph("\ud800"), two_devices()
     placement = baechi.solve(graph, cluster)
+    plan = Plan(graph, cluster, placement, baechi.simulate(graph, cluster, placement))
     with pytest.raises(baechi.InputError, match="Unicode"):
-        write_html(tmp_path / "x.html", graph, cluster, placement,
-                   baechi.simulate(graph, cluster, placement))  # fmt: skip
+        write_html(tmp_path / "x.html", plan)
     with pytest.raises(baechi.InputError, match="Unicode"):
         baechi.dump(graph, tmp_path / "x.json")
     assert list(tmp_path.iterdir()) == []

@@ -28,18 +28,17 @@ from baechi import (
     simulate,
     solve,
 )
-from baechi.problem.simulation import peak_holdings
-from baechi.reporting import (
-    device_facts,
-    memory_profile,
-    text_report,
-    trace_events,
-    write_html,
-    write_trace,
+from baechi.problem.simulation import memory_profile, peak_holdings
+from baechi.reporting import Plan, text_report, write_html, write_trace
+from baechi.reporting.figures import (
+    COLORS,
+    color,
+    graph_figure,
+    lay_out,
+    sections,
+    time_figure,
 )
-from baechi.reporting.facts import Plan
-from baechi.reporting.figures import COLORS, color, graph_figure, time_figure
-from baechi.reporting.graph_layout import lay_out, sections
+from baechi.reporting.perfetto import trace_events
 from baechi.traced.operators import Attempt, TracedOp
 from baechi.traced.traced_model import Traced
 
@@ -124,13 +123,12 @@ def test_the_highest_step_of_memory_is_the_peak_of_the_clock(plan):
 @given(plans())
 def test_device_facts_add_up(plan):
     graph, cluster, placement, schedule = plan
-    facts = device_facts(graph, cluster, schedule)
+    facts = Plan(*plan).devices
     assert sum(fact.ops for fact in facts) == len(graph.ops)
     moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
     assert sum(fact.sent_bytes for fact in facts) == moved
     assert sum(fact.received_bytes for fact in facts) == moved
     assert all(0 <= fact.busy_share <= 1 for fact in facts)
-    assert sum(f.persistent_bytes for f in facts) == sum(o.persistent_bytes for o in graph.ops)
     assert [fact.ops for fact in facts] == [
         placement.devices.count(device) for device in range(len(cluster.devices))
     ]
@@ -139,10 +137,11 @@ def test_device_facts_add_up(plan):
 @drawn
 @given(plans())
 def test_every_plan_can_be_drawn_and_told(plan):
-    str(text_report(*plan))
-    trace_events(*plan)
-    graph_figure(Plan(*plan))
-    time_figure(Plan(*plan))
+    plan = Plan(*plan)
+    str(text_report(plan))
+    trace_events(plan)
+    graph_figure(plan)
+    time_figure(plan)
 
 
 @given(plans())
@@ -205,7 +204,7 @@ def test_sections_name_the_parts_of_a_model_at_a_readable_distance():
 
 
 def test_the_text_says_what_matters():
-    text = str(text_report(*PARTS, traced=TRACED, measured=MEASURED))
+    text = str(text_report(Plan(*PARTS, TRACED, MEASURED)))
     flat = " ".join(text.split())
     assert "One step takes 60 ns on 2 of 2 devices; no placement can take less than" in flat
     assert "The fullest device is cpu:0: 130 B of 1000 B (13%)." in flat
@@ -221,13 +220,13 @@ def test_the_text_says_what_matters():
     assert "torch.export (non-strict) ValueError: [bold] toy.py:9" in flat
     assert "torch.fx taken" in flat
     drawn = io.StringIO()
-    Console(file=drawn, width=60).print(text_report(*PARTS))
+    Console(file=drawn, width=60).print(text_report(Plan(*PARTS)))
     assert max(map(len, drawn.getvalue().splitlines())) <= 60
 
 
 def test_a_placement_that_does_not_fit_is_called_so():
     small = Cluster.connected([Device("cpu:0", 100), Device("cpu:1", 2 * MIB)], Link(0, 10**9))
-    report = str(text_report(GRAPH, small, PLACEMENT, SCHEDULE))
+    report = str(text_report(Plan(GRAPH, small, PLACEMENT, SCHEDULE)))
     assert "30 B too much: this placement does not fit" in " ".join(report.split())
 
 
@@ -244,21 +243,20 @@ def test_a_placement_that_does_not_fit_is_called_so():
         ),
     ],
 )
-@pytest.mark.parametrize("function", [text_report, trace_events])
-def test_values_that_do_not_belong_together_are_refused(function, changes, said):
+def test_values_that_do_not_belong_together_are_refused(changes, said):
     parts = [changes.get(index, part) for index, part in enumerate(PARTS)]
     with pytest.raises(InputError, match=said):
-        function(*parts)
+        Plan(*parts)
 
 
 def test_a_measurement_of_other_devices_is_refused():
     with pytest.raises(InputError, match="peaks of 1 devices were measured; there are 2"):
-        text_report(*PARTS, measured=Measurement(1, (1,), (1,)))
+        Plan(*PARTS, measured=Measurement(1, (1,), (1,)))
 
 
 def test_a_state_that_was_not_there_is_taken_off_the_prediction():
     measured = Measurement(60, (100, 241), (60,), 0, absent_bytes=(30, 0))
-    text = str(text_report(*PARTS, measured=measured))
+    text = str(text_report(Plan(*PARTS, measured=measured)))
     assert re.search(
         r"peak memory of cpu:0 without 30 B of optimizer state +100 B +100 B +\+0.0 %", text
     )
@@ -293,7 +291,7 @@ def page_of(path):
 @drawn
 def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
     path = tmp_path / "plan.html"
-    write_html(path, *PARTS, traced=TRACED, measured=MEASURED)
+    write_html(path, Plan(*PARTS, TRACED, MEASURED))
     page = page_of(path)
     for tag, attributes in page.tags:
         assert tag not in ("link", "iframe", "img"), attributes
@@ -317,7 +315,7 @@ def test_the_page_stands_alone_and_says_what_the_text_says(tmp_path):
 @drawn
 def test_the_page_is_the_same_every_time(tmp_path):
     for name in ("one.html", "two.html"):
-        write_html(tmp_path / name, *PARTS, traced=TRACED)
+        write_html(tmp_path / name, Plan(*PARTS, TRACED))
     assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
 
 
@@ -328,7 +326,8 @@ def test_names_cannot_break_out_of_the_page(tmp_path):
     cluster = Cluster((Device(evil, 10),), ((None,),))
     placement = solve(graph, cluster, placer="single")
     schedule = simulate(graph, cluster, placement)
-    write_html(tmp_path / "evil.html", graph, cluster, placement, schedule, title=evil)
+    plan = Plan(graph, cluster, placement, schedule)
+    write_html(tmp_path / "evil.html", plan, title=evil)
     body = (tmp_path / "evil.html").read_text()
     assert "<script>alert" not in body
     assert all(tag != "img" for tag, _ in page_of(tmp_path / "evil.html").tags)
@@ -380,16 +379,16 @@ def test_without_plotly_the_page_says_how_to_get_it(tmp_path, monkeypatch):
 
     monkeypatch.setattr(builtins, "__import__", hide)
     with pytest.raises(InputError, match=r"pip install 'baechi\[viz\]'"):
-        write_html(tmp_path / "plan.html", *PARTS)
+        write_html(tmp_path / "plan.html", Plan(*PARTS))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_trace_is_what_perfetto_reads(tmp_path):
     path = tmp_path / "plan.trace.json"
-    write_trace(path, *PARTS, traced=TRACED)
+    write_trace(path, Plan(*PARTS, TRACED))
     trace = json.loads(path.read_text())
     events = trace["traceEvents"]
-    assert events == trace_events(*PARTS, traced=TRACED)
+    assert events == trace_events(Plan(*PARTS, TRACED))
     names = {(e["name"], e["pid"], e["tid"]): e["args"] for e in events if e["ph"] == "M"}
     assert names["process_name", 1, 0] == {"name": "cpu:0"}
     assert names["process_name", 2, 0] == {"name": "cpu:1"}
@@ -415,7 +414,7 @@ def test_the_trace_is_what_perfetto_reads(tmp_path):
 @given(plans())
 def test_slices_of_one_thread_never_overlap(plan):
     threads = {}
-    for event in trace_events(*plan):
+    for event in trace_events(Plan(*plan)):
         if event["ph"] == "X":
             ends = (event["ts"], event["ts"] + event["dur"])
             threads.setdefault((event["pid"], event["tid"]), []).append(ends)
@@ -438,6 +437,6 @@ def test_pools_share_one_profile():
 def test_what_was_measured_comes_before_what_else_there_was():
     placement = Placement(GRAPH.digest, (0, 1, 0), (0, 1, 2), "auto", {"m-etf/fine": 1})
     measured = Measurement(35, (300, 241), (35,))
-    text = str(text_report(GRAPH, CLUSTER, placement, SCHEDULE, measured=measured))
+    text = str(text_report(Plan(GRAPH, CLUSTER, placement, SCHEDULE, measured=measured)))
     headings = ("Devices", "Predicted beside measured", "What auto chose from")
     assert sorted(headings, key=text.index) == list(headings)

@@ -40,10 +40,10 @@ def replaying(
     """Let a placed module run as on CUDA with graphs, with a recorder for CPUs."""
     executable = placed._current.executable
     program = executable._compiled(copy_lanes=True)
-    bound = bind(executable._module, executable._structure, program, executable.places)
+    bound = bind(executable.module, executable._structure, program, executable.places)
     noted: list[int] = [] if ranks is None else ranks
     graphs = Graphs(
-        executable._module,
+        executable.module,
         program,
         bound,
         executable.places,
@@ -362,7 +362,7 @@ def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
     assert graphs.remarks == ()
     executable = placed._current.executable
     bound, places = executable._runner.bound, executable.places
-    none = Graphs(executable._module, executable.program, bound, places)
+    none = Graphs(executable.module, executable.program, bound, places)
     reason = "a cpu device has no CUDA graphs"
     assert none.remarks == (f"{n} of {n} tapes run without CUDA graphs: {reason}",)
     with pytest.raises(baechi.InputError, match=f"{n} of {n} tapes cannot be captured"):

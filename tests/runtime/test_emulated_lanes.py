@@ -58,11 +58,11 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     """Let a placed module run as on lanes of one GPU."""
     executable = placed._current.executable
     program = executable._compiled(copy_lanes=True)
-    bound = bind(executable._module, executable._structure, program, executable.places)
+    bound = bind(executable.module, executable._structure, program, executable.places)
     recorded = None
     if graphs:
         recorded = Graphs(
-            executable._module,
+            executable.module,
             program,
             bound,
             executable.places,

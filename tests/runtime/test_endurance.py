@@ -22,7 +22,7 @@ from seeds import some
 from torch import nn
 
 import baechi
-from baechi.torch_support.saved_tensors import saved_inside_bytes
+from baechi.torch_support.memory_meter import saved_inside_bytes
 
 # Which call of `strikes` or of its backward does what.
 STRIKES: dict[str, int] = {}

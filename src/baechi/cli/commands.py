@@ -178,7 +178,8 @@ def solve(
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
-    from baechi.reporting import text_report
+    import baechi
+    from baechi.reporting import Plan, text_report
 
     if cluster is None and devices is None:
         raise InputError("there is no cluster; give a file, a count and a kind, or --devices.")
@@ -201,7 +202,7 @@ def solve(
     limits = _limits_of(constraints, max_devices, pin)
     placement = baechi.solve(operators, target, placer, effort=effort, constraints=limits)
     schedule = baechi.simulate(operators, target, placement, limits)
-    show(text_report(operators, target, placement, schedule))
+    show(text_report(Plan(operators, target, placement, schedule)))
     write(placement, out)
     write(target, save_cluster)
 
@@ -273,7 +274,8 @@ def report(
         baechi report gpt2.graph.json cluster.json gpt2.placement.json \
           -o plan.html --trace plan.trace.json
     """
-    from baechi.reporting import text_report, write_html, write_trace
+    import baechi
+    from baechi.reporting import Plan, text_report, write_html, write_trace
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)
     decided = load(placement, Placement)
@@ -282,13 +284,14 @@ def report(
     else:
         times = baechi.simulate(operators, target, decided)
     known = load(traced, Traced) if traced is not None else None
+    plan = Plan(operators, target, decided, times, known)
     if out is None and trace_file is None:
-        show(text_report(operators, target, decided, times, traced=known))
+        show(text_report(plan))
     if out is not None:
-        write_html(out, operators, target, decided, times, traced=known)
+        write_html(out, plan)
         say(f"wrote {out}; open it in a browser")
     if trace_file is not None:
-        write_trace(trace_file, operators, target, decided, times, traced=known)
+        write_trace(trace_file, plan)
         say(f"wrote {trace_file}; open it at ui.perfetto.dev")
 
 

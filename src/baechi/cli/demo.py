@@ -20,7 +20,7 @@ from baechi.errors import ExecutionError, InfeasibleError, InputError
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Schedule
-from baechi.reporting import error_text, write_html, write_trace
+from baechi.reporting import Plan, error_text, write_html, write_trace
 from baechi.reporting.figures import require_plotly
 from baechi.units import format_bytes, format_ns
 
@@ -288,8 +288,10 @@ def _add_step(table: "Table", name: str, graph: OpGraph, plan: Schedule, measure
 def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: Any) -> None:
     """The page, the trace and the files of one placement."""
     path, title = str(out / job.name), f"{job.title} on {job.devices} devices"
-    write_html(f"{path}.html", *plan, traced=traced, measured=measured, title=title)
-    write_trace(f"{path}.trace.json", *plan, traced=traced)
+    graph, cluster, placement, schedule = plan
+    report = Plan(graph, cluster, placement, schedule, traced, measured)
+    write_html(f"{path}.html", report, title=title)
+    write_trace(f"{path}.trace.json", report)
     for kind, value in zip(("graph", "cluster", "placement"), plan, strict=False):
         baechi.dump(value, f"{path}.{kind}.json")
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
-from torch.utils import _pytree as pytree
 
 from baechi.costs.single_op import Alone
-from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import TapeEnd, saved_inside_bytes
+from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
+from baechi.torch_support.torch_internals import TapeEnd
 
 
 @final
@@ -116,6 +115,5 @@ class _Allocator:
 
 def _storage_bytes(values: Iterable[Any], but: Collection[int] = ()) -> int:
     """The bytes of the tensors among the values, each storage once, but for some by their keys."""
-    tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-    rows = distinct_storages(tensors)
+    rows = distinct_storages(values)
     return sum(storage.nbytes() for key, storage in rows.items() if key not in but)

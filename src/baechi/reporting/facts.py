@@ -1,6 +1,7 @@
 """The figures of a plan that all reports share."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import final
@@ -13,31 +14,21 @@ from baechi.records.placement import Measurement, Placement, Schedule, Span, Tra
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
+Row = list[str]
+# Title, header, rows; a column whose title begins with > is flush right.
+Table = tuple[str, list[str], list[Row]]
+
 
 @final
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """Figures of one device in one step.
-
-    Attributes:
-        name: Its name in the cluster.
-        ops: Number of ops there.
-        busy_ns: Time in which it computes.
-        busy_share: That time as a share of the step.
-        persistent_bytes: Held for the whole step.
-        peak_bytes: Its peak; its pool's, where it is in one.
-        memory_bytes: Its limit.
-        received_bytes: Bytes that arrive.
-        sent_bytes: Bytes that leave.
-    """
+    """Figures of one device in one step."""
 
     name: str
-    ops: int
-    busy_ns: int
-    busy_share: float
-    persistent_bytes: int
-    peak_bytes: int
-    memory_bytes: int
+    ops: int  # their number
+    busy_share: float  # of the step
+    peak_bytes: int  # its pool's, where it is in one
+    memory_bytes: int  # its limit
     received_bytes: int
     sent_bytes: int
 
@@ -53,6 +44,9 @@ class DeviceFacts:
 @dataclass(frozen=True)
 class Plan:
     """The values of one report, checked to belong together.
+
+    The schedule is `simulate(graph, cluster, placement)`. With the trace a report has the lines of
+    the model's code, and how it was traced; with a measurement, that beside the prediction.
 
     Raises:
         InputError: The placement is of another graph or names an unknown device,
@@ -118,39 +112,25 @@ class Plan:
     @cached_property
     def devices(self) -> tuple[DeviceFacts, ...]:
         """The facts of every device, in the order of the cluster."""
-        return device_facts(self.graph, self.cluster, self.schedule)
-
-
-def device_facts(graph: OpGraph, cluster: Cluster, schedule: Schedule) -> tuple[DeviceFacts, ...]:
-    """Figures of every device in one step, in the order of the cluster."""
-    ops: Counter[int] = Counter()
-    busy: Counter[int] = Counter()
-    persistent: Counter[int] = Counter()
-    received: Counter[int] = Counter()
-    sent: Counter[int] = Counter()
-    for span in schedule.spans:
-        ops[span.device] += 1
-        busy[span.device] += span.end_ns - span.start_ns
-        persistent[span.device] += graph.ops[span.op].persistent_bytes
-    for transfer in schedule.transfers:
-        nbytes = graph.tensors[transfer.tensor].nbytes
-        received[transfer.dst] += nbytes
-        sent[transfer.src] += nbytes
-    makespan_ns = schedule.makespan_ns
-    return tuple(
-        DeviceFacts(
-            name=device.name,
-            ops=ops[index],
-            busy_ns=busy[index],
-            busy_share=busy[index] / makespan_ns if makespan_ns else 0.0,
-            persistent_bytes=persistent[index],
-            peak_bytes=schedule.peak_bytes[index],
-            memory_bytes=device.memory_bytes,
-            received_bytes=received[index],
-            sent_bytes=sent[index],
+        ops: Counter[int] = Counter()
+        busy: Counter[int] = Counter()
+        received: Counter[int] = Counter()
+        sent: Counter[int] = Counter()
+        for span in self.schedule.spans:
+            ops[span.device] += 1
+            busy[span.device] += span.end_ns - span.start_ns
+        for transfer in self.schedule.transfers:
+            nbytes = self.graph.tensors[transfer.tensor].nbytes
+            received[transfer.dst] += nbytes
+            sent[transfer.src] += nbytes
+        step_ns = self.schedule.makespan_ns or 1
+        return tuple(
+            DeviceFacts(
+                *(device.name, ops[i], busy[i] / step_ns, self.schedule.peak_bytes[i]),
+                *(device.memory_bytes, received[i], sent[i]),
+            )
+            for i, device in enumerate(self.cluster.devices)
         )
-        for index, device in enumerate(cluster.devices)
-    )
 
 
 def percent(share: float) -> str:
@@ -181,59 +161,58 @@ def summary(plan: Plan) -> tuple[str, ...]:
     return (f"{time}.", f"{memory}.", f"{moves}.")
 
 
-def candidates(plan: Plan) -> tuple[tuple[str, str, str], ...]:
-    """The placer's candidates, as name, step and remark.
-
-    A placer that chose among several lists them in its stats: `"m-etf/coarse": makespan_ns`.
-    """
-    known = {name: text for name, text in plan.placement.stats.items() if _is_candidate(name)}
-    chosen = plan.placement.stats.get("chosen")
-    return tuple(
-        (name, format_ns(value) if isinstance(value, int) else str(value),
-         "chosen" if name == chosen else "")
-        for name, value in known.items()
-    )  # fmt: skip
-
-
-def _is_candidate(name: str) -> bool:
-    """True if an entry of `stats` is the step of a candidate: `m-etf/fine`, or a placer."""
-    return "/" in name or name in PLACERS
-
-
-def stats(plan: Plan) -> tuple[tuple[str, str], ...]:
-    """The placer's other stats, as name and text, including the chosen candidate."""
-    told = {"chosen", "makespan_ns"} if candidates(plan) else set()
-    items = plan.placement.stats.items()
-    return tuple(
-        (name, _stat(name, value))
-        for name, value in items
-        if not _is_candidate(name) and name not in told
-    )
-
-
-def comparison(plan: Plan) -> tuple[tuple[str, str, str, str], ...]:
-    """Rows of quantity, prediction, measurement and error; empty if nothing was measured.
+def comparison(plan: Plan) -> list[Table]:
+    """The prediction beside the measurement, if there is one.
 
     State of an optimizer that the plan includes but the measured steps lack is subtracted from the
     predicted peak, and the row says so.
     """
     measured = plan.measured
     if measured is None:
-        return ()
-    predicted = plan.schedule.makespan_ns
-    texts = (format_ns(predicted), format_ns(measured.step_ns))
-    rows = [("step", *texts, error_text(predicted, measured.step_ns))]
-    pairs = []
+        return []
+    pairs: list[tuple[str, Callable[[int], str], int, int]] = [
+        ("step", format_ns, plan.schedule.makespan_ns, measured.step_ns)
+    ]
     for device, (facts, peak) in enumerate(zip(plan.devices, measured.peak_bytes, strict=True)):
         absent = measured.absent(device)
         without = f" without {format_bytes(absent)} of optimizer state" if absent else ""
         title = f"peak memory of {facts.name}{without}"
-        pairs.append((title, max(facts.peak_bytes - absent, 0), peak))
-    pairs.append(("bytes moved", plan.moved_bytes, measured.moved_bytes))
-    for what, predicted, real in pairs:
-        sizes = (format_bytes(predicted), format_bytes(real))
-        rows.append((what, *sizes, error_text(predicted, real)))
-    return tuple(rows)
+        pairs.append((title, format_bytes, max(facts.peak_bytes - absent, 0), peak))
+    pairs.append(("bytes moved", format_bytes, plan.moved_bytes, measured.moved_bytes))
+    rows = [
+        [what, text(predicted), text(real), error_text(predicted, real)]
+        for what, text, predicted, real in pairs
+    ]
+    return [("Predicted beside measured", ["", ">predicted", ">measured", ">error"], rows)]
+
+
+def placer_tables(plan: Plan) -> list[Table]:
+    """The candidates of a placer that chose among several, and its other stats.
+
+    The steps of candidates are in its stats: `"m-etf/coarse": makespan_ns`.
+    """
+    placer, chosen = plan.placement.placer, plan.placement.stats.get("chosen")
+    steps: list[Row] = []
+    rest: list[Row] = []
+    for name, value in plan.placement.stats.items():
+        if "/" in name or name in PLACERS:
+            text = format_ns(value) if isinstance(value, int) else str(value)
+            steps.append([name, text, "chosen" if name == chosen else ""])
+        else:
+            rest.append([name, _stat(name, value)])
+    if steps:
+        rest = [row for row in rest if row[0] not in ("chosen", "makespan_ns")]
+    tables: list[Table] = [
+        (f"What {placer} chose from", ["candidate", ">step", ""], steps),
+        (f"What placer {placer} says", ["", ">"], rest),
+    ]
+    return [table for table in tables if table[2]]
+
+
+def tracing_table(traced: Traced) -> Table:
+    """The attempts to trace the model."""
+    rows = [[attempt.rung, attempt.reason or "taken"] for attempt in traced.attempts]
+    return (f"How {traced.name} was traced", ["rung", "what happened"], rows)
 
 
 def error_text(predicted: int, measured: int) -> str:

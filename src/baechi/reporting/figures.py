@@ -1,31 +1,38 @@
-"""Figures of a plan, with plotly: the graph by device, and the step over time."""
+"""Figures of a plan, with plotly: the graph by device, and the step over time.
 
+In the graph x is the column: the longest path to the op, counted in forward ops, so that a forward
+step runs from left to right; a backward op stands in the column of its forward op, so that the
+backward runs back below it. y is the row: each device has a band, and in it one row per branch that
+is open at the same column, forward rows above backward rows. An op takes the row of its first
+producer where that is free, so that branches are straight.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
 from html import escape
-from typing import Any, Final
+from itertools import chain, count
+from typing import Any, Final, NamedTuple
 
 from baechi.errors import InputError
 from baechi.problem.simulation import memory_profile
-from baechi.records.placement import Transfer
+from baechi.records.graph import OpGraph
+from baechi.records.placement import Span, Transfer
 from baechi.reporting.facts import Plan
-from baechi.reporting.graph_layout import lay_out, sections
 from baechi.units import format_bytes, format_ns
 
 # Okabe and Ito, "Color Universal Design" (2008): distinct to color-blind readers. Their black and
 # yellow vanish on a dark or a light page; wine (from Paul Tol's palettes) and gray replace them.
 COLORS: Final = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#CC79A7",
-    "#56B4E9",
-    "#D55E00",
-    "#882255",
-    "#8A8A8A",
+    *("#0072B2", "#E69F00", "#009E73", "#CC79A7"),
+    *("#56B4E9", "#D55E00", "#882255", "#8A8A8A"),
 )
 _SYMBOLS: Final = ("circle", "square", "diamond", "triangle-up", "cross", "star")
 _DASHES: Final = ("solid", "dot", "dashdot", "longdashdot")  # "dash" is a limit's
 # A limit above this many times the highest peak is not drawn: it would squash the figure.
 _FAR: Final = 10
+_TIMES: Final = (("seconds", 10**9), ("milliseconds", 10**6), ("microseconds", 10**3))
+_SIZES: Final = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+_GAP: Final = 2  # rows between two bands
 _GRID: Final = "rgba(128,128,128,0.22)"
 _LINE: Final = "rgba(128,128,128,0.45)"
 
@@ -151,8 +158,7 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
             faint_y.extend((y[a], y[b], None))
 
     drawn: dict[int, tuple[list[float | None], list[float | None]]] = {}
-    middle_x: list[float] = []
-    middle_y: list[float] = []
+    middles: list[tuple[float, float]] = []
     texts = []
     for tensor in graph.tensors:
         for consumer in tensor.consumers:
@@ -165,8 +171,7 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
             xs, ys = drawn.setdefault(transfer.src, ([], []))
             xs += [x[a], x[b], None]
             ys += [y[a], y[b], None]
-            middle_x.append((x[a] + x[b]) / 2)
-            middle_y.append((y[a] + y[b]) / 2)
+            middles.append(((x[a] + x[b]) / 2, (y[a] + y[b]) / 2))
             texts.append(_transfer_text(plan, transfer))
             for other in there[1:]:
                 faint_line(b, other)
@@ -186,8 +191,8 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
             showlegend=False,
         )
     figure.add_scatter(
-        x=middle_x,
-        y=middle_y,
+        x=[x for x, _ in middles],
+        y=[y for _, y in middles],
         mode="markers",
         marker={"size": 9, "opacity": 0},
         hovertext=texts,
@@ -199,62 +204,62 @@ def _draw_edges(figure: Any, plan: Plan, x: tuple[int, ...], y: tuple[int, ...])
 def _draw_timeline(figure: Any, plan: Plan) -> None:
     schedule = plan.schedule
     outline = 0.6 if len(schedule.spans) <= 400 else 0  # an outline would hide thin bars
-    _, scale = _time_unit(plan)
     for device, target in enumerate(plan.cluster.devices):
-        name = escape(target.name)
         spans = [span for span in schedule.spans if span.device == device]
-        ops = [plan.graph.ops[span.op] for span in spans]
-        backward = [op.in_backward for op in ops]
-        figure.add_bar(
-            orientation="h",
-            name=name,
-            y=[name] * max(1, len(spans)),  # a lane for each device, even an empty one
-            base=[span.start_ns / scale for span in spans] or [0],
-            x=[(span.end_ns - span.start_ns) / scale for span in spans] or [0],
-            marker={
-                "color": color(device),
-                "opacity": [0.6 if back else 1.0 for back in backward] or 1.0,
-                "line": {"width": outline if spans else 0, "color": "rgba(255,255,255,0.7)"},
-            },
-            hovertext=[_op_text(plan, span.op) for span in spans] or [""],
-            hoverinfo="text" if spans else "skip",
-            legendgroup=name,
-            showlegend=False,
-            row=1,
-            col=1,
-        )
+        backward = [plan.graph.ops[span.op].in_backward for span in spans]
+        marker: dict[str, Any] = {
+            "color": color(device),
+            "opacity": [0.6 if back else 1.0 for back in backward] or 1.0,
+            "line": {"width": outline if spans else 0, "color": "rgba(255,255,255,0.7)"},
+        }
+        texts = [_op_text(plan, span.op) for span in spans]
+        _add_bars(figure, plan, target.name, "", spans, texts, marker=marker)
         arriving = [transfer for transfer in schedule.transfers if transfer.dst == device]
         senders = [color(transfer.src) for transfer in arriving] or _LINE
-        figure.add_bar(
-            orientation="h",
-            name=f"to {name}",
-            y=[f"to {name}"] * max(1, len(arriving)),
-            base=[transfer.start_ns / scale for transfer in arriving] or [0],
-            x=[(transfer.end_ns - transfer.start_ns) / scale for transfer in arriving] or [0],
-            width=0.45,
-            # The outline shows bars of no width, such as a hand-over between CPU workers.
-            marker={"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}},
-            hovertext=[_transfer_text(plan, transfer) for transfer in arriving] or [""],
-            hoverinfo="text" if arriving else "skip",
-            legendgroup=name,
-            showlegend=False,
-            row=1,
-            col=1,
-        )
+        # The outline shows bars of no width, such as a hand-over between CPU workers.
+        marker = {"color": senders, "opacity": 0.85, "line": {"width": 1, "color": senders}}
+        texts = [_transfer_text(plan, transfer) for transfer in arriving]
+        _add_bars(figure, plan, target.name, "to ", arriving, texts, marker=marker, width=0.45)
+
+
+def _add_bars(
+    figure: Any,
+    plan: Plan,
+    device: str,
+    prefix: str,
+    rows: Sequence[Span | Transfer],
+    texts: list[str],
+    **style: Any,
+) -> None:
+    """A lane for a device, even an empty one."""
+    name = escape(device)
+    scale = _time_unit(plan)[1]
+    figure.add_bar(
+        orientation="h",
+        name=prefix + name,
+        y=[prefix + name] * max(1, len(rows)),
+        base=[row.start_ns / scale for row in rows] or [0],
+        x=[(row.end_ns - row.start_ns) / scale for row in rows] or [0],
+        hovertext=texts or [""],
+        hoverinfo="text" if rows else "skip",
+        legendgroup=name,
+        showlegend=False,
+        row=1,
+        col=1,
+        **style,
+    )
 
 
 def _draw_memory(figure: Any, plan: Plan) -> None:
-    profiles = memory_profile(plan.graph, plan.cluster, plan.schedule)
+    devices = plan.cluster.devices
+    limits = [device.memory_bytes for device in devices]
     most = max(plan.schedule.peak_bytes)
-    drawn = [
-        device
-        for device, row in enumerate(plan.cluster.devices)
-        if row.memory_bytes <= _FAR * most or not most
-    ]
-    unit, scale = _unit(max(most, *(plan.cluster.devices[d].memory_bytes for d in drawn), 0))
-    _, time_scale = _time_unit(plan)
-    for device, (target, steps) in enumerate(zip(plan.cluster.devices, profiles, strict=True)):
-        name = escape(target.name)
+    drawn = [i for i, limit in enumerate(limits) if limit <= _FAR * most or not most]
+    top = max(most, *(limits[device] for device in drawn), 0)
+    unit, scale = next((row for row in _SIZES if top >= row[1]), ("bytes", 1))
+    time_scale = _time_unit(plan)[1]
+    for device, steps in enumerate(memory_profile(plan.graph, plan.cluster, plan.schedule)):
+        name = escape(devices[device].name)
         figure.add_scatter(
             x=[time_ns / time_scale for time_ns, _ in steps],
             y=[nbytes / scale for _, nbytes in steps],
@@ -267,46 +272,29 @@ def _draw_memory(figure: Any, plan: Plan) -> None:
             row=2,
             col=1,
         )
-    _draw_limits(figure, plan, scale, drawn)
-    title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
-    figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)
-
-
-def _draw_limits(figure: Any, plan: Plan, scale: int, drawn: list[int]) -> None:
-    """A dashed line for each of these devices, or one gray line where all limits are equal."""
-    limits = [device.memory_bytes for device in plan.cluster.devices]
+    # A dashed line for each limit, or one gray line where all are equal.
     one = len(set(limits)) == 1
     for device in drawn[:1] if one else drawn:
-        limit = limits[device]
-        name = escape(plan.cluster.devices[device].name)
-        label = "limit of every device" if one else f"limit of {name}"
+        label = "limit of every device" if one else f"limit of {escape(devices[device].name)}"
         figure.add_scatter(
-            x=[0, plan.schedule.makespan_ns / _time_unit(plan)[1]],
-            y=[limit / scale] * 2,
+            x=[0, plan.schedule.makespan_ns / time_scale],
+            y=[limits[device] / scale] * 2,
             mode="lines",
             line={"color": COLORS[-1] if one else color(device), "width": 1.4, "dash": "dash"},
             name=label,
-            hovertext=f"{label}: {format_bytes(limit)}",
+            hovertext=f"{label}: {format_bytes(limits[device])}",
             hoverinfo="text",
             row=2,
             col=1,
         )
+    title = f"{unit} in memory" if drawn else f"{unit}, far below all limits"
+    figure.update_yaxes(title_text=title, rangemode="tozero", gridcolor=_GRID, row=2)
 
 
-def _time_unit(plan: Plan) -> tuple[str, float]:
+def _time_unit(plan: Plan) -> tuple[str, int]:
     """The unit of the axis of time, and its ns."""
     end_ns = plan.schedule.makespan_ns
-    for unit, scale in (("seconds", 1e9), ("milliseconds", 1e6), ("microseconds", 1e3)):
-        if end_ns >= 2 * scale:
-            return unit, scale
-    return "nanoseconds", 1.0
-
-
-def _unit(nbytes: int) -> tuple[str, int]:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if nbytes >= 1024**power:
-            return unit, 1024**power
-    return "bytes", 1
+    return next((row for row in _TIMES if end_ns >= 2 * row[1]), ("nanoseconds", 1))
 
 
 def _op_text(plan: Plan, op: int) -> str:
@@ -354,3 +342,91 @@ def _style(figure: Any, height: int) -> None:
     )
     figure.update_xaxes(zeroline=False, automargin=True)
     figure.update_yaxes(zeroline=False, automargin=True)
+
+
+class Layout(NamedTuple):
+    """Positions of ops: x and y of each, y growing downwards; first and last row of each device."""
+
+    columns: tuple[int, ...]
+    rows: tuple[int, ...]
+    bands: tuple[tuple[int, int] | None, ...]
+
+
+def lay_out(graph: OpGraph, devices: tuple[int, ...], n_devices: int) -> Layout:
+    """The positions of all ops; O((ops + tensors) log) time, no two ops at one place."""
+    columns = _columns(graph)
+    homes = [(device, op.in_backward) for device, op in zip(devices, graph.ops, strict=True)]
+    # The row of each op within its device and direction, and their numbers of rows.
+    lanes: list[int] = []
+    heights: dict[tuple[int, bool], int] = defaultdict(int)
+    taken: dict[tuple[int, bool, int], set[int]] = defaultdict(set)
+    for op, home in enumerate(homes):
+        used = taken[*home, columns[op]]
+        producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[op])
+        wished = [lanes[producer] for producer in producers if homes[producer] == home]
+        lane = next(lane for lane in chain(wished, count()) if lane not in used)
+        lanes.append(lane)
+        used.add(lane)
+        heights[home] = max(heights[home], lane + 1)
+    top = 0
+    start: dict[tuple[int, bool], int] = {}
+    bands: list[tuple[int, int] | None] = []
+    for device in range(n_devices):
+        first = top
+        for backward in (False, True):
+            start[device, backward] = top
+            top += heights[device, backward]
+        bands.append((first, top - 1) if top > first else None)
+        top += _GAP if top > first else 0
+    rows = (start[home] + lane for home, lane in zip(homes, lanes, strict=True))
+    return Layout(tuple(columns), tuple(rows), tuple(bands))
+
+
+def _columns(graph: OpGraph) -> list[int]:
+    columns: list[int] = []
+    for index, op in enumerate(graph.ops):
+        producers = (graph.tensors[tensor].producer for tensor in graph.op_inputs[index])
+        column = max((columns[producer] + 1 for producer in producers), default=0)
+        columns.append(columns[op.forward[0]] if op.phase == "backward" else column)
+    uses = {
+        source: [c for tensor in graph.op_outputs[source] for c in graph.tensors[tensor].consumers]
+        for source in graph.inputs
+        if graph.ops[source].phase != "backward"
+    }
+    for source, users in reversed(uses.items()):
+        if users:  # a constant is placed beside its user, not at the far left
+            columns[source] = max(0, min(columns[user] for user in users) - 1)
+    for source, users in uses.items():
+        if not users and source:  # as the counter of a batch norm
+            columns[source] = columns[source - 1]
+    return columns
+
+
+def sections(graph: OpGraph, columns: tuple[int, ...], most: int = 24) -> list[tuple[int, str]]:
+    """Labels of the parts of a model along x: (column, name), far enough apart to be readable.
+
+    Op names are paths (`h.0.attn/linear`); the deepest level with at most `most` parts is taken.
+    If two parts begin close to each other, the longer one is named.
+    """
+    paths: dict[int, list[str]] = {}
+    for column, op in sorted(zip(columns, graph.ops, strict=True), key=lambda pair: pair[0]):
+        if "/" in op.name and op.phase != "backward":
+            paths.setdefault(column, op.name.partition("/")[0].split("."))
+    best: list[tuple[int, str]] = []
+    for depth in range(1, max((len(path) for path in paths.values()), default=0) + 1):
+        found: list[tuple[int, str]] = []
+        for column, path in paths.items():
+            name = ".".join(path[:depth])
+            if not found or found[-1][1] != name:
+                found.append((column, name))
+        if len(found) > most:
+            break
+        best = found
+    end = max(columns, default=0) + 1
+    ends = [*(column for column, _ in best[1:]), end][: len(best)]
+    lengths = [stop - start for (start, _), stop in zip(best, ends, strict=True)]
+    named: list[tuple[int, str]] = []
+    for _, part in sorted(zip(lengths, best, strict=True), key=lambda pair: (-pair[0], pair[1])):
+        if all(abs(part[0] - column) * 1.5 * most >= end for column, _ in named):
+            named.append(part)
+    return sorted(named)

@@ -6,19 +6,16 @@ arrow goes from the producer over both ends of the transfer to the first consume
 Times are in microseconds, as in the format.
 """
 
-import heapq
 import json
 import os
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from baechi.problem.simulation import memory_profile
-from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
-from baechi.records.placement import Placement, Schedule, Transfer
+from baechi.records.placement import Transfer
 from baechi.reporting.facts import Plan
 from baechi.storage.serialization import write_whole
-from baechi.traced.traced_model import Traced
 
 Event = dict[str, Any]
 _COMPUTE = 1
@@ -26,52 +23,30 @@ _SEND = 100
 _RECEIVE = 200
 
 
-def write_trace(
-    path: str | os.PathLike[str],
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-) -> None:
+def write_trace(path: str | os.PathLike[str], plan: Plan) -> None:
     """Write the schedule as a Chrome trace, atomically.
 
     Raises:
-        InputError: The values do not belong together, or the path cannot be written.
+        InputError: The path cannot be written.
     """
-    events = trace_events(graph, cluster, placement, schedule, traced=traced)
-    rows = ",\n".join(json.dumps(event) for event in events)
+    rows = ",\n".join(json.dumps(event) for event in trace_events(plan))
     write_whole(path, f'{{"displayTimeUnit": "ns", "traceEvents": [\n{rows}\n]}}\n')
 
 
-def trace_events(
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-) -> list[Event]:
+def trace_events(plan: Plan) -> list[Event]:
     """The events of the trace, in file order."""
-    plan = Plan(graph, cluster, placement, schedule, traced)
-    sends = _lanes(schedule.transfers, [t.src for t in schedule.transfers])
-    receives = _lanes(schedule.transfers, [t.dst for t in schedule.transfers])
-    return [
-        *_names(plan, sends, receives),
-        *_ops(plan),
-        *_transfers(plan, sends, receives),
-        *_counters(plan),
-    ]
+    transfers = plan.schedule.transfers
+    sends = _lanes(transfers, [transfer.src for transfer in transfers])
+    receives = _lanes(transfers, [transfer.dst for transfer in transfers])
+    moves = _transfers(plan, sends, receives)
+    return [*_names(plan, sends, receives), *_ops(plan), *moves, *_counters(plan)]
 
 
 def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
     lanes: list[dict[int, str]] = [{_COMPUTE: "compute"} for _ in plan.cluster.devices]
     for transfer, send, receive in zip(plan.schedule.transfers, sends, receives, strict=True):
-        lanes[transfer.src][_SEND + send] = "send" if send == 0 else f"send {send + 1}"
-        lanes[transfer.dst][_RECEIVE + receive] = (
-            "receive" if receive == 0 else f"receive {receive + 1}"
-        )
+        lanes[transfer.src][_SEND + send] = f"send {send + 1}" if send else "send"
+        lanes[transfer.dst][_RECEIVE + receive] = f"receive {receive + 1}" if receive else "receive"
     for device, threads in enumerate(lanes):
         name = plan.cluster.devices[device].name
         yield _metadata("process_name", device, 0, name=name)
@@ -84,13 +59,12 @@ def _names(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]
 def _ops(plan: Plan) -> Iterator[Event]:
     for span in plan.schedule.spans:
         op = plan.graph.ops[span.op]
-        details = {"op": span.op, "persistent_bytes": op.persistent_bytes}
+        details: Event = {"op": span.op, "persistent_bytes": op.persistent_bytes}
         details["workspace_bytes"] = op.workspace_bytes
-        source = {"source": plan.sources[span.op]} if plan.sources[span.op] else {}
-        yield {
-            **_slice(op.name, "compute", span.device, _COMPUTE, (span.start_ns, span.end_ns)),
-            "args": {**details, **source},
-        }
+        if plan.sources[span.op]:
+            details["source"] = plan.sources[span.op]
+        ends = (span.start_ns, span.end_ns)
+        yield {**_slice(op.name, "compute", span.device, _COMPUTE, ends), "args": details}
 
 
 def _transfers(plan: Plan, sends: list[int], receives: list[int]) -> Iterator[Event]:
@@ -146,18 +120,10 @@ def _metadata(what: str, device: int, thread: int, **details: Any) -> Event:
 def _lanes(transfers: Sequence[Transfer], homes: Sequence[int]) -> list[int]:
     """The lowest lane of each transfer's device in which no other transfer is running."""
     lanes = [0] * len(transfers)
-    running: dict[int, list[tuple[int, int]]] = {}  # device -> (end, lane) of running transfers
-    free: dict[int, list[int]] = {}
-    used: dict[int, int] = {}
-    by_start = sorted(range(len(transfers)), key=lambda i: (transfers[i].start_ns, i))
-    for index in by_start:
-        transfer, home = transfers[index], homes[index]
-        busy, spare = running.setdefault(home, []), free.setdefault(home, [])
-        while busy and busy[0][0] <= transfer.start_ns:
-            heapq.heappush(spare, heapq.heappop(busy)[1])
-        if not spare:
-            spare.append(used.get(home, 0))
-            used[home] = used.get(home, 0) + 1
-        lanes[index] = heapq.heappop(spare)
-        heapq.heappush(busy, (transfer.end_ns, lanes[index]))
+    ends: dict[int, list[int]] = defaultdict(list)  # device -> end of the last in each lane
+    for index in sorted(range(len(transfers)), key=lambda i: (transfers[i].start_ns, i)):
+        transfer, busy = transfers[index], ends[homes[index]]
+        free = (lane for lane, end_ns in enumerate(busy) if end_ns <= transfer.start_ns)
+        lane = lanes[index] = next(free, len(busy))
+        busy[lane : lane + 1] = [transfer.end_ns]
     return lanes

@@ -19,19 +19,18 @@ from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.autograd.binding import Bound, bind
 from baechi.runtime.autograd.step import Step
-from baechi.runtime.call_guards import SharingGuard, StateGuard
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.runtime.executors.executor import make_executor
 from baechi.runtime.parameter_devices import devices_of_state
+from baechi.runtime.runtime_checks import SharingGuard, StateGuard
 from baechi.runtime.step_function import Plan, Runner, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
-from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.saved_tensors import is_checkpointed, is_hooked
 from baechi.torch_support.torch_devices import gpus_of
+from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import change
@@ -46,22 +45,14 @@ from baechi.tracing.workarounds.recurrent_weights import compact
 class Executable:
     """A traced model on its devices.
 
+    `places` has the torch device of every logical device. `options` are of `torch.compile`; None
+    leaves tapes as generated. `plan` is the graph that was placed, and on what, where that is
+    known.
+
     Attributes:
         program: The program to run; proved.
-        places: The torch device of every logical device.
-        graphs: The CUDA graphs of the tapes, if these were requested.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
-
-    Args:
-        traced: The model, with its module.
-        structure: Of its training step, or of its inference.
-        placement: Of the step.
-        places: The torch device of every logical device.
-        threads: torch threads per CPU worker.
-        options: Of `torch.compile`, for every tape; None leaves them as generated.
-        cuda_graphs: Whether tapes on CUDA devices are captured as graphs.
-        plan: The graph that was placed, and on what, where they are known.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -80,39 +71,39 @@ class Executable:
     ) -> None:
         check_wish(cuda_graphs, places)
         self._plan = plan
-        self._module: TracedModule = traced.module
+        module: TracedModule = traced.module
+        self.module = module
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
         self._placement = placement
-        self._instant = _instant(self._module, structure)
+        self._instant = _instant(module, structure)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
         drawing = [i for i, op in enumerate(traced.ops) if op.random and not self._streams]
         self.program = self._compiled(copy_lanes=self._streams, in_turn=drawing)
-        self.state_devices = devices_of_state(self._module, placement.devices)
+        self.state_devices = devices_of_state(module, placement.devices)
         self.settle()
-        bound = bind(self._module, self._structure, self.program, places, options)
+        bound = bind(module, structure, self.program, places, options)
         self._threads = threads
         self._modes: set[Any] | None = None if options is None else set()
         self.graphs: Graphs | None = None
         if cuda_graphs is not False:
-            self.graphs = Graphs(self._module, self.program, bound, places)
+            self.graphs = Graphs(module, self.program, bound, places)
             if cuda_graphs is True:
                 self.graphs.demand()
         executor = make_executor(self.program, bound, places, threads, self.graphs)
         self._runner = Runner(bound, executor)
-        nodes = self._module.graph_module.graph.nodes
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        self._given = {node: i for i, node in enumerate(placeholders)}
-        (self._returned,) = next(node for node in nodes if node.op == "output").args
+        graph = module.graph_module.graph
+        self._given = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
+        self._returned: Any = graph.output_node().args[0]
         self._numbers = {node: i for i, node in enumerate(bound.results)}
-        self._sharing_guard = SharingGuard(self._module)
-        self._rewritten = _rewritten(self._module)
-        self._state_guard = StateGuard(self._module.model, self._module.graph_module)
+        self._sharing_guard = SharingGuard(module)
+        self._rewritten = _rewritten(module)
+        self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
-        leaves = list(opaque_leaves(self._module.graph_module, nodes).values())
-        self.attributes = self._module.attributes.outside(leaves)
+        leaves = list(opaque_leaves(module.graph_module, graph.nodes).values())
+        self.attributes = module.attributes.outside(leaves)
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
@@ -143,16 +134,13 @@ class Executable:
         program = self.program
         if not self._streams:
             program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
-        bound = bind(self._module, self._structure, program, self.places)
+        bound = bind(self.module, self._structure, program, self.places)
         return Runner(bound, CudaExecutor(program, bound, self.places))
 
     @property
     def warm_up(self) -> int:
         """After how many calls of a kind all that can be a CUDA graph is one."""
         return 0 if self.graphs is None else WARM_UP + 1
-
-    def _runner_of(self, meter: Meter | None) -> Runner:
-        return self._runner if meter is None else self._counted
 
     @property
     def is_settled(self) -> bool:
@@ -165,32 +153,30 @@ class Executable:
         """Move every parameter and buffer, and its gradient, to where this placement needs it."""
         for tensor, device in self.state_devices.items():
             move(tensor, self.places[device])
-        compact(self._module.model)
-
-    def _attribute(self, node: fx.Node) -> Any:
-        return attribute(self._module.graph_module, str(node.target))
+        compact(self.module.model)
 
     def takes(self, call: Call) -> bool:
         """True if arguments share what they shared in the trace, and their gradients are planned.
 
         The mode of gradients must be the trace's if forward reads it.
         """
-        told = self._module.gradients
+        told = self.module.gradients
         if told is not None and told != torch.is_grad_enabled():
             return False
         if not self._sharing_guard.allows(call.tensors):
             return False
         if not (self.training and torch.is_grad_enabled()):
             return True
-        planned = zip(call.tensors, self._module.call.tensors, strict=True)
-        thawed = any(parameter.requires_grad for parameter in self._frozen)
-        return not thawed and all(mine.requires_grad <= own.requires_grad for mine, own in planned)
+        if any(parameter.requires_grad for parameter in self._frozen):
+            return False
+        planned = zip(call.tensors, self.module.call.tensors, strict=True)
+        return all(mine.requires_grad <= own.requires_grad for mine, own in planned)
 
     @contextmanager
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
         """Run another code of the same program inside the block, on workers of its own."""
         usual = self._runner
-        bound = change(bind(self._module, self._structure, self.program, self.places))
+        bound = change(bind(self.module, self._structure, self.program, self.places))
         executor = make_executor(self.program, bound, self.places, self._threads)
         self._runner = Runner(bound, executor)
         try:
@@ -218,14 +204,14 @@ class Executable:
         functions = (tape.function for tape in self._runner.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
-        rows += told(self._module.graph_module.graph)
+        rows += told(self.module.graph_module.graph)
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
         self._state_guard.check()
         if self._modes is None or meter is not None:
-            return self._run(self._runner_of(meter), call, meter)
+            return self._run(self._runner if meter is None else self._counted, call, meter)
         differentiate = self.training and torch.is_grad_enabled()
         parameters = tuple(self._runner.bound.parameters)
         hooked = any(gradient_hooks(parameter) for parameter in parameters)
@@ -245,7 +231,12 @@ class Executable:
                 runner.executor.run(step, 0)
             step.write_back()
             return self._finish(call, step.results)
-        _refuse_tangents(call.tensors)
+        if any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):  # type: ignore[no-untyped-call]
+            raise ExecutionError(  # it would end at the step's one node, and be lost
+                "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
+                "with gradients passes none on. Call the model under torch.no_grad(), or the "
+                "unsplit one."
+            )
         if is_checkpointed():
             raise ExecutionError(
                 "a placed model was called inside torch.utils.checkpoint(use_reentrant=False), "
@@ -272,7 +263,7 @@ class Executable:
         """Those whose gradient has hooks; tapes must cut them off, or each would run the hooks."""
         hooked = frozenset(parameter for parameter in trained if gradient_hooks(parameter))
         for parameter in hooked & self._whole if hooked else ():
-            name = next(n for n, p in self._module.model.named_parameters() if p is parameter)
+            name = next(n for n, p in self.module.model.named_parameters() if p is parameter)
             raise ExecutionError(
                 f"parameter {name!r} has a hook on its gradient (register_hook), which would run "
                 "twice: it is in a submodule that tracing leaves whole. Use "
@@ -292,10 +283,10 @@ class Executable:
             elif node in self._given:
                 values.append(call.tensors[self._given[node]])
             elif node.op == "get_attr":
-                values.append(self._attribute(node))
+                values.append(attribute(self.module.graph_module, str(node.target)))
             else:
                 values.append(results[self._numbers[node]])
-        result, changes = self._module.returned.fill(values, call.objects)
+        result, changes = self.module.returned.fill(values, call.objects)
         change(call.objects, changes)
         return result
 
@@ -312,20 +303,6 @@ def _rewritten(module: TracedModule) -> list[int]:
     }
     given = module.graph_module.graph.find_nodes(op="placeholder")
     return [i for i, n in enumerate(given) if any(v.storage in storages for v in facts[n].values)]
-
-
-def _refuse_tangents(tensors: Sequence[torch.Tensor]) -> None:
-    """Forward-mode derivatives end at the step's one node, and would be lost.
-
-    Raises:
-        ExecutionError: A tensor has one.
-    """
-    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):  # type: ignore[no-untyped-call]
-        raise ExecutionError(
-            "an argument has a tangent (torch.autograd.forward_ad, torch.func.jvp), and a step "
-            "with gradients passes none on. Call the model under torch.no_grad(), or the unsplit "
-            "one."
-        )
 
 
 def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:

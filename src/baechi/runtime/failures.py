@@ -24,12 +24,9 @@ _GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')
 
 @contextmanager
 def running_node(ends: Iterable[GradientEdge]) -> Iterator[list[Node]]:
-    """A list that holds the running autograd node while a backward runs inside the block.
+    """A list that holds the running autograd node while a backward from `ends` runs inside.
 
     It costs as much as a small kernel for each node.
-
-    Args:
-        ends: The edges at which the backward begins.
     """
     running: list[Node] = []
     handles = []
@@ -59,14 +56,10 @@ def located(
     device: int,
     backward: Sequence[Node] = (),
 ) -> ExecutionError:
-    """The error with the operator that was running and the model's own line.
+    """The error of a tape's function with the operator that was running and the model's own line.
 
-    Args:
-        error: The error raised.
-        nodes: The nodes that the function runs.
-        function: The code of a tape.
-        device: The logical device that ran it.
-        backward: The autograd node that was running, if that is known.
+    `nodes` are those that the function runs, and `backward` has the autograd node that was running,
+    if that is known.
     """
     nodes = [node for node in nodes if node.op not in ("placeholder", "get_attr")]
     node = nodes[0] if len(nodes) == 1 else _running(error, nodes, function)
@@ -88,13 +81,20 @@ def located(
 def _running(
     error: Exception, nodes: Sequence[fx.Node], function: Callable[..., Any]
 ) -> fx.Node | None:
-    """The node whose generated line the error came through; fx gives each a line of its own."""
-    if isinstance(function, CompiledTape) and function.reason is None:
-        return _calling(error, nodes)
+    """The node whose generated line the error came through; fx gives each a line of its own.
+
+    Of compiled code it is the only node whose operator a line calls: what is fused into a kernel
+    has no line of its own.
+    """
+    compiled = isinstance(function, CompiledTape) and function.reason is None
     by_name = {node.name: node for node in nodes}
     for frame, number in traceback.walk_tb(error.__traceback__):
-        if "eval_with_key" in frame.f_code.co_filename:
-            line = linecache.getline(frame.f_code.co_filename, number)
+        line = linecache.getline(frame.f_code.co_filename, number)
+        if compiled:
+            callers = [node for node in nodes if f"torch.ops.{node.target}(" in line]
+            if callers:
+                return callers[0] if len(callers) == 1 else None
+        elif "eval_with_key" in frame.f_code.co_filename:
             return by_name.get(line.split("=")[0].split(":")[0].strip())
     return None
 
@@ -111,16 +111,3 @@ def _made_by(
     lines = map(_GENERATED.search, metadata.get("traceback_", ()))
     names = (line[2] for line in lines if line is not None and line[1] == own)
     return next((by_name[name] for name in names if name in by_name), None)
-
-
-def _calling(error: Exception, nodes: Sequence[fx.Node]) -> fx.Node | None:
-    """The only node whose operator a line of compiled code calls that the error came through.
-
-    What is fused into a kernel has no line of its own.
-    """
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        line = linecache.getline(frame.f_code.co_filename, number)
-        callers = [node for node in nodes if f"torch.ops.{node.target}(" in line]
-        if callers:
-            return callers[0] if len(callers) == 1 else None
-    return None

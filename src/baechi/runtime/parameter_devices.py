@@ -4,6 +4,7 @@ An optimizer keeps its state beside a parameter, and nothing moves that along. S
 decides where a parameter lives, and later plans place operators around it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,9 +25,7 @@ ParameterDevices = Mapping[torch.Tensor, int]
 def devices_of_state(module: TracedModule, devices: Sequence[int]) -> dict[torch.Tensor, int]:
     """Every parameter, buffer and constant with the logical device of the operators that own it.
 
-    Args:
-        module: The traced model.
-        devices: The logical device of every operator, or of more.
+    `devices` are those of every operator, or of more.
     """
     homes: dict[torch.Tensor, int] = {}
     for nodes, device in zip(module.nodes, devices, strict=False):
@@ -64,31 +63,21 @@ def pinned(
 ) -> Constraints | None:
     """The constraints, and that every reader of a pinned tensor runs in the memory that has it.
 
-    Args:
-        traced: The model to place.
-        cluster: The devices of the homes.
-        homes: The parameters that must stay, with their devices.
-        constraints: Further constraints of the placement.
+    `homes` are the tensors that must stay, with their devices.
     """
-    forbidden: dict[str, set[str]] = {}
+    forbidden: dict[str, set[str]] = defaultdict(set)
     for op, nodes in zip(traced.ops, traced.module.nodes, strict=True):
         for tensor in _state_of(traced.module, nodes):
             if tensor in homes:
-                forbidden.setdefault(op.name, set()).update(_elsewhere(cluster, homes[tensor]))
+                home = cluster.devices[homes[tensor]]
+                forbidden[op.name].update(
+                    device.name
+                    for device in cluster.devices
+                    if device is not home and not (home.pool and device.pool == home.pool)
+                )
     if not forbidden:
         return constraints
     rest = constraints or Constraints()
     for name, devices in rest.forbidden.items():
-        forbidden.setdefault(name, set()).update(devices)
-    rows = {name: tuple(devices) for name, devices in forbidden.items()}
-    return replace(rest, forbidden=rows)
-
-
-def _elsewhere(cluster: Cluster, home: int) -> list[str]:
-    """The devices of another memory."""
-    own = cluster.devices[home]
-    return [
-        row.name
-        for device, row in enumerate(cluster.devices)
-        if device != home and not (own.pool and row.pool == own.pool)
-    ]
+        forbidden[name].update(devices)
+    return replace(rest, forbidden={name: tuple(rows) for name, rows in forbidden.items()})

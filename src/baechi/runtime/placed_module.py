@@ -1,8 +1,23 @@
-"""The placed module: the user's model, run over several devices."""
+"""The placed module: the user's model, run over several devices.
 
+`placed.generate(...)` is the model's own method on the model itself: its properties, its `super()`
+and its other methods are as ever. But while the method runs, in its thread alone, the model's
+`__call__` is the placed module's:
+
+    placed.generate(ids)
+      method of the model        self(...) -> Methods -> placed(...)
+        placed forward           self(...) -> Methods -> the model's own, for a trace
+
+`self.forward(...)` and calls of submodules are the model's own: they run where their weights are.
+"""
+
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property, partial, wraps
+from threading import Lock, get_ident
 from typing import Any, Final, NoReturn, cast, final
 
 import torch
@@ -15,14 +30,13 @@ from baechi.records.instructions import Program
 from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.executors.capture_rules import CudaGraphs
-from baechi.runtime.placed_methods import Methods
-from baechi.runtime.placement_match import check_places, placed_step, refuse_meta
+from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.module_internals import share_state
 from baechi.torch_support.torch_devices import torch_device
+from baechi.torch_support.torch_internals import CALL, plain_call, share_state
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
@@ -82,16 +96,101 @@ def apply(
     if threads_per_device is not None:
         check_threads(threads_per_device, "threads_per_device")
     places = [torch_device(name) for name in check_row(devices, "devices")]
-    check_places(max(placement.devices, default=0) + 1, places)
-    call: Call = traced.module.call
+    needed = max(placement.devices, default=0) + 1
+    if len(places) < needed:
+        raise InputError(
+            f"the placement uses {needed} logical devices, but {len(places)} torch devices were "
+            "given; name one for each, the same one several times if they share it."
+        )
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
     plan = None if graph is None or cluster is None else (graph, cluster)
     executable = Executable(
         traced, step, placement, places, threads_per_device, options, cuda_graphs, plan
     )
-    placed._adopt(call, Specialization(traced, placement, graph, cluster, executable))
+    special = Specialization(traced, placement, graph, cluster, executable)
+    placed._specializations.add(call_key(traced.module.model, traced.module.call), special)
+    placed._latest = special
     return placed
+
+
+_LOCK: Final = Lock()
+
+
+@final
+class Methods:
+    """The methods of a placed model; in threads that run one, the model's call."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        # By thread the callees of the running methods, innermost last; None: the model's own.
+        self._targets: dict[int, list[Callable[..., Any] | None]] = defaultdict(list)
+        self._before: Callable[..., Any] | None = None  # the call, where it was not the model's own
+
+    def routed(self, value: Any, placed: Callable[..., Any]) -> Any:
+        """An attribute of the model; if it is a method, then one whose calls go to `placed`."""
+        if not (inspect.ismethod(value) and value.__self__ is self._model):
+            return value
+
+        def steps(*args: Any, **kwargs: Any) -> Any:
+            rows = value(*args, **kwargs)
+            while True:  # between two rows the thread is the caller's
+                with self._running(placed):
+                    try:
+                        row = next(rows)
+                    except StopIteration as end:
+                        return end.value
+                yield row
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            with self._running(placed):
+                return value(*args, **kwargs)
+
+        return wraps(value)(steps if inspect.isgeneratorfunction(value) else method)
+
+    @contextmanager
+    def _running(self, target: Callable[..., Any]) -> Iterator[None]:
+        """In this thread the model's calls go to this target inside the block."""
+        slot = vars(self._model)
+        with _LOCK:
+            call = slot.get(CALL)
+            switch = call if isinstance(call, Methods) else self  # another's, of the same model
+            if switch is not call:
+                switch._before = call
+                slot[CALL] = switch
+            targets = switch._targets[get_ident()]
+            targets.append(target)
+        try:
+            yield
+        finally:
+            with _LOCK:
+                targets.pop()
+                if not targets:
+                    del switch._targets[get_ident()]
+                if not switch._targets and slot.get(CALL) is switch:
+                    del slot[CALL]
+                    if switch._before is not None:
+                        slot[CALL] = switch._before
+
+    @cached_property
+    def _call(self) -> Callable[..., Any]:
+        # A compiler around the call would not make a step of a placed model of it.
+        return torch.compiler.disable(self._chosen)  # type: ignore[no-untyped-call,no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's call."""
+        return self._call(*args, **kwargs)
+
+    def _chosen(self, *args: Any, **kwargs: Any) -> Any:
+        targets = self._targets.get(get_ident(), [])
+        target = targets[-1] if targets else None
+        if target is None:
+            return (self._before or plain_call(self._model))(*args, **kwargs)
+        targets.append(None)
+        try:
+            return target(*args, **kwargs)
+        finally:
+            targets.pop()
 
 
 # What Python looks up in a class and not in an object: no attribute can stand for it.
@@ -176,18 +275,10 @@ class PlacedModule(nn.Module):
     def _special(self, model: nn.Module, call: Call) -> Specialization:
         with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
-            special = self._specializations.find(key, call)
-            if special is None:
-                special = self._make(model, call, key)
-                self._specializations.add(key, special)
+            special = self._specializations.find(key, call) or self._make(model, call, key)
             self._latest = special
             special.executable.settle()
             return special
-
-    def _adopt(self, call: Call, special: Specialization) -> None:
-        """Use a specialization that `apply` made for its shape of call."""
-        self._specializations.add(call_key(self.__dict__["_model"], call), special)
-        self._latest = special
 
     def _make(self, model: nn.Module, call: Call, key: Any) -> Specialization:
         if self._specialize is None:
@@ -195,17 +286,15 @@ class PlacedModule(nn.Module):
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
         if len({tensor.device for tensor, _ in self._original_devices}) > 1:
-            for (
-                tensor,
-                device,
-            ) in self._original_devices:  # a model is traced where it came from, in one place
-                move(tensor, device)
+            self._move_back()  # a model is traced where it came from, in one place
         try:
-            return self._specialize(model, call, tuple(self._specializations))
+            special = self._specialize(model, call, tuple(self._specializations))
         except BaseException:
             if self._latest is not None:
                 self._latest.executable.settle()
             raise
+        self._specializations.add(key, special)
+        return special
 
     @property
     def _current(self) -> Specialization:
@@ -238,24 +327,25 @@ class PlacedModule(nn.Module):
     @property
     def graph(self) -> OpGraph:
         """The graph that was placed."""
-        return cast(OpGraph, self._known(self._current.graph, "graph"))
+        return cast(OpGraph, self._known("graph"))
 
     @property
     def cluster(self) -> Cluster:
         """The cluster that it was placed on."""
-        return cast(Cluster, self._known(self._current.cluster, "cluster"))
+        return cast(Cluster, self._known("cluster"))
 
     @property
     def schedule(self) -> Schedule:
         """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
-        self._known(self._current.graph, "graph")
-        self._known(self._current.cluster, "cluster")
+        self._known("graph")
+        self._known("cluster")
         return cast(Schedule, self._current.executable.schedule)
 
-    def _known(self, value: Any, what: str) -> Any:
-        if value is not None:
-            return value
-        raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+    def _known(self, what: str) -> Any:
+        value = getattr(self._current, what)
+        if value is None:
+            raise ExecutionError(f"`apply` was not given the {what}; give it {what}=...")
+        return value
 
     def report(self, path: Any = None, *, trace: Any = None) -> str:
         """The placement for people.
@@ -267,15 +357,15 @@ class PlacedModule(nn.Module):
         Returns:
             The report as text.
         """
-        from baechi.reporting import text_report, write_html, write_trace
+        from baechi.reporting import Plan, text_report, write_html, write_trace
 
         parts = (self.graph, self.cluster, self.placement, self.schedule)
-        measured = self._measured.get(self._current)
+        plan = Plan(*parts, self.traced, self._measured.get(self._current))
         if path is not None:
-            write_html(path, *parts, traced=self.traced, measured=measured)
+            write_html(path, plan)
         if trace is not None:
-            write_trace(trace, *parts)
-        text = str(text_report(*parts, traced=self.traced, measured=measured))
+            write_trace(trace, Plan(*parts))
+        text = str(text_report(plan))
         return "\n".join([text.rstrip("\n"), *self.remarks, ""]) if self.remarks else text
 
     def measure(
@@ -299,15 +389,7 @@ class PlacedModule(nn.Module):
         """
         self._check_open()
         special = self._current
-        loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
-        measured = measure_steps(
-            special.executable,
-            self.__dict__["_model"],
-            special.traced.module.call,
-            special.placement.devices[loss] if special.executable.training else 0,
-            lambda: self.metered(optimizer),
-            steps,
-        )
+        measured = measure_steps(special, partial(self.metered, optimizer), steps)
         if special.graph is not None and not (optimizer is not None and optimizer.state):
             n = len(measured.peak_bytes)
             absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
@@ -324,8 +406,14 @@ class PlacedModule(nn.Module):
         """
         if optimizer is not None:
             check_is(optimizer, torch.optim.Optimizer, "optimizer")
-        meter = Meter([0] * self._current.n_devices)
-        self._current.hold_state(self, meter, optimizer)
+        special = self._current
+        used = max(special.placement.devices, default=0) + 1
+        meter = Meter([0] * (used if special.cluster is None else len(special.cluster.devices)))
+        for tensor, device in special.executable.state_devices.items():
+            state = {} if optimizer is None else optimizer.state.get(tensor, {})
+            for value in (tensor, tensor.grad, *state.values()):
+                if isinstance(value, torch.Tensor):
+                    meter.hold(device, value)
         self._meter = meter
         try:
             yield meter
@@ -337,9 +425,12 @@ class PlacedModule(nn.Module):
         for special in self._specializations:
             special.executable.close()
         self._closed = True
+        self._move_back()
+        return cast(nn.Module, self.__dict__["_model"])
+
+    def _move_back(self) -> None:
         for tensor, device in self._original_devices:
             move(tensor, device)
-        return cast(nn.Module, self.__dict__["_model"])
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""

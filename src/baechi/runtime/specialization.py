@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from threading import Condition, get_ident
 from typing import Any, final
 
-import torch
 from torch import nn
 
 from baechi.errors import InputError
@@ -15,58 +14,23 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
-from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.module_internals import global_hooks, hooks_of
+from baechi.torch_support.torch_internals import hooks_of
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.containers import is_container
 from baechi.tracing.faithfulness import HOOKS
-from baechi.tracing.partition import attribute
 
 
 @final
 @dataclass(frozen=True, eq=False)
 class Specialization:
-    """A placed model for one shape of call.
-
-    Attributes:
-        traced: The traced model.
-        placement: Where it went.
-        graph: The placed graph, where known.
-        cluster: On what, where known.
-        executable: The executable of its calls.
-    """
+    """A placed model for one shape of call; graph and cluster are None where `apply` got none."""
 
     traced: Traced
     placement: Placement
     graph: OpGraph | None
     cluster: Cluster | None
     executable: Executable
-
-    @property
-    def n_devices(self) -> int:
-        """The number of logical devices; of those in use where the cluster is unknown."""
-        if self.cluster is not None:
-            return len(self.cluster.devices)
-        return max(self.placement.devices, default=0) + 1
-
-    def hold_state(
-        self, model: nn.Module, meter: Meter, optimizer: torch.optim.Optimizer | None
-    ) -> None:
-        """Count parameters, buffers, gradients and optimizer state on their logical devices."""
-        named = named_state(model)
-        constants = self.traced.module.graph_module
-        for op, device in zip(self.traced.ops, self.placement.devices, strict=False):
-            for name in op.parameters:
-                tensor = named[name] if name in named else attribute(constants, name)
-                meter.hold(device, tensor)
-                if tensor.grad is not None:
-                    meter.hold(device, tensor.grad)
-                if optimizer is not None:
-                    for value in optimizer.state.get(tensor, {}).values():
-                        if isinstance(value, torch.Tensor):
-                            meter.hold(device, value)
 
 
 @final
@@ -139,9 +103,8 @@ class Specializations:
 def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
     """Equal keys can run the same specialization: the call's own, submodules, modes and hooks."""
     modules = tuple(model.modules())
-    every = [global_hooks(kind) for kind in HOOKS]
-    own = [hooks_of(module, kind) for module in modules for kind in HOOKS]
-    hooks = tuple(tuple(hooks) for hooks in (*every, *own) if hooks)
+    rows = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
+    hooks = tuple(tuple(row) for row in rows if row)
     return (call.key, modules, tuple(module.training for module in modules), hooks)
 
 
@@ -163,8 +126,7 @@ class CallLock:
         """Run the block when no thread plans."""
         me = get_ident()
         with self._changed:
-            while self._planner not in (None, me):
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._planner in (None, me))
             self._calls[me] += 1
         try:
             yield
@@ -180,8 +142,7 @@ class CallLock:
         """Run the block when no other thread calls or plans."""
         me = get_ident()
         with self._changed:
-            while self._planner is not None or self._calls.keys() - {me}:
-                self._changed.wait()
+            self._changed.wait_for(lambda: self._planner is None and not self._calls.keys() - {me})
             self._planner = me
         try:
             yield

@@ -7,6 +7,7 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NoReturn, final
 
@@ -14,10 +15,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
-from baechi.runtime.autograd.binding import Bound
-from baechi.runtime.autograd.step import OutputFunction, Seeds, Sharing, Step
+from baechi.runtime.autograd.binding import Bound, BoundResult
+from baechi.runtime.autograd.step import OutputFunction, Seeds, Step
 from baechi.runtime.executors.executor import Executor
-from baechi.torch_support.autograd_internals import (
+from baechi.torch_support.torch_internals import (
     allow_writes,
     gradient_hooks,
     is_graph_kept,
@@ -58,10 +59,8 @@ class Plan:
         self.seeds = Seeds(runner.bound.sizes.grads, step.meter)
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
-        self.slots: list[tuple[int, int]] = []  # of each its gradient's slot, and its device
-        self._sharing: list[Sharing] = []  # of each with whom it shares memory
-        self._read: list[bool] = []  # of each whether the model reads it, too
-        # These outputs, and the hooks on their gradients.
+        self._origins: list[tuple[BoundResult, int]] = []  # of each its result, and its leaf there
+        # The outputs that the model reads, too, and the hooks on their gradients.
         self._partial: list[tuple[weakref.ref[torch.Tensor], Mapping[int, Any]]] = []
         # For each result its leaves, the spec around them, and for each leaf the output it is.
         self._parts: list[tuple[list[Any], pytree.TreeSpec, list[int]]] = []
@@ -81,40 +80,31 @@ class Plan:
                 if flag is True or (flag is not False and flag[leaf]):
                     places[i] = len(self.outputs)
                     self.outputs.append(leaves[i])
-                    self.slots.append((row.grads[leaf], row.device))
-                    self._sharing.append(row.sharing[leaf])
-                    self._read.append(row.read)
+                    self._origins.append((row, leaf))
                     leaves[i] = None
             self._parts.append((leaves, spec, places))
         step.slots, step.results, step.inputs = [], [], ()
 
     def merge(self, tokens: Sequence[torch.Tensor]) -> list[Any]:
-        """The results, with autograd's own tensors where there are gradients."""
-        outputs = self._outputs_behind(tokens)
-        merged = []
-        for leaves, spec, places in self._parts:
-            for i, place in enumerate(places):
-                if place >= 0:
-                    leaves[i] = outputs[place]
-            merged.append(pytree.tree_unflatten(leaves, spec))
-        self._parts = []  # the caller alone decides how long results live
-        return merged
-
-    def _outputs_behind(self, tokens: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs, each behind its token."""
+        """The results, with autograd's own tensors, each behind its token, if with gradients."""
         values, self.outputs = self.outputs, []
-        found: list[torch.Tensor] = []
-        for token, value, slot, sharing, read in zip(
-            tokens, values, self.slots, self._sharing, self._read, strict=True
-        ):
-            base = sharing.base(value, self.call.tensors)
+        outputs: list[torch.Tensor] = []
+        for token, value, (row, leaf) in zip(tokens, values, self._origins, strict=True):
+            base = row.sharing[leaf].base(value, self.call.tensors)
+            slot = row.grads[leaf], row.device
             output = OutputFunction.apply(self.seeds, slot, token, value, [base])  # type: ignore[no-untyped-call]
             if base is not None and base is not value:
                 allow_writes(output)  # it is the base's history that they change
-            found.append(output)
-            if read:
+            outputs.append(output)
+            if row.read:
                 self._partial.append((weakref.ref(output), watch_hooks(output)))
-        return found
+        merged = []
+        for leaves, spec, places in self._parts:
+            rows = zip(leaves, places, strict=True)
+            found = [leaf if place < 0 else outputs[place] for leaf, place in rows]
+            merged.append(pytree.tree_unflatten(found, spec))
+        self._parts = []  # the caller alone decides how long results live
+        return merged
 
     def rewrite(self, indices: Sequence[int]) -> None:
         """Mark the caller's tensors that the forward wrote into, with a gradient, as written.
@@ -134,10 +124,7 @@ class Plan:
             cut.version += version_of(cut.source) - version
 
     def backward(self, keep: bool) -> list[torch.Tensor | None]:
-        """Gradients of the inputs and the parameters, given those of the outputs.
-
-        Args:
-            keep: Whether to leave the graph for another backward.
+        """Gradients of the inputs and the parameters; `keep` leaves the graph for another backward.
 
         Raises:
             ExecutionError: The graph was freed by an earlier backward; a parameter has a hook that
@@ -176,11 +163,8 @@ class Plan:
                 result.append(None if total is None else total.to(tensor.device))
         for parameter in self.trained:
             device, slots = bound.parameters[parameter]
-            if step.meter is None:
+            with nullcontext() if step.meter is None else step.meter.counting(device):
                 result.append(self._taken(slots))
-            else:
-                with step.meter.charged_to(device):
-                    result.append(self._taken(slots))
             if result[-1] is None and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "

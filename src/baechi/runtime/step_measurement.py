@@ -4,13 +4,8 @@
     timed steps      without a meter, since counting storages slows a CPU down
     metered steps    the peak of each device, the highest of a few steps
 
-A step is what a training loop does between two updates: gradients are absent, forward, backward
-from the loss. Nothing of it stays: gradients, buffers and the random state are put back, whatever
-ends the steps, Ctrl-C too.
-
-Where the model returns a scalar that has a gradient, that is its loss. Else the loss is the sum of
-all outputs that have one, whose gradient is given as ones: no op, but a dense tensor per output,
-as any loss gives one.
+What a step is, and what its loss, is in docs/prediction.md. Nothing of it stays: gradients, buffers
+and the random state are put back, whatever ends the steps, Ctrl-C too.
 """
 
 import contextlib
@@ -19,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -30,6 +25,7 @@ from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement
 from baechi.runtime.executable import Executable
+from baechi.runtime.specialization import Specialization
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.traced.step_graph import graded_owners, persistent_bytes
@@ -41,52 +37,35 @@ _WARM_UP: Final = 2
 # Workers meet in another order in each step, and so do their peaks.
 _METERED: Final = 2
 
-
 Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
 
 
-def measure_steps(
-    executable: Executable,
-    model: nn.Module,
-    call: Call,
-    loss_device: int,
-    metered: Metered,
-    steps: int,
-) -> Measurement:
-    """The measured steps of `executable` on copies of the call's tensors.
-
-    Args:
-        executable: The executable; its step is forward and backward if it was placed for training.
-        model: The model, whose gradients and buffers are put back.
-        call: The call to run.
-        loss_device: The logical device that is charged with the gradients of the outputs.
-        metered: Makes the meter of a step, which follows what every device holds.
-        steps: The number of timed steps.
+def measure_steps(special: Specialization, metered: Metered, steps: int) -> Measurement:
+    """Measured steps of a placed model on copies of the call's tensors; `metered` makes a meter.
 
     Raises:
         InputError: `steps` is no positive integer.
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; measure at least one step.")
-    places = executable.places
-    clock = _Clock(places)
-    with _kept(model, places), call.autocast.applied():
-        run = _Steps(executable, model, call, loss_device)
+    executable, module = special.executable, special.traced.module
+    loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
+    loss_device = special.placement.devices[loss] if executable.training else 0
+    clock = _Clock(executable.places)
+    with _kept(module.model, executable.places), module.call.autocast.applied():
+        run = _Steps(executable, module.model, module.call, loss_device)
         for _ in range(_WARM_UP + executable.warm_up):
             run.step(clock.reading, None)
         samples = [run.step(clock.reading, None) for _ in range(steps)]
-        peaks, moved = _peaks(run, metered, places)
+        peaks, moved = _peaks(run, metered, executable.places)
     return Measurement(int(statistics.median(samples)), peaks, tuple(samples), moved)
 
 
 def planned_state_bytes(
     traced: Traced, graph: OpGraph, placement: Placement, n_devices: int
 ) -> tuple[int, ...]:
-    """The optimizer state that the plan keeps on every device: what it holds above no optimizer's.
-
-    O(ops).
-    """
+    """The optimizer state that the plan keeps on every device, above what it holds without one."""
     graded = graded_owners(traced) if graph.is_training else frozenset()
     state = [0] * n_devices
     for index, (own, op) in enumerate(zip(traced.ops, graph.ops, strict=False)):
@@ -120,7 +99,10 @@ def _peaks(
 
             def begun(part: Callable[[], object], before: dict[int, int] = before) -> int:
                 if not before:  # the inputs are there
-                    before.update((device, _allocated(place)) for device, place in alone.items())
+                    for device, place in alone.items():
+                        torch.cuda.synchronize(place)
+                        torch.cuda.reset_peak_memory_stats(place)
+                        before[device] = torch.cuda.memory_allocated(place)
                 part()
                 return 0
 
@@ -139,31 +121,22 @@ def _peaks(
     return tuple(map(max, zip(*rows, strict=True))), moved
 
 
-def _allocated(place: torch.device) -> int:
-    """The bytes allocated on a GPU; its peak is counted from here."""
-    torch.cuda.synchronize(place)
-    torch.cuda.reset_peak_memory_stats(place)
-    return torch.cuda.memory_allocated(place)
-
-
 @final
+@dataclass
 class _Steps:
     """Runs a step at a time, with the same inputs."""
 
-    def __init__(
-        self, executable: Executable, model: nn.Module, call: Call, loss_device: int
-    ) -> None:
-        self._executable = executable
-        self._model = model
-        self._call = call
-        self._loss_device = loss_device
-        self._gradients: list[torch.Tensor] | None = None
-        self.inputs: tuple[torch.Tensor, ...] = ()
+    executable: Executable
+    model: nn.Module
+    call: Call
+    loss_device: int  # is charged with the gradients of the outputs
+    gradients: list[torch.Tensor] | None = None  # of the outputs
+    inputs: tuple[torch.Tensor, ...] = ()
 
     def clear(self) -> None:
         """Leave no gradient, and no input."""
         self.inputs = ()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
 
     def step(self, reading: Reading, meter: Meter | None) -> int:
@@ -178,17 +151,17 @@ class _Steps:
         with torch_threads(1):
             self.inputs = inputs = tuple(
                 tensor.detach().clone().requires_grad_(tensor.requires_grad)
-                for tensor in self._call.tensors
+                for tensor in self.call.tensors
             )
-        args, kwargs = self._call.structure.fill(inputs)
+        args, kwargs = self.call.structure.fill(inputs)
         outputs: list[torch.Tensor] = []
 
         def forward() -> None:
-            call = replace(canonical_call(self._model, args, kwargs), tensors=inputs)
-            outputs.extend(tensors_in(self._executable(call, meter)))
+            call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
+            outputs.extend(tensors_in(self.executable(call, meter)))
 
         forward_ns = reading(forward)
-        if not self._executable.training:
+        if not self.executable.training:
             return forward_ns
         # What is returned twice has one gradient.
         roots = list({id(tensor): tensor for tensor in outputs if tensor.requires_grad}.values())
@@ -196,12 +169,12 @@ class _Steps:
         if not roots:
             return forward_ns
         if meter is not None:
-            loss = _Loss.apply(meter, self._loss_device, *roots)  # type: ignore[no-untyped-call]
+            loss = _Loss.apply(meter, self.loss_device, *roots)  # type: ignore[no-untyped-call]
             return forward_ns + reading(lambda: torch.autograd.backward(loss))
-        if self._gradients is None:
+        if self.gradients is None:
             with torch_threads(1):
-                self._gradients = [torch.ones_like(root) for root in roots]
-        gradients = self._gradients
+                self.gradients = [torch.ones_like(root) for root in roots]
+        gradients = self.gradients
         return forward_ns + reading(lambda: torch.autograd.backward(roots, gradients))
 
 
@@ -239,7 +212,7 @@ class _Clock:
         self._synchronize()
         if self._by_events:
             stream = torch.cuda.current_stream(self._gpus[0])
-            start, end = _event(), _event()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record(stream)
             part()
             end.record(stream)
@@ -253,10 +226,6 @@ class _Clock:
     def _synchronize(self) -> None:
         for gpu in self._gpus:
             torch.cuda.synchronize(gpu)
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 @contextlib.contextmanager

@@ -23,14 +23,13 @@ import torch
 from torch import fx
 
 from baechi.errors import InputError
-from baechi.torch_support.compiler_internals import (
+from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
+from baechi.torch_support.torch_internals import (
     backend_named,
     inductor_options,
     keeping_graphs,
-    records_cuda_graphs,
     refusals,
 )
-from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.op_names import op_name, source_line
 
@@ -49,12 +48,7 @@ _LOCK: Final = threading.RLock()  # settings of the compiler are the process's
 @final
 @dataclass(frozen=True)
 class CompileOptions:
-    """The compiler of a graph.
-
-    Attributes:
-        backend: A name that torch knows, or a function of a graph and its example inputs.
-        keywords: Its further arguments.
-    """
+    """The compiler of a graph: a name that torch knows, or a function; and its keywords."""
 
     backend: Any
     keywords: dict[str, Any]
@@ -95,16 +89,14 @@ def compile_options(
         )
     try:
         with _quiet():
-            torch.compile(_nothing, **options)
+            torch.compile(lambda x: x, **options)  # to try the options; it is never called
     except Exception as error:
         raise InputError(f"torch.compile refuses {options}: {_first_line(error)}") from error
     backend, mode = options.get("backend", "inductor"), options.get("mode")
     own = dict(options.get("options") or {})
-    if backend == "inductor" and mode is not None:
-        own = inductor_options(mode)
-    records = backend == "cudagraphs" or (
-        backend == "inductor" and own.get("triton.cudagraphs", records_cuda_graphs())
-    )
+    if backend == "inductor":
+        own = {**inductor_options(mode), **own}
+    records = backend == "cudagraphs" or (backend == "inductor" and own["triton.cudagraphs"])
     if records and any(place.type == "cuda" for place in places):
         raise InputError(
             f"compile={options} records CUDA graphs of its own, which reuse memory that other "
@@ -117,25 +109,14 @@ def compile_options(
     return CompileOptions(backend, {key: value for key, value in given.items() if value})
 
 
-def _nothing(x: torch.Tensor) -> torch.Tensor:
-    """A function to try options on; it is never called."""
-    return x
-
-
 @final
 class CompiledTape:
     """A tape's function, compiled when it is first called in a mode.
 
+    What was generated takes a list, which it empties; `plain`, which is compiled, the arguments.
+
     Attributes:
         reason: Why it runs as generated instead; None if it does not.
-        generated: The function as generated.
-
-    Args:
-        generated: The function as generated, of a list that it empties.
-        plain: The same of single arguments, to be compiled.
-        options: How it is compiled.
-        nodes: The nodes that the function runs.
-        label: Its name in a warning.
     """
 
     def __init__(
@@ -221,10 +202,6 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def compiling(threads: int | None) -> Iterator[None]:
-    """The context of a mode's first step.
-
-    Args:
-        threads: torch threads of a worker, for which to compile; None for the present number.
-    """
+    """The context of a mode's first step; compiles for workers of so many torch threads."""
     with _LOCK, _quiet(), torch_threads(threads or torch.get_num_threads()):
         yield

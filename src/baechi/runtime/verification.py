@@ -3,8 +3,9 @@
     the model itself ──step──► outputs, gradients, buffers ◄──step── the placed model
 
 If these differ, the operators of the trace run one by one, unsplit and then on their devices in the
-order of the program. Each value and each gradient is compared when it is made; the first difference
-names its operator.
+order of the program. A value is compared when it is made, its gradient when it is complete: when
+the first reader of the value has gone backward. In backward order, the first gradient that differs
+was computed by readers whose own gradients are right, so the backward of one of them differs.
 
 Where operators draw random numbers on several devices, they draw in another order than the unsplit
 model. Then the trace, which draws as the model does, stands in for it, and in both runs every
@@ -12,22 +13,40 @@ operator that draws starts from a seed of its own.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, final
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple, final
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from baechi.errors import ExecutionError, InputError
+from baechi.runtime.autograd.binding import Bound
+from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executable import Executable
-from baechi.runtime.op_by_op import Difference, Operators, Values, difference
-from baechi.torch_support.autograd_internals import gradient_hooks
+from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name
+from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.op_names import op_name, source_line
+from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.workarounds.recurrent_weights import compact
+
+# What these give is whatever was in memory.
+_UNWRITTEN: Final = ("empty", "new_empty")
+
+# Kernels of another kind of device add up in another order, and may multiply in TF32 (10 bits).
+_OTHER_KIND: Final = (1e-3, 1e-4)  # relative, absolute
+_WIDE: Final = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+
+# A node, a leaf of its value, and whether it is the gradient of that leaf.
+_Key = tuple[fx.Node, int, bool]
+_Note = Callable[[_Key, torch.Tensor], None]
+
+# Outputs, gradients and buffers of a step by name, in this order.
+_Outcome = dict[str, torch.Tensor | None]
 
 
 @final
@@ -49,160 +68,121 @@ class Unsplit:
         return value.to(home)
 
 
-def verify(
-    unsplit: Unsplit,
-    executable: Executable,
-    module: TracedModule,
-    call: Call,
-    *,
-    every: bool = False,
-) -> None:
+def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool = False) -> None:
     """Compare a step of the placed model with one of the unsplit model.
 
-    Gradients, buffers and the random state stay as they were.
-
-    Args:
-        unsplit: The model as it was before it was placed.
-        executable: The executable of the placed one; has a backward if it was placed for training.
-        module: The traced model.
-        call: The step's arguments; they are copied.
-        every: Compare every operator, also where the step is the same.
+    Gradients, buffers and the random state stay as they were, and the call's arguments are copied.
+    `every` compares every operator, also where the step is the same.
 
     Raises:
         ExecutionError: An output, a gradient or a buffer differs; names the first operator.
         InputError: The model draws random numbers, and its devices draw others than its present
             one.
     """
-    told = module.gradients
+    told = executable.module.gradients
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
     with (
         torch.inference_mode(False),
         torch.set_grad_enabled(executable.training if told is None else told),
         torch.random.fork_rng(gpus),
     ):
-        _Verification(unsplit, executable, module, call, torch.initial_seed()).run(every)
+        _Verification(unsplit, executable, call).run(every)
 
 
-@final
-@dataclass(frozen=True)
-class _Outcome:
-    """The outputs, gradients and buffers of a step."""
+class _Difference(NamedTuple):
+    """A difference in words, and its rank: the lowest came first."""
 
-    outputs: tuple[torch.Tensor, ...]
-    gradients: dict[str, torch.Tensor | None]
-    buffers: dict[str, torch.Tensor]
-
-    def difference(self, other: "_Outcome") -> str:
-        """The first difference from the other one; empty if there is none."""
-        rows: list[tuple[str, torch.Tensor | None, torch.Tensor | None]] = [
-            (f"output {i}", one, two)
-            for i, (one, two) in enumerate(zip(self.outputs, other.outputs, strict=True))
-        ]
-        rows += [(f"the gradient of {n}", g, other.gradients[n]) for n, g in self.gradients.items()]
-        rows += [(f"buffer {n}", b, other.buffers[n]) for n, b in self.buffers.items()]
-        for name, one, two in rows:
-            known = one if one is not None else two
-            if known is None:
-                continue
-            # A gradient that only one of them has is compared with zero.
-            pair = [torch.zeros_like(known) if t is None else t for t in (one, two)]
-            text = difference(*pair)
-            if text:
-                return f"{name} has {text}"
-        return ""
+    rank: tuple[int, int]
+    text: str
 
 
 @final
 class _Verification:
     """The state of one verification."""
 
-    def __init__(
-        self, unsplit: Unsplit, executable: Executable, module: TracedModule, call: Call, seed: int
-    ) -> None:
+    def __init__(self, unsplit: Unsplit, executable: Executable, call: Call) -> None:
+        module = executable.module
         self._unsplit = unsplit
         self._executable = executable
         self._module = module
         self._call = call
-        self._seed = seed
+        self._seed = torch.initial_seed()
         self._model = module.model
-        both = [*zip(self._model.buffers(), unsplit.model.buffers(), strict=True)]
+        self._name = type(module.model).__name__
+        both = zip(self._model.buffers(), unsplit.model.buffers(), strict=True)
         self._buffers = [(one, two, two.detach().clone()) for one, two in both]
-        self._operators = Operators(module)
+        self._facts = module.facts.nodes
+        self._rank = {node: i for i, node in enumerate(module.graph_module.graph.nodes)}
+        own = [n for row in module.nodes for n in row if n.op not in ("placeholder", "get_attr")]
+        self._operators = {n.name: n for n in sorted(own, key=self._rank.__getitem__)}
+        self._draws = [name for name, n in self._operators.items() if self._facts[n].random]
+        self._seeds: dict[str, int] = {}  # of operators that draw, where their order differs
+        self._values: dict[_Key, torch.Tensor] = {}  # of the unsplit run, operator by operator
 
     def run(self, every: bool) -> None:
         """Compare, and name what differs."""
-        used = {tape.device for tape in self._executable.program.tapes}
         hooks = [gradient_hooks(parameter) for parameter in self._model.parameters()]
         own = [(rows, dict(rows)) for rows in hooks if rows]
         for rows, _ in own:
             rows.clear()  # the copy has none
         try:
-            expected = self._step(self._eager, self._unsplit.model)
-            if self._operators.draws and self._drawn_elsewhere(used):
-                self._compare_drawing(expected)
-                return
-            text = expected.difference(self._step(self._executable, self._model))
-            if text or every:
-                self._compare_operators(expected, text)
+            self._compare(every)
         finally:
             self._put_back()
             for rows, before in own:
                 rows.update(before)
 
-    def _drawn_elsewhere(self, used: set[int]) -> bool:
-        kinds = {self._executable.places[device].type for device in used}
-        tensors = [*self._unsplit.model.parameters(), *self._unsplit.model.buffers()]
-        present = {tensor.device.type for tensor in [*tensors, *self._call.tensors]}
-        if present and kinds != present:
-            name = op_name(self._operators.nodes[self._operators.draws[0]])
-            raise InputError(
-                f"verify cannot compare {type(self._model).__name__}: {name} draws random numbers, "
-                f"and {'/'.join(sorted(kinds))} draws others than {'/'.join(sorted(present))}, "
-                "where the model is now. Move the model there before it is placed, or verify it "
-                "without dropout (model.eval())."
-            )
-        return len(used) > 1
-
-    def _compare_drawing(self, expected: _Outcome) -> None:
-        text = expected.difference(self._step(self._traced(Values(), None), self._unsplit.model))
-        if text:
-            raise self._untrue(text)
-        values = Values()
-        alone = self._step(self._traced(values, self._seed), self._unsplit.model)
-        first, placed = self._side_by_side(values, alone, self._seed)
-        text = alone.difference(placed)
-        if first is not None or text:
-            raise self._differs(first, text or "a value has another result")
-
-    def _compare_operators(self, expected: _Outcome, text: str) -> None:
-        """Run the operators one by one, and name the first that differs."""
-        values = Values()
-        alone = self._step(self._traced(values, None), self._unsplit.model)
-        first, placed = self._side_by_side(values, alone, None)
-        text = text or alone.difference(placed)
+    def _compare(self, every: bool) -> None:
+        expected = self._step(self._eager)
+        text = ""
+        if self._draws and self._is_drawn_elsewhere():
+            untrue = _difference(expected, self._step(self._traced()))
+            if untrue:
+                raise self._untrue(untrue)
+            draws = enumerate(self._draws)
+            self._seeds = {name: (self._seed + i) % 2**63 for i, name in draws}
+        else:
+            text = _difference(expected, self._step(self._executable))
+            if not text and not every:
+                return
+        alone = self._step(self._traced())
+        found: list[_Difference] = []
+        with self._executable.running(lambda bound: self._compared(bound, found)):
+            placed = self._step(self._executable)
+        first = self._first(found, alone, placed)
+        text = text or _difference(alone, placed)
         if first is None and not text:
             return
-        again = Values()
-        repeated = self._step(self._traced(again, None), self._unsplit.model)
-        parted = [
-            *self._operators.between(values, again),
-            *self._operators.between_leaves(alone.gradients, repeated.gradients),
-        ]
-        unstable = _first(parted)
+        found = []
+        again = self._step(self._traced(found))
+        unstable = self._first(found, alone, again)
         if unstable is not None and (first is None or unstable.rank <= first.rank):
             raise ExecutionError(
                 f"the placed {self._name} differs from the unsplit one ({text}), and the unsplit "
                 f"one differs from itself: {unstable.text} the second time. Its result depends on "
                 "more than its inputs; verify it with a fixed seed and without such state."
             )
-        untrue = expected.difference(alone)
-        if first is None and untrue:
-            raise self._untrue(untrue)
-        raise self._differs(first, text)
+        untrue = "" if self._seeds else _difference(expected, alone)
+        raise self._untrue(untrue) if first is None and untrue else self._differs(first, text)
 
-    @property
-    def _name(self) -> str:
-        return type(self._model).__name__
+    def _is_drawn_elsewhere(self) -> bool:
+        """True if random numbers are drawn in another order than on the unsplit model.
+
+        Raises:
+            InputError: They are others.
+        """
+        used = {tape.device for tape in self._executable.program.tapes}
+        kinds = {self._executable.places[device].type for device in used}
+        tensors = [*self._unsplit.model.parameters(), *self._unsplit.model.buffers()]
+        present = {tensor.device.type for tensor in [*tensors, *self._call.tensors]}
+        if present and kinds != present:
+            raise InputError(
+                f"verify cannot compare {self._name}: {op_name(self._operators[self._draws[0]])} "
+                f"draws random numbers, and {'/'.join(sorted(kinds))} draws others than "
+                f"{'/'.join(sorted(present))}, where the model is now. Move the model there before "
+                "it is placed, or verify it without dropout (model.eval())."
+            )
+        return len(used) > 1
 
     def _untrue(self, text: str) -> ExecutionError:
         return ExecutionError(
@@ -211,7 +191,7 @@ class _Verification:
             "that tracing does not see; make it an argument or a buffer."
         )
 
-    def _differs(self, first: Difference | None, text: str) -> ExecutionError:
+    def _differs(self, first: _Difference | None, text: str) -> ExecutionError:
         where = (
             "though no operator does where they run one by one, so they are not independent of "
             "when or beside what they run"
@@ -219,7 +199,8 @@ class _Verification:
             else f"first at {first.text}"
         )
         return ExecutionError(
-            f"the placed {self._name} differs from the unsplit one, {where} ({text}). An operator "
+            f"the placed {self._name} differs from the unsplit one, {where} "
+            f"({text or 'a value has another result'}). An operator "
             "that depends on its device, its thread or on what ran before cannot be split off: "
             "keep it on the model's own device with constraints, or make it a function of its "
             "inputs."
@@ -227,7 +208,8 @@ class _Verification:
 
     # Steps.
 
-    def _step(self, forward: Callable[[Call], Any], owner: nn.Module) -> _Outcome:
+    def _step(self, forward: Callable[[Call], Any]) -> _Outcome:
+        owner = self._model if forward is self._executable else self._unsplit.model
         self._put_back()
         torch.manual_seed(self._seed)
         call = replace(self._call, tensors=tuple(map(_copy, self._call.tensors)))
@@ -236,12 +218,13 @@ class _Verification:
         leaves = {**given, **dict(owner.named_parameters())}
         leaves = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
         roots = [tensor for tensor in outputs if tensor.requires_grad]
-        gradients: dict[str, torch.Tensor | None] = {}
+        outcome: _Outcome = {f"output {i}": one.detach() for i, one in enumerate(outputs)}
         if self._executable.training and roots and leaves:
             found = torch.autograd.grad(_total(roots), list(leaves.values()), allow_unused=True)
-            gradients = dict(zip(leaves, found, strict=True))
-        buffers = {name: buffer.detach().clone() for name, buffer in owner.named_buffers()}
-        return _Outcome(tuple(tensor.detach() for tensor in outputs), gradients, buffers)
+            named = zip(leaves, found, strict=True)
+            outcome |= {f"the gradient of {name}": gradient for name, gradient in named}
+        buffers = owner.named_buffers()
+        return outcome | {f"buffer {name}": value.detach().clone() for name, value in buffers}
 
     def _put_back(self) -> None:
         with torch.no_grad():
@@ -253,24 +236,193 @@ class _Verification:
         args, kwargs = call.structure.fill(call.tensors)
         return self._unsplit.model(*args, **kwargs)
 
-    def _traced(self, values: Values, seed: int | None) -> Callable[[Call], Any]:
-        return self._operators.unsplit(values, seed, self._unsplit.twin)
+    def _traced(self, found: list[_Difference] | None = None) -> Callable[[Call], Any]:
+        """The trace, with the copy's state; notes values, or `found` gets how they differ now."""
+        written = {storage for fact in self._facts.values() for storage in fact.writes}
+
+        def keep(key: _Key, tensor: torch.Tensor) -> None:
+            node, leaf, is_gradient = key
+            own = not is_gradient and self._facts[node].values[leaf].storage in written
+            self._values[key] = tensor.detach().clone() if own else tensor.detach()
+
+        note = keep if found is None else self._comparing(found, "")
+
+        def forward(call: Call) -> Any:
+            module = self._module.graph_module
+            runner = _Runner(module, self._operators, note, self._seeds, self._unsplit.twin)
+            returned = runner.run(*call.tensors, enable_io_processing=False)
+            result, _ = self._module.returned.fill(list(returned), call.objects)
+            return result
+
+        return forward
+
+    def _compared(self, bound: Bound, found: list[_Difference]) -> Bound:
+        """The placed model's code, where each operator is compared as it runs."""
+
+        def compared(tape: TapeCode) -> TapeCode:
+            module: fx.GraphModule = tape.function.__self__  # type: ignore[attr-defined]
+            note = self._comparing(found, f" on logical device {tape.device}")
+
+            def function(arguments: list[Any]) -> tuple[Any, ...]:
+                runner = _Runner(module, self._operators, note, self._seeds)
+                return tuple(runner.run(arguments, enable_io_processing=False))
+
+            return replace(tape, function=function)
+
+        return replace(bound, tapes=tuple(map(compared, bound.tapes)))
 
     # Comparisons.
 
-    def _side_by_side(
-        self, values: Values, alone: _Outcome, seed: int | None
-    ) -> tuple[Difference | None, _Outcome]:
-        """The first operator that differs on its device; and what the step gives."""
-        found: list[Difference] = []
-        with self._executable.running(lambda b: self._operators.split(b, values, found, seed)):
-            placed = self._step(self._executable, self._model)
-        found += self._operators.between_leaves(alone.gradients, placed.gradients)
-        return _first(found), placed
+    def _comparing(self, found: list[_Difference], where: str) -> _Note:
+        def compare(key: _Key, tensor: torch.Tensor) -> None:
+            node, _, is_gradient = key
+            called = operator_name(node) if node.op == "call_function" else ""
+            if key not in self._values or (called.startswith(_UNWRITTEN) and not is_gradient):
+                return
+            text = _distance(self._values[key], tensor)
+            if text and is_gradient:
+                what = f"the gradient of {op_name(node)}{where}"
+                found.append(self._backward(self._readers(node), node, what, text))
+            elif text:
+                found.append(_Difference((0, self._rank[node]), f"{_named(node)}{where}: {text}"))
+
+        return compare
+
+    def _first(
+        self, found: list[_Difference], expected: _Outcome, actual: _Outcome
+    ) -> _Difference | None:
+        """The first difference, those of the gradients of parameters and arguments included."""
+        rows = list(found)
+        for name, nodes in self._leaves().items():
+            what = f"the gradient of {name}"
+            one, two = expected.get(what), actual.get(what)
+            text = "" if one is None or two is None else _distance(one, two)
+            if text and nodes:
+                # A submodule that stays whole computes the gradients of its own parameters.
+                pairs = ([n] if n.op == "call_module" else self._readers(n) for n in nodes)
+                readers = sorted({n for pair in pairs for n in pair}, key=self._rank.__getitem__)
+                rows.append(self._backward(readers, nodes[0], what, text))
+        return min(rows, key=lambda row: row.rank, default=None)
+
+    def _leaves(self) -> dict[str, list[fx.Node]]:
+        """The nodes of each argument and parameter; of some parameters the submodule with them."""
+        root = self._module.graph_module
+        nodes: dict[Any, list[fx.Node]] = defaultdict(list)
+        for node in self._rank:
+            if node.op == "get_attr":
+                nodes[attribute(root, str(node.target))].append(node)
+            elif node.op == "call_module":
+                for parameter in root.get_submodule(str(node.target)).parameters():
+                    nodes[parameter].append(node)
+        inputs = root.graph.find_nodes(op="placeholder")
+        names = zip(self._module.call.names, inputs, strict=True)
+        given = {f"argument {name}": [node] for name, node in names}
+        return given | {name: nodes[p] for name, p in self._model.named_parameters()}
+
+    def _readers(self, node: fx.Node) -> list[fx.Node]:
+        """The operators whose backwards compute the gradient of a node's value."""
+
+        def passes_on(row: fx.Node) -> bool:  # a dropout that drops nothing has no backward
+            facts = self._facts.get(row)
+            if facts is None or facts.writes or not any(v.requires_grad for v in facts.values):
+                return False
+            return not any((row, leaf, True) in self._values for leaf in range(len(facts.values)))
+
+        rows = list(node.users)
+        for row in rows:  # which grows
+            rows += row.users if passes_on(row) else ()
+        known = {row for row in rows if row.name in self._operators and not passes_on(row)}
+        return sorted(known, key=self._rank.__getitem__)
+
+    def _backward(
+        self, readers: Sequence[fx.Node], node: fx.Node, what: str, text: str
+    ) -> _Difference:
+        first = readers[0] if readers else node
+        names = " or of ".join(map(_named, readers))
+        makers = f"the backward of {names}" if names else "what the caller's loss gives"
+        return _Difference((1, -self._rank[first]), f"{makers}, which makes {what}: {text}")
 
 
-def _first(found: Iterable[Difference]) -> Difference | None:
-    return min(found, key=lambda difference: difference.rank, default=None)
+@final
+class _Runner(fx.Interpreter):
+    """Runs a graph node by node, and notes the tensors that each operator makes.
+
+    Where one gets a gradient of its own, that is noted, too, when it is complete.
+    """
+
+    def __init__(
+        self,
+        module: fx.GraphModule,
+        operators: dict[str, fx.Node],
+        note: _Note,
+        seeds: dict[str, int],
+        twin: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        super().__init__(module)
+        self._operators = operators
+        self._note = note
+        self._seeds = seeds
+        self._twin = twin
+
+    def fetch_attr(self, target: str) -> Any:
+        return self._twin(super().fetch_attr(target))
+
+    def run_node(self, n: fx.Node) -> Any:
+        node = self._operators.get(n.name)
+        # A tape's code takes what other tapes made under the name that it has there.
+        if node is None or (n.op, n.target) != (node.op, node.target):
+            return super().run_node(n)
+        if n.name in self._seeds:
+            torch.manual_seed(self._seeds[n.name])
+        given = [tensor for arg in n.all_input_nodes for tensor in tensors_in(self.env[arg])]
+        result = super().run_node(n)
+        for leaf, tensor in enumerate(tensors_in(result)):
+            self._note((node, leaf, False), tensor)
+            if tensor.grad_fn is not None and not any(tensor is other for other in given):
+                key = (node, leaf, True)
+                tensor.register_hook(functools.partial(self._note, key))  # type: ignore[no-untyped-call]
+        return result
+
+
+def _difference(expected: _Outcome, actual: _Outcome) -> str:
+    """The first difference of two steps; empty if there is none."""
+    for name, one in expected.items():
+        pair = (one, actual[name])
+        known = next((tensor for tensor in pair if tensor is not None), None)
+        if known is not None:
+            # A gradient that only one of them has is compared with zero.
+            text = _distance(*(torch.zeros_like(known) if t is None else t for t in pair))
+            if text:
+                return f"{name} has {text}"
+    return ""
+
+
+def _distance(expected: torch.Tensor, actual: torch.Tensor) -> str:
+    """The distance of two tensors, if it exceeds rounding in their dtype; else empty."""
+    if (expected.shape, expected.dtype) != (actual.shape, actual.dtype):
+        return f"{_kind(actual)} instead of {_kind(expected)}"
+    other_kind = expected.device.type != actual.device.type and expected.dtype in _WIDE
+    rtol, atol = _OTHER_KIND if other_kind else (None, None)
+    one, two = expected.detach(), actual.detach().to(expected.device)
+    try:
+        torch.testing.assert_close(two, one, equal_nan=True, rtol=rtol, atol=atol)
+    except AssertionError:
+        wide = torch.complex128 if one.is_complex() else torch.float64
+        one, two = one.to_dense().to(wide), two.to_dense().to(wide)
+        error, size = (two - one).abs(), one.abs()
+        ratios = (error / size)[size > 0]
+        relative = f", max rel error {float(ratios.max()):.3g}" if ratios.numel() else ""
+        return f"max abs error {float(error.max()):.3g}{relative}"
+    return ""
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def _named(node: fx.Node) -> str:
+    source = source_line(node)
+    return f"{op_name(node)} ({source})" if source else op_name(node)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

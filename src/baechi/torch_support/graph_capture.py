@@ -13,7 +13,7 @@ from typing import Any, ClassVar, final
 
 import torch
 
-from baechi.torch_support.cuda_internals import abandon_pool
+from baechi.torch_support.torch_internals import abandon_pool
 
 
 @final

@@ -7,12 +7,11 @@ leaves its account when its last owner lets go of it, autograd included.
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.torch_support.storages import distinct_storages, key_of, laid_out, once, storages
@@ -57,18 +56,23 @@ class Meter:
         In a thread that did not enter `counting` itself, the latest that another did: autograd
         runs CUDA's backwards in threads of its own, one step of the one launching thread at a time.
         """
-        account: int = getattr(self._thread, "account", self._latest)
-        return account
+        return int(getattr(self._thread, "account", self._latest))
 
     @contextmanager
     def counting(self, account: int) -> Iterator[None]:
-        """Count what this thread makes, inside the block, for `account`."""
-        self._thread.account = self._latest = account
+        """Count what this thread makes, inside the block, for `account`, and for no other."""
+        before = getattr(self._thread, "account", None)
+        self._thread.account = account
+        if before is None:
+            self._latest = account
         try:
-            with _Counting(self):
+            with _Counting(self) if before is None else nullcontext():
                 yield
         finally:
-            del self._thread.account
+            if before is None:
+                del self._thread.account
+            else:
+                self._thread.account = before
 
     def knows(self, storage: torch.UntypedStorage) -> bool:
         """True if the storage is counted."""
@@ -80,18 +84,15 @@ class Meter:
             for part in storages(what):
                 self.hold(account, part)
             return
-        storage = what
-        key = key_of(storage)
-        nbytes = storage.nbytes()
+        key, nbytes = key_of(what), what.nbytes()
         with self._lock:
-            owner, counted = self._known.get(key, (account, 0))
             new = key not in self._known
-            if not new and nbytes == counted:
-                return
+            owner, counted = self._known.get(key, (account, 0))
             self._known[key] = (owner, nbytes)
-            self._charge(owner, nbytes - counted)
+            self._live[owner] += nbytes - counted
+            self._peak[owner] = max(self._peak[owner], self._live[owner])
         if new:
-            weakref.finalize(storage, self._release, key)
+            weakref.finalize(what, self._release, key)
 
     def sent(self, tensor: torch.Tensor) -> None:
         """Count what crosses between devices of a tensor: each byte that it shows once."""
@@ -107,34 +108,13 @@ class Meter:
         a copy of each byte that it shows, without the rest of what it is a view of, and so does a
         metered step.
 
-        Args:
-            account: The account to charge.
-            tensor: The tensor to copy.
-            moved: Whether it comes from another logical device, and not from the caller.
+        `moved` says that it comes from another logical device, and not from the caller.
         """
         if moved:
             self.sent(tensor)
         part = once(tensor)
-        with torch.no_grad(), self.charged_to(account):
+        with torch.no_grad(), self.counting(account):
             return laid_out(part.clone(), part, tensor)
-
-    @contextmanager
-    def charged_to(self, account: int) -> Iterator[None]:
-        """Count what this thread makes, inside the block, for `account` instead of its own."""
-        before = getattr(self._thread, "account", None)
-        if before is None:
-            with self.counting(account):
-                yield
-            return
-        self._thread.account = account
-        try:
-            yield
-        finally:
-            self._thread.account = before
-
-    def _charge(self, account: int, nbytes: int) -> None:
-        self._live[account] += nbytes
-        self._peak[account] = max(self._peak[account], self._live[account])
 
     def _release(self, key: int) -> None:
         with self._lock:
@@ -157,13 +137,30 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = _storages((args, kwargs))
-        for key, storage in _storages(result).items():
+        given = distinct_storages((args, kwargs))
+        for key, storage in distinct_storages(result).items():
             if key not in given or self._meter.knows(storage):
                 self._meter.hold(self._meter.account, storage)
         return result
 
 
-def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    leaves = pytree.tree_leaves(values)
-    return distinct_storages(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+def saved_inside_bytes(call: Callable[[], Any], known: Sequence[torch.Tensor]) -> int:
+    """Bytes autograd saves during `call`, counting each storage once and ignoring known ones.
+
+    The trace sees on fake tensors what is saved of the graph's tensors. What a kernel saves
+    besides, such as a recurrent kernel's workspace or the statistics of a normalization, depends on
+    the kernel that the device has; so it is measured where the operator is.
+
+    What is known, the inputs, parameters and buffers, and the results of the call, are tensors of
+    the graph or state.
+    """
+    kept: list[torch.Tensor] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.detach())
+        return kept[-1]  # a result itself would hold its graph, and that its result, for ever
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        result = call()
+    own = distinct_storages([*known, result])
+    return sum(row.nbytes() for key, row in distinct_storages(kept).items() if key not in own)

@@ -9,10 +9,11 @@ device that gets them.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 
 def once(tensor: torch.Tensor) -> torch.Tensor:
@@ -38,16 +39,16 @@ def laid_out(moved: torch.Tensor, part: torch.Tensor, tensor: torch.Tensor) -> t
 
 
 def crossings(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
-    """Groups of tensors that cross in one copy, since their memory is less than one by one.
-
-    Args:
-        tensors: By any numbers; each tuple of the result has some of these. O(tensors).
-    """
+    """Groups of numbered tensors that cross in one copy, since that is less memory; O(tensors)."""
     if len(tensors) == 1:
         return [tuple(tensors)]
     sharing: dict[Any, list[int]] = defaultdict(list)
     for number, tensor in tensors.items():
-        sharing[_memory(tensor, number)].append(number)
+        key: Any = number
+        if tensor.layout is torch.strided and tensor.numel():  # may be a view of a span with others
+            memory = key_of(tensor.untyped_storage())
+            key = memory, tensor.dtype, tensor.is_conj(), tensor.is_neg()
+        sharing[key].append(number)
     rows: list[tuple[int, ...]] = []
     for members in sharing.values():
         views = [tensors[number] for number in members]
@@ -60,10 +61,7 @@ def crossings(tensors: Mapping[int, torch.Tensor]) -> list[tuple[int, ...]]:
 
 
 def spanned(views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The memory from the first element of some views of one tensor to their last.
-
-    Of a single view that view itself.
-    """
+    """The memory from the first element of some views of one tensor to their last."""
     if len(views) == 1:
         return views[0]
     first = min(view.storage_offset() for view in views)
@@ -106,16 +104,10 @@ def key_of(storage: torch.UntypedStorage) -> int:
     return key
 
 
-def distinct_storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages that some tensors lie in, each once, by key."""
+def distinct_storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    """The storages of the tensors among nested values, each once, by key."""
+    tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {key_of(part): part for tensor in tensors for part in storages(tensor)}
-
-
-def _memory(tensor: torch.Tensor, number: int) -> Any:
-    """A key that tensors have in common if they may be views of one span."""
-    if tensor.layout is not torch.strided or tensor.numel() == 0:
-        return number
-    return key_of(tensor.untyped_storage()), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def _extent(tensor: torch.Tensor) -> int:

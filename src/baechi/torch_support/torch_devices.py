@@ -3,12 +3,13 @@
 import platform
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
 
 from baechi.errors import InputError
+from baechi.units import parse_bytes
 
 # Where the system does not report it: the least that server processors have.
 _USUAL_CACHE_BYTES = 32 * 2**20
@@ -58,7 +59,10 @@ def hardware(device: torch.device) -> str:
         row = torch.cuda.get_device_properties(device)
         memory_gib = row.total_memory / 2**30
         return f"{row.name}, {row.multi_processor_count} SMs, {memory_gib:.0f} GiB"
-    named = [line for line in _cpu_lines() if line.startswith(("model name", "Hardware"))]
+    named: list[str] = []
+    with suppress(OSError):  # no such file on this system
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        named = [line for line in lines if line.startswith(("model name", "Hardware"))]
     name = named[0].partition(":")[2].strip() if named else platform.processor()
     flags = torch.backends.cpu.get_cpu_capability()
     return f"{name or 'unnamed'}, {platform.machine()}, {flags}"
@@ -68,8 +72,11 @@ def cache_bytes(device: torch.device) -> int:
     """Bytes of the last-level cache that the device reads memory through."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).L2_cache_size)
-    found = [_read_size(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size")]
-    return max([size for size in found if size], default=_USUAL_CACHE_BYTES)
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("*/size"):
+        with suppress(OSError, InputError):
+            sizes.append(parse_bytes(path.read_text().strip() + "iB"))  # such as 32768K
+    return max(sizes, default=_USUAL_CACHE_BYTES)
 
 
 def blas_bytes(major: int, setting: str) -> int:
@@ -85,24 +92,6 @@ def blas_bytes(major: int, setting: str) -> int:
     if pairs:
         return sum(int(size) * int(count) for size, count in pairs) * 2**10
     return 32 * 2**20 if major >= 9 else 8 * 2**20 + 2**17
-
-
-def _cpu_lines() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []  # no such file on this system
-
-
-def _read_size(path: Path) -> int:
-    """A size such as `32768K` in bytes; 0 where it cannot be read."""
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return 0
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    digits = text.rstrip("KMG")
-    return int(digits) * units.get(text[-1:], 1) if digits.isdigit() else 0
 
 
 def fp32_precisions() -> dict[str, str]:

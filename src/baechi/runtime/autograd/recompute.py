@@ -18,8 +18,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import ExecutionError
-from baechi.torch_support.autograd_internals import version_of
-from baechi.torch_support.module_internals import buffers_of
+from baechi.torch_support.torch_internals import buffers_of, version_of
 
 
 @final

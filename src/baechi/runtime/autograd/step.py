@@ -15,8 +15,8 @@ from torch import fx
 from torch.autograd.graph import GradientEdge
 
 from baechi.runtime.autograd.recompute import RecomputeInputs
-from baechi.torch_support.autograd_internals import backward_id, set_version, version_of
 from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.torch_internals import backward_id, set_version, version_of
 from baechi.tracing.lowering import TracedModule
 
 Edges = list[GradientEdge | None]

@@ -24,9 +24,7 @@ from baechi.runtime.autograd.recompute import Recomputation, dropped
 from baechi.runtime.autograd.step import CutTensor, Edges, ParameterEdges, Record, Step
 from baechi.runtime.failures import located, running_node
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.torch_support.autograd_internals import delayed_error, gradients
-from baechi.torch_support.compiler_internals import keeping_graphs
-from baechi.torch_support.saved_tensors import TapeEnd
+from baechi.torch_support.torch_internals import TapeEnd, delayed_error, gradients, keeping_graphs
 
 
 @final

@@ -31,9 +31,9 @@ from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_graphs import Graphs
 from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
-from baechi.torch_support.cuda_internals import copy_each
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import laid_out, once, spanned
+from baechi.torch_support.torch_internals import copy_each
 
 Event = tuple[int, int, int]  # phase, lane, position
 Streams = Sequence[torch.cuda.Stream | None]

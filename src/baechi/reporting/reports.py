@@ -1,19 +1,28 @@
-"""The report as one HTML file that opens offline, with light and dark themes."""
+"""The report as text for a terminal, and as one HTML file that opens offline."""
 
+import io
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from string import Template
-from typing import Any, Final
+from typing import Any, Final, final
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table as TextTable
+from rich.text import Text
 
 from baechi.problem.simulation import peak_holdings
-from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
-from baechi.records.placement import Measurement, Placement, Schedule
-from baechi.reporting.facts import Plan, candidates, comparison, percent, stats, summary
+from baechi.reporting.facts import (
+    Plan,
+    comparison,
+    percent,
+    placer_tables,
+    summary,
+    tracing_table,
+)
 from baechi.reporting.figures import color, graph_figure, require_plotly, time_figure
 from baechi.storage.serialization import write_whole
-from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
 _ROWS: Final = 15  # in each table of the slowest ops and the largest transfers
@@ -65,39 +74,61 @@ dark.addEventListener("change", paint);
 """)
 
 
-def write_html(
-    path: str | os.PathLike[str],
-    graph: OpGraph,
-    cluster: Cluster,
-    placement: Placement,
-    schedule: Schedule,
-    *,
-    traced: Traced | None = None,
-    measured: Measurement | None = None,
-    title: str = "",
-) -> None:
+@final
+class Report(Group):
+    """A report that rich draws at the width of a terminal, and `str` in 100 columns."""
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=100, color_system=None, record=True)
+        console.print(self)
+        return console.export_text()
+
+
+def text_report(plan: Plan) -> Report:
+    """The report as text: `str` of it, or drawn by rich, `rich.print(text_report(...))`."""
+    header = ["device", ">ops", ">busy", ">peak memory", ">limit", ">full", ">received", ">sent"]
+    devices = [
+        [
+            facts.name,
+            str(facts.ops),
+            f"{facts.busy_share:.0%}",
+            format_bytes(facts.peak_bytes),
+            format_bytes(facts.memory_bytes),
+            percent(facts.peak_share),
+            format_bytes(facts.received_bytes),
+            format_bytes(facts.sent_bytes),
+        ]
+        for facts in plan.devices
+    ]
+    tables = [("Devices", header, devices), *comparison(plan), *placer_tables(plan)]
+    if plan.traced is not None:
+        tables.append(tracing_table(plan.traced))
+    return Report(*map(Text, summary(plan)), *(_text_table(*table) for table in tables))
+
+
+def _text_table(title: str, header: list[str], rows: list[list[str]]) -> TextTable:
+    table = TextTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.show_header = any(column.strip(">") for column in header)
+    for column in header:
+        table.add_column(column.removeprefix(">"), justify="right" if column[:1] == ">" else "left")
+    for row in rows:
+        table.add_row(*map(Text, row))  # names are not markup
+    return table
+
+
+def write_html(path: str | os.PathLike[str], plan: Plan, *, title: str = "") -> None:
     """Write the report as one HTML file, atomically; equal inputs give equal bytes.
 
-    Args:
-        path: The file.
-        graph: The placed graph.
-        cluster: Its devices.
-        placement: Its placement.
-        schedule: `simulate(graph, cluster, placement)`.
-        traced: Source of the tracing method and of the source line of every op.
-        measured: A measurement to compare with the prediction.
-        title: Heading; if empty, the model and the number of devices.
+    An empty title stands for the model and the number of devices.
 
     Raises:
-        InputError: The values do not belong together, plotly is not installed, or the path cannot
-            be written.
+        InputError: plotly is not installed, or the path cannot be written.
     """
     require_plotly()
     from plotly.offline import get_plotlyjs
 
-    plan = Plan(graph, cluster, placement, schedule, traced, measured)
-    model = traced.name if traced is not None else "a graph"
-    heading = title or f"Baechi: {model} on {len(cluster.devices)} devices"
+    model = plan.traced.name if plan.traced is not None else "a graph"
+    heading = title or f"Baechi: {model} on {len(plan.devices)} devices"
     text = _PAGE.substitute(title=escape(heading), plotly=get_plotlyjs(), body=_body(plan))
     write_whole(path, text)
 
@@ -105,9 +136,8 @@ def write_html(
 def _body(plan: Plan) -> str:
     parts = [f"<p>{escape(line)}</p>" for line in summary(plan)]
     parts += ["<h2>Devices</h2>", _devices(plan)]
-    if comparison(plan):
-        header = ["", ">predicted", ">measured", ">error"]
-        parts += ["<h2>Predicted beside measured</h2>", _table(header, comparison(plan))]
+    for title, header, rows in comparison(plan):
+        parts += [f"<h2>{title}</h2>", _table(header, rows)]
     parts += [
         "<h2>The graph by device</h2>",
         '<p class="soft">A point is an op, larger when it takes longer; forward runs to the right, '
@@ -137,39 +167,27 @@ def _figure(figure: Any, name: str) -> str:
 def _devices(plan: Plan) -> str:
     peaks = peak_holdings(plan.graph, plan.cluster, plan.schedule)
     rows = []
-    for device, facts in enumerate(plan.devices):
-        time_ns, held = peaks[device]
+    for device, (facts, (time_ns, held)) in enumerate(zip(plan.devices, peaks, strict=True)):
         largest = sorted(held.items(), key=lambda item: (-item[1], item[0]))
         contents = ", ".join(f"{name} {format_bytes(size)}" for name, size in largest if size)
         key = f'<span class="key" style="background:{color(device)}"></span>'
-        rows.append(
-            [
-                _Html(key + escape(facts.name)),
-                str(facts.ops),
-                _Html(_bar(facts.busy_share, device)),
-                _Html(_bar(facts.peak_share, device)),
-                f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}",
-                f"{contents} (at {format_ns(time_ns)})" if contents else "",
-                format_bytes(facts.received_bytes),
-                format_bytes(facts.sent_bytes),
-            ]
-        )
+        row = [_Html(key + escape(facts.name)), str(facts.ops)]
+        row += [_Html(_bar(facts.busy_share, device)), _Html(_bar(facts.peak_share, device))]
+        row.append(f"{format_bytes(facts.peak_bytes)} of {format_bytes(facts.memory_bytes)}")
+        row.append(f"{contents} (at {format_ns(time_ns)})" if contents else "")
+        rows.append([*row, format_bytes(facts.received_bytes), format_bytes(facts.sent_bytes)])
     header = ["device", ">ops", "computes", "memory at its peak", ">bytes", "of which"]
     return _table([*header, ">received", ">sent"], rows)
 
 
 def _details(plan: Plan) -> Iterable[str]:
     graph = plan.graph
-    if candidates(plan):
-        heading = f"What {plan.placement.placer} chose from"
-        yield _fold(heading, _table(["candidate", ">step", ""], candidates(plan)), is_open=True)
-    if stats(plan):
-        heading = f"What placer {plan.placement.placer} says"
-        yield _fold(heading, _table(["", ">"], stats(plan)), is_open=True)
+    for title, header, rows in placer_tables(plan):
+        yield _fold(title, _table(header, rows), is_open=True)
     if plan.traced is not None:
-        rows = [[a.rung, _Html(f"<pre>{escape(a.reason or 'taken')}</pre>")]
-                for a in plan.traced.attempts]  # fmt: skip
-        yield _fold(f"How {plan.traced.name} was traced", _table(["rung", "what happened"], rows))
+        title, header, rows = tracing_table(plan.traced)
+        rows = [[rung, _Html(f"<pre>{escape(text)}</pre>")] for rung, text in rows]
+        yield _fold(title, _table(header, rows))
     slowest = sorted(plan.schedule.spans, key=lambda s: (s.start_ns - s.end_ns, s.op))[:_ROWS]
     times = [(format_ns(s.end_ns - s.start_ns), s.op) for s in slowest]
     yield _fold("The slowest ops", _ops(plan, "time", times))

@@ -4,11 +4,9 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
-from baechi.torch_support import autograd_internals as autograd
-from baechi.torch_support import compiler_internals as compiler
-from baechi.torch_support import cuda_internals as cuda
-from baechi.torch_support import module_internals as modules
+from baechi.torch_support import torch_internals as internals
 from baechi.torch_support.storages import key_of
 
 
@@ -20,7 +18,7 @@ def graded() -> torch.Tensor:
 def test_the_engine_without_checks(keep: bool) -> None:
     x, y = graded(), graded()
     out = x.sin().exp()
-    found = autograd.gradients([get_gradient_edge(out)], [torch.ones(3)], [x, y], keep=keep)
+    found = internals.gradients([get_gradient_edge(out)], [torch.ones(3)], [x, y], keep=keep)
     assert torch.allclose(found[0], out.detach() * x.detach().cos())
     assert found[1] is None
     if keep:
@@ -32,7 +30,7 @@ def test_the_engine_without_checks(keep: bool) -> None:
 
 def test_the_node_of_a_delayed_error() -> None:
     given = torch.ones(2)
-    one, two = autograd.delayed_error("not this way", [given, torch.zeros(3)])
+    one, two = internals.delayed_error("not this way", [given, torch.zeros(3)])
     assert one.requires_grad
     assert two.requires_grad
     assert one.data_ptr() == given.data_ptr()
@@ -46,13 +44,13 @@ def test_the_number_of_a_backward_and_whether_its_graph_is_kept() -> None:
 
     def note(gradient: torch.Tensor) -> None:
         del gradient
-        seen.append((autograd.backward_id(), autograd.is_graph_kept()))
+        seen.append((internals.backward_id(), internals.is_graph_kept()))
 
     out = graded().exp()
     out.register_hook(note)
     out.sum().backward(retain_graph=True)
     out.sum().backward()
-    assert autograd.backward_id() == -1
+    assert internals.backward_id() == -1
     (first, kept), (second, freed) = seen
     assert -1 not in (first, second)
     assert first != second
@@ -62,11 +60,11 @@ def test_the_number_of_a_backward_and_whether_its_graph_is_kept() -> None:
 
 def test_the_count_of_writes() -> None:
     x = torch.zeros(2)
-    alias, before = x.detach(), autograd.version_of(x)
+    alias, before = x.detach(), internals.version_of(x)
     x.add_(1)
-    assert autograd.version_of(alias) == before + 1
-    autograd.set_version(x, before + 7)
-    assert autograd.version_of(alias) == before + 7
+    assert internals.version_of(alias) == before + 1
+    internals.set_version(x, before + 7)
+    assert internals.version_of(alias) == before + 7
 
 
 def test_a_view_of_a_function_may_be_written() -> None:
@@ -84,23 +82,23 @@ def test_a_view_of_a_function_may_be_written() -> None:
     with pytest.raises(RuntimeError, match="is a view and is being modified inplace"):
         Row.apply(graded() * 1).add_(1)
     view = Row.apply(graded() * 1)
-    autograd.allow_writes(view)
+    internals.allow_writes(view)
     view.add_(1)
 
 
 def test_hooks_of_a_tensor() -> None:
     x = graded()
-    assert not autograd.gradient_hooks(x)
+    assert not internals.gradient_hooks(x)
     handle = x.register_hook(lambda gradient: gradient)
-    assert len(autograd.gradient_hooks(x)) == 1
+    assert len(internals.gradient_hooks(x)) == 1
     handle.remove()
-    assert not autograd.gradient_hooks(x)
+    assert not internals.gradient_hooks(x)
 
 
 def test_hooks_that_a_tensor_is_given_later() -> None:
     x, seen = graded(), []
     y = x * 2
-    hooks = autograd.watch_hooks(y)
+    hooks = internals.watch_hooks(y)
     assert not hooks
     y.register_hook(seen.append)
     assert len(hooks) == 1
@@ -112,14 +110,26 @@ def test_hooks_that_a_tensor_is_given_later() -> None:
 
 
 def test_hooks_of_saved_tensors() -> None:
-    assert autograd.saved_tensor_hooks() is None
-    with saved_tensors_hooks(torch.clone, torch.sin):
-        hooks = autograd.saved_tensor_hooks()
-        assert hooks == (torch.clone, torch.sin)
-        autograd.pop_saved_tensor_hooks()
-        assert autograd.saved_tensor_hooks() is None
-        autograd.push_saved_tensor_hooks(hooks)
-    assert autograd.saved_tensor_hooks() is None
+    seen = []
+    with saved_tensors_hooks(seen.append, torch.sin), saved_tensors_hooks(seen.append, torch.sin):
+        assert internals.is_hooked()
+        assert not internals.is_checkpointed()
+        with internals.unhooked():
+            assert not internals.is_hooked()
+            graded().exp()
+        assert not seen
+        graded().exp()
+        assert len(seen) == 1
+    assert not internals.is_hooked()
+
+
+def test_hooks_of_a_checkpoint() -> None:
+    def block(x: torch.Tensor) -> torch.Tensor:
+        assert internals.is_checkpointed()
+        return x.exp()
+
+    checkpoint(block, graded(), use_reentrant=False)
+    assert not internals.is_checkpointed()
 
 
 def test_the_key_of_a_storage() -> None:
@@ -130,36 +140,37 @@ def test_the_key_of_a_storage() -> None:
 
 def test_copies_in_few_launches() -> None:
     targets = [torch.zeros(2), torch.zeros(3)]
-    cuda.copy_each(targets, [torch.ones(2), torch.ones(3)])
+    internals.copy_each(targets, [torch.ones(2), torch.ones(3)])
     assert all(bool(target.all()) for target in targets)
 
 
 @pytest.mark.gpu
 def test_a_pool_without_a_capture() -> None:
     with pytest.raises(RuntimeError):
-        cuda.abandon_pool(0, torch.cuda.graph_pool_handle())
+        internals.abandon_pool(0, torch.cuda.graph_pool_handle())
 
 
 def test_names_of_the_compiler() -> None:
-    assert callable(compiler.backend_named("eager"))
-    assert compiler.backend_named(len) is len
-    assert all(issubclass(kind, Exception) for kind in compiler.refusals())
-    assert compiler.inductor_options("reduce-overhead")["triton.cudagraphs"]
-    assert not compiler.records_cuda_graphs()
-    with compiler.keeping_graphs(force_non_lazy_backward_lowering=True):
+    assert callable(internals.backend_named("eager"))
+    assert internals.backend_named(len) is len
+    assert all(issubclass(kind, Exception) for kind in internals.refusals())
+    assert internals.inductor_options("reduce-overhead")["triton.cudagraphs"]
+    assert internals.inductor_options(None) == {"triton.cudagraphs": False}
+    with internals.keeping_graphs(force_non_lazy_backward_lowering=True):
         pass
 
 
 def test_names_of_modules() -> None:
     own, other = nn.BatchNorm1d(2), nn.Module()
-    assert list(modules.buffers_of(own)) == ["running_mean", "running_var", "num_batches_tracked"]
-    assert list(modules.parameters_of(own)) == ["weight", "bias"]
-    assert list(modules.submodules_of(nn.Sequential(own))) == ["0"]
-    modules.share_state(other, own)
+    buffers = internals.buffers_of(own)
+    assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
+    assert list(map(list, internals.state_of(own))) == [[], ["weight", "bias"], list(buffers)]
+    assert list(internals.state_of(nn.Sequential(own))[0]) == ["0"]
+    internals.share_state(other, own)
     assert other.state_dict().keys() == own.state_dict().keys()
     own.register_forward_hook(lambda *_: None)
-    assert len(modules.hooks_of(own, "_forward_hooks")) == 1
-    assert not modules.global_hooks("_forward_hooks")
-    assert modules.plain_call(own)(torch.ones(2, 2)).shape == (2, 2)
-    vars(own)[modules.CALL] = lambda x: x * 2
+    assert len(internals.hooks_of(own, "_forward_hooks")) == 1
+    assert not internals.hooks_of(None, "_forward_hooks")
+    assert internals.plain_call(own)(torch.ones(2, 2)).shape == (2, 2)
+    vars(own)[internals.CALL] = lambda x: x * 2
     assert own(torch.ones(1)).item() == 2

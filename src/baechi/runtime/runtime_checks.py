@@ -1,0 +1,171 @@
+"""Checks before a placed model runs: of its placement, of the model's state, of a call's arguments.
+
+A placed model runs the tensors that it was traced with. If the caller replaces one instead of
+writing into it, unties a weight that has several names, or gives a layer the bias that it lacked,
+the caller trains or loads another model than the placed one. `model.half()` keeps the object, but
+the plan is for its former type.
+"""
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import fx, nn
+
+from baechi.errors import ExecutionError, InputError
+from baechi.records.graph import OpGraph, StepStructure
+from baechi.records.placement import Placement
+from baechi.torch_support.torch_internals import state_of
+from baechi.traced.step_graph import backward_ops
+from baechi.traced.traced_model import Traced
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.subgraph import opaque_leaves
+
+
+def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> StepStructure:
+    """The structure of the step that was placed: of the placed graph, where that is known.
+
+    Raises:
+        InputError: It is of another graph, parts a group, or is in no topological order.
+    """
+    n = len(traced.ops)
+    step = graph or traced.structure(training=len(placement.devices) > n)
+    again = len(step.units)
+    sizes = (n, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + again)
+    if len(placement.devices) not in sizes:
+        raise InputError(
+            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
+            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
+            "Solve the graph of this trace; and give graph=..., if it was made with checkpoint=..."
+        )
+    if graph is not None and graph.digest != placement.graph_digest:
+        raise InputError(
+            f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
+            f"the one given (digest {graph.digest[:12]}...). Solve the graph of this trace."
+        )
+    if [op.name for op in step.ops[: step.n_forward]] != [op.name for op in traced.ops]:
+        raise InputError(
+            f"the graph given is not of this {traced.name}: its forward ops have other names, or "
+            "it does not say which ops are not forward (Op.phase). Give the graph of this trace."
+        )
+    place = {op: i for i, op in enumerate(placement.order)}
+    for tensor in traced.tensors:
+        for consumer in tensor.consumers:
+            if place[consumer] < place[tensor.producer]:
+                raise InputError(
+                    f"the placement's order runs {traced.ops[consumer].name!r} before "
+                    f"{traced.ops[tensor.producer].name!r}, whose result it reads; "
+                    "it is of another graph."
+                )
+    device_of: dict[str, int] = {}
+    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
+        if op.group is not None and device_of.setdefault(op.group, device) != device:
+            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
+    return step
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raise an `InputError` for a model on the meta device."""
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise InputError(
+            f"this {type(model).__name__} is on the meta device and has no weights to run with; "
+            "load them (`model.to_empty(device=...)`, `load_state_dict`), then place it, or trace "
+            "and apply it. To plan without weights: trace, estimate, solve."
+        )
+
+
+@final
+class StateGuard:
+    """The objects that the model held under the names that its graph reads, and on the way there.
+
+    Of submodules that stay whole these are the parameters; they replace buffers as they like. The
+    graph has the model as its submodule `model`.
+    """
+
+    def __init__(self, model: nn.Module, graph: fx.GraphModule) -> None:
+        self._model = type(model).__name__
+        rows: dict[tuple[int, str], tuple[dict[str, Any], str, Any, torch.dtype | None, str]] = {}
+
+        def add(holder: dict[str, Any], key: str, name: str) -> None:
+            value = holder[key]
+            dtype = value.dtype if isinstance(value, torch.Tensor) else None
+            rows.setdefault((id(holder), key), (holder, key, value, dtype, name))
+
+        names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
+        leaves = opaque_leaves(graph, graph.graph.nodes)
+        for path, leaf in leaves.items():
+            names += [f"{path}.{name}" for name, _ in leaf.named_parameters()]
+        for name in (name.removeprefix("model.") for name in names):
+            owner: Any = model
+            for part in name.split("."):
+                holder = next((h for h in state_of(owner) if h.get(part) is not None), None)
+                if holder is None:
+                    break  # a constant of the graph, or in a plain attribute (`attributes`)
+                add(holder, part, name)
+                owner = holder[part]
+        whole = {id(module) for leaf in leaves.values() for module in leaf.modules()}
+        read = {id(value) for _, _, value, _, _ in rows.values()}
+        for path, module in model.named_modules():
+            _, parameters, buffers = state_of(module)
+            for holder in (parameters,) if id(module) in whole else (parameters, buffers):
+                for key, value in holder.items():
+                    if value is None or id(value) in read:
+                        add(holder, key, f"{path}.{key}".lstrip("."))
+        self._rows = list(rows.values())
+
+    def check(self) -> None:
+        """Nothing, 100 ns a name.
+
+        Raises:
+            ExecutionError: One of them was replaced, or cast to another type.
+        """
+        for holder, key, value, dtype, name in self._rows:
+            if holder.get(key) is not value:
+                raise ExecutionError(
+                    f"{name!r} of {self._model} was replaced after the model was placed, by an "
+                    "assignment, load_state_dict(assign=True) or functional_call: what was placed "
+                    "would run without it. Write into the tensor that is there (load_state_dict "
+                    "does), or call model = placed.unplace(), change the model, and place it again."
+                )
+            if dtype is not None and holder[key].dtype is not dtype:
+                raise ExecutionError(
+                    f"{name!r} of {self._model} was {dtype} when the model was placed, and is "
+                    f"{holder[key].dtype}: .half(), .double() or .to() cast it. Call model = "
+                    "placed.unplace(), cast the model, and place it again."
+                )
+
+
+@final
+class SharingGuard:
+    """The arguments of the example that share memory; allows calls that share alike.
+
+    A trace with one tensor for two arguments does not distinguish them, and one that writes into an
+    argument covers only the readers that shared its memory then.
+    """
+
+    def __init__(self, module: TracedModule) -> None:
+        tensors = module.call.tensors
+        last = {id(tensor): i for i, tensor in enumerate(tensors)}
+        # (i, j): the argument i is the very tensor that j is.
+        self._one = [(i, last[id(t)]) for i, t in enumerate(tensors) if last[id(t)] != i]
+        facts = module.facts.nodes
+        given = [facts[n].values for n in module.graph_module.graph.find_nodes(op="placeholder")]
+        storages = [{value.storage for value in values} for values in given]
+        written = {storage for fact in facts.values() for storage in fact.writes}
+        # (i, j): i is written, and shares nothing with j.
+        self._apart = [
+            (i, j)
+            for i, mine in enumerate(storages)
+            for j, others in enumerate(storages)
+            if mine & written and not mine & others
+        ]
+
+    def allows(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """True if identical arguments still are, and written memory is not newly shared."""
+        if any(tensors[i] is not tensors[j] for i, j in self._one):
+            return False
+        memory = [
+            t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None
+            for t in (tensors if self._apart else ())
+        ]
+        return not any(memory[i] == memory[j] is not None for i, j in self._apart)

@@ -1,0 +1,245 @@
+"""Private names of torch: the autograd engine, saved-tensor hooks, modules, the compiler, CUDA.
+
+Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_torch_internals.py` names the one
+that a new version breaks.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, _engine_run_backward
+from torch.utils import checkpoint
+
+# The autograd engine.
+
+
+def gradients(
+    outputs: Sequence[GradientEdge],
+    seeds: Sequence[torch.Tensor],
+    inputs: Sequence[GradientEdge | torch.Tensor],
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """`torch.autograd.grad` without its checks, which take as long as the engine itself.
+
+    `seeds` are the gradients of the outputs. None comes back for an input that is not reached.
+    """
+    found: tuple[torch.Tensor | None, ...] = _engine_run_backward(
+        *(tuple(outputs), tuple(seeds), keep, False, tuple(inputs)),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+class TapeEnd(torch.autograd.Function):
+    """The end of a tape's graph: what leaves it, and where its backward begins.
+
+    What the engine is given stays alive as long as it runs. So it is given nothing, and this takes
+    the gradients out of a list: then each lives until it is used.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[torch.Tensor | None], *tensors: torch.Tensor) -> torch.Tensor:
+        """A token for all that leaves."""
+        ctx.seeds = seeds
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        """The gradients in the list."""
+        seeds = tuple(ctx.seeds)
+        ctx.seeds.clear()
+        return (None, *seeds)
+
+
+def delayed_error(message: str, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Aliases of the tensors behind a node that keeps nothing and raises in a backward.
+
+    torch puts this node behind a `once_differentiable` backward.
+    """
+    node = torch._C._functions.DelayedError(message, len(tensors) + 1)
+    seed = torch.empty(0, requires_grad=True)  # one input must need a gradient for all to have one
+    found: Sequence[torch.Tensor] = node(seed, *tensors)
+    return found[1:]
+
+
+def backward_id() -> int:
+    """The number of the backward that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_graph_kept() -> bool:
+    """True if the running backward was called with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of in-place writes to the tensor's memory."""
+    return tensor._version
+
+
+def set_version(tensor: torch.Tensor, version: int) -> None:
+    """Set the number of in-place writes to the tensor's memory, for all its aliases."""
+    torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+def allow_writes(view: torch.Tensor) -> None:
+    """Let autograd treat a view that a function made as one that the caller made.
+
+    It refuses writes into the former, since the function's backward would go unused.
+    """
+    torch._C._autograd._set_creation_meta(view, torch._C._autograd.CreationMeta.DEFAULT)
+
+
+def gradient_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """The hooks that `register_hook` gave a tensor."""
+    return tensor._backward_hooks or {}
+
+
+def watch_hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    """A dict that gets all hooks that a tensor with a graph is ever given.
+
+    The hooks run though the tensor is dropped, and so does the dict outlive it.
+    """
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    tensor._backward_hooks = hooks
+    assert tensor.grad_fn is not None  # it has a graph
+    tensor.grad_fn._register_hook_dict(tensor)
+    return hooks
+
+
+# Hooks on what autograd saves.
+
+
+def _saved_tensor_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)  # the innermost pack, unpack
+
+
+def is_hooked() -> bool:
+    """True if saved-tensor hooks are active now."""
+    return _saved_tensor_hooks() is not None
+
+
+def is_checkpointed() -> bool:
+    """True if `torch.utils.checkpoint(use_reentrant=False)` receives what autograd saves now."""
+    hooks = _saved_tensor_hooks()
+    return hooks is not None and hooks[0].__module__ == checkpoint.__name__
+
+
+@contextmanager
+def unhooked() -> Iterator[None]:
+    """Run the block without the saved-tensor hooks that are on around it, such as checkpointing's.
+
+    The hooks belong to the caller's code; checkpointing would rerun all of that for a tensor that
+    the block saved.
+    """
+    hooks = []
+    while (top := _saved_tensor_hooks()) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pair in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+
+
+# Modules.
+
+# Where torch keeps what a compiled module does when it is called; it is never pickled or copied.
+CALL: Final = "_compiled_call_impl"
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module that is not compiled: hooks and forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """The module's own buffers, by name; a write changes the module."""
+    return module._buffers
+
+
+def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The module's own submodules, parameters and buffers, by name."""
+    return module._modules, module._parameters, module._buffers
+
+
+def share_state(module: nn.Module, owner: nn.Module) -> None:
+    """Make the parameters, buffers and submodules of `owner` those of `module`, too."""
+    module._parameters = owner._parameters
+    module._buffers = owner._buffers
+    module._modules = owner._modules
+    module._non_persistent_buffers_set = owner._non_persistent_buffers_set
+
+
+def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
+    """The module's hooks of one kind, such as `_forward_hooks`; of None those on all modules."""
+    if module is None:
+        hooks: dict[int, Callable[..., Any]] = getattr(nn.modules.module, f"_global{kind}")
+    else:
+        hooks = getattr(module, kind)
+    return hooks
+
+
+# `torch.compile`; its parts are imported when something is compiled.
+
+
+def backend_named(name: Any) -> Any:
+    """The compiler behind a backend's name; of a function that function."""
+    from torch._dynamo import lookup_backend
+
+    return lookup_backend(name)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """The errors by which `torch.compile` says that it cannot compile a function."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+
+    return TorchDynamoException, FailOnRecompileLimitHit
+
+
+def inductor_options(mode: str | None) -> dict[str, Any]:
+    """Inductor's options in one of its modes, and whether it records CUDA graphs."""
+    from torch._inductor import config, list_mode_options
+
+    options = {} if mode is None else list_mode_options(mode)
+    return {"triton.cudagraphs": config.triton.cudagraphs, **options}
+
+
+def keeping_graphs(**settings: bool) -> AbstractContextManager[Any]:
+    """The context to compile a function, or run its backward, whose graph may be used twice.
+
+    Buffers that a backward writes over would rule a second one (`retain_graph=True`) out. The
+    settings are more of AOTAutograd's.
+    """
+    from torch._functorch import config
+
+    patch: AbstractContextManager[Any] = config.patch({"donated_buffer": False, **settings})
+    return patch
+
+
+# CUDA.
+
+
+def abandon_pool(device: int, pool: Any) -> None:
+    """Tell the allocator that a capture into a pool is over, though its end failed.
+
+    Raises:
+        RuntimeError: No capture into this pool was begun.
+    """
+    torch._C._cuda_endAllocateToPool(device, pool)
+    torch._C._cuda_releasePool(device, pool)
+
+
+def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy every source into its target, with few launches."""
+    torch._foreach_copy_(list(targets), list(sources))
