@@ -18,7 +18,7 @@ from baechi.records.constraints import Constraints
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import OPTIMIZERS, check_optimizer
 from baechi.storage.serialization import dump, load
-from baechi.traced.step_graph import units_of
+from baechi.traced.checkpoint_units import named_units
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes, format_ns
 
@@ -220,7 +220,7 @@ def trace_model(
     if checkpoint and inference:
         raise InputError("give --inference or --checkpoint: an inference keeps nothing anyway.")
     if checkpoint:
-        units = units_of(traced, checkpoint)
+        units = named_units(traced, checkpoint)
         say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
     return traced
 

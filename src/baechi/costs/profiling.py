@@ -26,7 +26,6 @@ from baechi.costs.repetition import TOLERANCE, is_settled, measure_all, with_pas
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.torch_devices import device_kind, torch_device
-from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.validation import check_is, check_threads
@@ -187,7 +186,7 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
     those of a parameter that later operators read, too.
     """
     rows: list[Counter[Addition]] = [Counter() for _ in traced.ops]
-    differentiated = set(backward_ops(traced.ops, traced.tensors))
+    differentiated = traced.differentiated
     for tensor in traced.tensors:
         if tensor.differentiable and tensor.producer in differentiated:
             readers = sum(consumer in differentiated for consumer in tensor.consumers)

@@ -24,7 +24,6 @@ from baechi.records.op_costs import OpCost, Profile
 from baechi.records.placement import Placement
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.traced.operators import Attempt
-from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import propagate, quiet
 from baechi.tracing.calling_convention import canonical_call, flat_model
@@ -114,8 +113,7 @@ def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
     devices = [op * pieces // len(traced.ops) % 2 for op in range(len(traced.ops))]
     profile = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
     graph = traced.graph(profile, training=True)
-    reached = backward_ops(traced.ops, traced.tensors)
-    everywhere = (*devices, devices[-1], *(devices[op] for op in reached))
+    everywhere = (*devices, devices[-1], *(devices[op] for op in traced.backward_ops))
     return graph, Placement(graph.digest, everywhere, tuple(range(len(graph.ops))))
 
 

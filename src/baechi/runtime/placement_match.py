@@ -9,7 +9,6 @@ from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.records.step_structure import StepStructure
-from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 
 
@@ -27,7 +26,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     n = len(traced.ops)
     step = graph or traced.structure(training=len(placement.devices) > n)
     again = len(step.units)
-    sizes = (n, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + again)
+    sizes = (n, n + 1 + len(traced.backward_ops) + again)
     if len(placement.devices) not in sizes:
         raise InputError(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and "
