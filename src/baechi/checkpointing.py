@@ -31,7 +31,7 @@ from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
-from baechi.traced.checkpoint_units import Unit, enclosing, module_path, module_paths, named_units
+from baechi.traced.checkpoint_units import Unit, enclosing, module_path, module_paths, units_of
 from baechi.traced.traced_model import Traced
 from baechi.units import parse_bytes
 from baechi.validation import INT64_MAX, check_is
@@ -199,7 +199,7 @@ def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]
     ]
     rows = []
     for at, path in enumerate(chosen):
-        units = named_units(traced, path)
+        units = units_of(traced, {path})  # none where no gradient reaches it
         freed = sum(_freed_bytes(traced, profile, unit, savers) for unit in units)
         time = sum(profile.costs[op].forward_ns for unit in units for op in unit.ops)
         if freed > 0:

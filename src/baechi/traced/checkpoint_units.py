@@ -97,16 +97,16 @@ def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple
                 f"checkpoint {pattern!r} names no submodule of {traced.name} that runs an "
                 f"operator.{hint}"
             )
-        if not _units(traced, set(matches)):
+        if not units_of(traced, set(matches)):
             raise InputError(
                 f"checkpoint {pattern!r} names only operators of {traced.name} that no gradient "
                 "reaches: there is nothing to keep for their backward. Leave it out."
             )
         found.update(dict.fromkeys(matches))
-    return _units(traced, set(found))
+    return units_of(traced, set(found))
 
 
-def _units(traced: TracedOperators, modules: set[str]) -> tuple[Unit, ...]:
+def units_of(traced: TracedOperators, modules: set[str]) -> tuple[Unit, ...]:
     """The units of the outermost of some submodules, in the order of their first operators."""
     members: dict[str, list[int]] = {}
     for op, row in enumerate(traced.ops):
