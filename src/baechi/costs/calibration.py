@@ -32,8 +32,13 @@ from typing import Final, final
 
 import numpy as np
 
-from baechi.costs.estimation import as_run, rounded_classes
-from baechi.costs.workload import UNSEEN, UNSEEN_BACKWARD, workloads
+from baechi.costs.estimation import (
+    UNSEEN,
+    UNSEEN_BACKWARD,
+    as_run,
+    rounded_classes,
+    workloads,
+)
 from baechi.errors import InputError
 from baechi.placers.linear_programs import Highs, LinearProgram
 from baechi.records.device_kinds import DeviceKind, find
@@ -137,8 +142,7 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
         runs += [(load.backward, cost.backward_ns)] if known and op.differentiable else []
         for kernels, measured_ns in runs:
             if kernels and measured_ns:
-                run = tuple(as_run(kernel, rounded) for kernel in kernels)
-                samples.append(_Sample(run, measured_ns, counts[key]))
+                samples.append(_Sample(as_run(kernels, rounded), measured_ns, counts[key]))
     return samples
 
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import baechi
 from baechi.costs.example_inputs import ExampleInputs
-from baechi.costs.single_op import Alone, Setting, evictor
+from baechi.costs.op_benchmark import Alone, Setting, evictor
 
 CPU = torch.device("cpu")
 
