@@ -39,7 +39,6 @@ from baechi.cli.console import (
 )
 from baechi.cli.serve_command import serve
 from baechi.errors import InputError
-from baechi.probing.link_fit import FREE_BYTES_PER_S
 from baechi.records.cluster import Cluster, Link
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement, Schedule
@@ -288,6 +287,7 @@ def probe(
         baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
     """
     from baechi.probing.cluster_probe import survey
+    from baechi.probing.link_probe import FREE_BYTES_PER_S
 
     found = survey(_targets(devices or []))
     cluster = found.cluster
