@@ -31,7 +31,7 @@ from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
-from baechi.traced.checkpoint_units import Unit, enclosing, module_path, module_paths, units_of
+from baechi.traced.checkpoint_units import Unit, units_of
 from baechi.traced.traced_model import Traced
 from baechi.units import parse_bytes
 from baechi.validation import INT64_MAX, check_is
@@ -50,9 +50,6 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
     """The memory limit of every device; `None` if `checkpoint` has names instead.
 
     `True` is all memory of the devices. A string is a size if it is a number and a unit.
-
-    Raises:
-        InputError: The size is negative or passes 2**63 - 1.
     """
     if isinstance(checkpoint, bool):
         return INT64_MAX if checkpoint else None
@@ -62,11 +59,7 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
 
 
 def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None:
-    """The same as a reusable value; `False` and an empty list become `None`.
-
-    Raises:
-        InputError: It is neither a name, names nor a size.
-    """
+    """The same as a reusable value; `False` and an empty list become `None`."""
     if isinstance(checkpoint, bool | int | str) or checkpoint is None:
         return None if checkpoint is False else checkpoint
     if not isinstance(checkpoint, Iterable):
@@ -187,15 +180,12 @@ def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]
     total = sum(kept)
     under: dict[str, int] = {}
     for op, row in enumerate(traced.ops):
-        for path in enclosing(module_path(row.name)):
+        for path in row.modules:
             under[path] = under.get(path, 0) + kept[op]
-    paths = module_paths(traced)
-    parents = {path.rpartition(".")[0] for path in paths}
-    opened = {path for path in paths if under[path] * share > total and path in parents}
+    parent = {path: path.rpartition(".")[0] for path in under}
+    opened = {path for path in parent.values() if not path or under[path] * share > total}
     chosen = [
-        path
-        for path in paths
-        if path not in opened and opened.issuperset(enclosing(path)[:-1]) and under[path] > 0
+        path for path in under if under[path] > 0 and path not in opened and parent[path] in opened
     ]
     rows = []
     for at, path in enumerate(chosen):
@@ -212,11 +202,7 @@ def _freed_bytes(
 ) -> int:
     """Bytes no longer saved if only this unit runs again, less the inputs that it keeps.
 
-    Args:
-        traced: The model.
-        profile: Its costs.
-        unit: The unit.
-        savers: The operators with a backward that save each tensor.
+    `savers` has the operators with a backward that save each tensor.
     """
     inside = set(unit.ops)
     total = sum(profile.costs[op].saved_bytes for op in inside & traced.differentiated)

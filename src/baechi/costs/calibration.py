@@ -92,9 +92,10 @@ def calibrate(
     if not pairs:
         raise InputError("there is no profile to calibrate with; give one at least, and its model.")
     for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
+        if not isinstance(pair, tuple) or list(map(type, pair)) != [Traced, Profile]:
             raise InputError("calibrate takes pairs of a traced model and its measured profile.")
-        _check(*pair, pairs[0][1])
+        traced, profile = pair
+        _check(traced, profile, pairs[0][1])
     row = find(kind if kind is not None else pairs[0][1].kind, kinds_file)
     rounded = rounded_classes(row, tf32)
     samples = [sample for traced, profile in pairs for sample in _samples(traced, profile, rounded)]
@@ -109,8 +110,6 @@ def calibrate(
 
 
 def _check(traced: Traced, profile: Profile, first: Profile) -> None:
-    if not isinstance(traced, Traced) or not isinstance(profile, Profile):
-        raise InputError("calibrate takes pairs of a traced model and its measured profile.")
     if profile.source != "measured":
         raise InputError(
             f"the profile of {traced.name} is {profile.source}, so it would be fitted to itself; "

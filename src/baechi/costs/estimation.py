@@ -156,11 +156,7 @@ def as_run(kernels: Sequence[Kernel], rounded: frozenset[str]) -> tuple[Kernel, 
 
 
 def workloads(traced: Traced) -> dict[str, Workload]:
-    """The work of every distinct operator of a traced model, by `TracedOp.key`.
-
-    Raises:
-        InputError: The traced model was loaded from a file.
-    """
+    """The work of every distinct operator of a traced model, by `TracedOp.key`."""
     if traced.module is None:
         raise InputError(
             f"this trace of {traced.name} was loaded from a file and has no shapes to compute "
@@ -168,7 +164,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
         )
     module: TracedModule = traced.module
     rows: dict[str, Workload] = {}
-    left: dict[str, Sequence[fx.Node]] = {}
+    left: dict[str, tuple[tuple[fx.Node, ...], bool]] = {}
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
         taken_out(module.graph_module) if whole else contextlib.nullcontext(),
@@ -187,14 +183,12 @@ def workloads(traced: Traced) -> dict[str, Workload]:
                 fakes = {target: _Leaf(leaf) for target, leaf in leaves.items()}
                 rows[op.key] = _count(module, nodes, partial(filled, module, make=_fake), fakes)
             except Exception:  # whatever a fake tensor cannot do, such as tell its value
-                left[op.key] = nodes
-    if left and module.facts.real:
-        for key, row in left.items():
+                left[op.key] = nodes, op.differentiable
+    for key, (nodes, differentiable) in left.items():
+        rows[key] = _unseen(module, nodes, differentiable)
+        if module.facts.real:
             with contextlib.suppress(Exception):  # it may need what is not on a CPU
-                rows[key] = _count_real(module, row)
-    for op in traced.ops:
-        if op.key not in rows:
-            rows[op.key] = _unseen(module, left[op.key], op.differentiable)
+                rows[key] = _count_real(module, nodes)
     return rows
 
 
@@ -252,9 +246,9 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
     kernels: list[Kernel] = []
 
     def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        if isinstance(func, OpOverload):
-            kernel = kernel_of(func, args, kwargs, result)
-            kernels.extend([] if kernel is None else [kernel])
+        kernel = kernel_of(func, args, kwargs, result) if isinstance(func, OpOverload) else None
+        if kernel is not None:
+            kernels.append(kernel)
 
     meter = Meter([0])
     with meter.counting(0), Watch(see):
@@ -290,16 +284,15 @@ class _Leaf(torch.nn.Module):
 
     def __init__(self, leaf: torch.nn.Module) -> None:
         super().__init__()
-        state: dict[str, torch.Tensor] = {}
-        for name, parameter in leaf.named_parameters():
-            fake = torch.empty_like(parameter, device="cpu")
-            own = torch.nn.Parameter(fake, parameter.requires_grad)
-            self.register_parameter(name.replace(".", "/"), own)
-            state[name] = own
-        for name, buffer in leaf.named_buffers():
-            state[name] = torch.empty_like(buffer, device="cpu")
+        own = {
+            name: torch.nn.Parameter(torch.empty_like(row, device="cpu"), row.requires_grad)
+            for name, row in leaf.named_parameters()
+        }
+        self._own = torch.nn.ParameterList(own.values())
+        buffers = {n: torch.empty_like(row, device="cpu") for n, row in leaf.named_buffers()}
         # A closure, because a module as an attribute would be a submodule with parameters.
         call: Callable[..., Any] = torch.func.functional_call
+        state = {**own, **buffers}
         self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

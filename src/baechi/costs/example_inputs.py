@@ -86,12 +86,7 @@ def function_of(
 
 @final
 class ExampleInputs:
-    """Makes the values that operators read.
-
-    Args:
-        module: The traced model.
-        device: Where the values shall be.
-    """
+    """Makes the values that operators of a traced model read, on a device."""
 
     def __init__(self, module: TracedModule, device: torch.device) -> None:
         self._module = module
@@ -216,12 +211,15 @@ def real_inputs(
     runner = _Prefix(module, inside)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         runner.run_up_to(nodes[-1])
-    facts = module.facts.nodes
-    return {
-        node: _anew(runner.env[node], device, [v.requires_grad for v in facts[node].values])
-        for node in wanted
-        if facts[node].values
-    }
+
+    def anew(node: fx.Node) -> Any:
+        """Its tensors as leaves of their own, with the same strides."""
+        flags = iter([value.requires_grad for value in module.facts.nodes[node].values])
+        return map_tensors(
+            lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), runner.env[node]
+        )
+
+    return {node: anew(node) for node in wanted if module.facts.nodes[node].values}
 
 
 @final
@@ -259,12 +257,6 @@ class _Prefix(fx.Interpreter):
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.fetch_attr(str(target))(*args, **kwargs)
-
-
-def _anew(value: Any, device: torch.device, differentiable: Sequence[bool]) -> Any:
-    """The value's tensors as leaves of their own, with the same strides."""
-    flags = iter(differentiable)
-    return map_tensors(lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), value)
 
 
 def value_remark(nodes: Sequence[fx.Node]) -> str:

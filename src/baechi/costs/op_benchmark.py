@@ -6,13 +6,13 @@ builds autograd's graph, and memory is as a whole step leaves it. There some thi
 tight loop would hide:
 
 - An operator's parameters were last touched a whole step ago, and are in no cache. So where the
-  step's bytes outgrow the caches (`Setting.evict`), and the operator has enough parameters for it
-  to matter, everything is evicted before every reading, and the activations, or the gradients that
-  have just arrived, are read once to bring them back. Others run on what is in the caches.
+  step's bytes outgrow the caches, and the operator has enough parameters for it to matter,
+  everything is evicted before every reading, and the activations, or the gradients that have just
+  arrived, are read once to bring them back. Others run on what is in the caches.
 - Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
-  them after that (`Setting.fresh` is that share) lands in pages that the process has to get
-  from the system in the next step. So those backwards are measured a second time, with gradients
-  of parameters of earlier runs held, while those of activations are freed and used again.
+  them after that lands in pages that the process has to get from the system in the next step. So
+  those backwards are measured a second time, with gradients of parameters of earlier runs held,
+  while those of activations are freed and used again.
 
 Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
 gradients take its room: that much less is live at the backward's fullest than what was kept and the
@@ -35,7 +35,7 @@ from torch import fx
 
 from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
-from baechi.costs.timers import CpuTimer, CudaTimer, Reading, Run, no_collections
+from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run, no_collections
 from baechi.errors import InputError
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.saved_tensors import TapeEnd, saved_inside_bytes
@@ -58,17 +58,14 @@ _HELD_BYTES: Final = 1 << 28
 
 # A value for an input node, given the nodes of an operator that read it.
 Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
+# Empties the caches, but for some tensors that are read again.
+Evict = Callable[[Sequence[torch.Tensor]], None]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """The sum of two gradients.
-
-    Attributes:
-        nbytes: Of each.
-        anew: Whether the sum is new memory, as for a parameter's, which stay; else it is in place.
-    """
+    """The sum of two gradients of so many bytes, in place or anew, as for parameters' that stay."""
 
     nbytes: int
     anew: bool = False
@@ -95,16 +92,16 @@ class Bench:
         step_bytes += sum(tensor.nbytes for tensor in self.traced.tensors)
         cache = cache_bytes(self.place)
         kept_bytes = _ALLOCATOR_KEEPS_BYTES if self.place.type == "cpu" else gradient_bytes
-        self._setting = Setting(
-            evictor(self.place, cache) if step_bytes > cache else None,
-            max(1 - kept_bytes / max(gradient_bytes, 1), 0.0),
-        )
+        self._evict = evictor(self.place, cache) if step_bytes > cache else None
+        self._fresh = max(1 - kept_bytes / max(gradient_bytes, 1), 0.0)
+        caches = "warm" if self._evict is None else "cold"
+        tenths = round(10 * self._fresh)  # finer than the difference that it makes
         self.conditions = Conditions(
             kind=device_kind(self.place),
             hardware=hardware(self.place),
             threads=self.threads,
             torch=torch.__version__,
-            settings=f"{_library_settings()}, {self._setting.words}",
+            settings=f"{_library_settings()}, caches {caches}, gradients {tenths}/10 fresh",
             method=METHOD,
         )
         if self.place.type == "cuda":
@@ -131,25 +128,22 @@ class Bench:
         return self._timer.time([lambda n: [run] * n])[0].ns
 
     def operator(self, index: int, before: Measured | None = None) -> Measured:
-        """One pass over an operator, alone or else in place.
-
-        Args:
-            index: The operator.
-            before: The result of earlier passes; its sizes are taken over.
+        """One pass over an operator, alone or else in place; sizes are taken over from before.
 
         Raises:
             InputError: It runs neither alone nor in the model.
         """
         nodes, op = self._module.nodes[index], self.traced.ops[index]
+        make_up = self._inputs.make
         try:
-            return self._measure(self._inputs.make, nodes, before)
+            return self._measure(make_up, nodes, before)
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
             values = real_inputs(self._module, nodes, self.place)
 
             def make(node: fx.Node, readers: Sequence[fx.Node]) -> Any:
-                return values[node] if node in values else self._inputs.make(node, readers)
+                return values[node] if node in values else make_up(node, readers)
 
             measured = self._measure(make, nodes, before)
         except Exception as error:
@@ -165,10 +159,10 @@ class Bench:
         with torch.enable_grad(), no_collections(), warnings.catch_warnings():
             # Made-up weights of a recurrent layer are in pieces; cuDNN says so.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            alone = Alone(self._module, nodes, make, self.place, self._setting)
+            alone = Alone(self._module, nodes, make, self.place, self._evict, self._fresh)
             known = _sizes(alone, self.place) if before is None else before
-            ways = [alone.forward_runs, alone.backward_runs]
-            ways += [alone.fresh_backward_runs] if alone.fresh else []
+            ways: list[Preparation] = [alone.forward_runs, alone.backward_runs]
+            ways += [partial(alone.backward_runs, fresh=True)] if alone.fresh else []
             ways = [way for way in ways if way(1)]
             readings = self._timer.time(ways, single=alone.single)
         forward, backward, fresh = [*readings, Reading(0), Reading(0)][:3]
@@ -209,7 +203,7 @@ def _library_settings() -> str:
         "dtype": torch.get_default_dtype(),
         **fp32_precisions(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mkldnn": torch.backends.mkldnn.enabled,  # type: ignore[attr-defined]
+        "mkldnn": torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn benchmark": torch.backends.cudnn.benchmark,
@@ -219,29 +213,8 @@ def _library_settings() -> str:
     return ", ".join(f"{name} {value}" for name, value in settings.items())
 
 
-@final
-@dataclass(frozen=True)
-class Setting:
-    """The state of memory in a whole step.
-
-    Attributes:
-        evict: Empties the caches but for what it is given, or `None` where a step's bytes fit.
-        fresh: The share of the gradients that the allocator does not keep between steps.
-    """
-
-    evict: Callable[[Sequence[torch.Tensor]], None] | None
-    fresh: float
-
-    @property
-    def words(self) -> str:
-        """The words for the key of a stored result."""
-        caches = "warm" if self.evict is None else "cold"
-        # A tenth is finer than the difference that it makes.
-        return f"caches {caches}, gradients {round(10 * self.fresh)}/10 fresh"
-
-
-def evictor(device: torch.device, cache_bytes: int) -> Callable[[Sequence[torch.Tensor]], None]:
-    """Empties the caches, but for some tensors that are read again."""
+def evictor(device: torch.device, cache_bytes: int) -> Evict:
+    """An `Evict` of caches of this size."""
     # Twice the cache: replacement is not strictly of the oldest.
     scratch = torch.zeros(cache_bytes // 2, dtype=torch.float32, device=device)
 
@@ -264,8 +237,9 @@ class Alone:
 
     Attributes:
         known: The tensors that it reads; their bytes are the graph's or the model's.
-        fresh: `Setting.fresh` where it has parameters, else 0.
-        single: Whether every run needs preparing of its own.
+        fresh: The share of its gradients that the allocator does not keep between steps; 0 where
+            it has no parameters.
+        single: Whether every run needs preparing of its own, since the caches are emptied.
     """
 
     def __init__(
@@ -274,7 +248,8 @@ class Alone:
         nodes: Sequence[fx.Node],
         make: Make,
         device: torch.device,
-        setting: Setting,
+        evict: Evict | None,
+        fresh: float,
     ) -> None:
         leaves = leaf_copies(module.graph_module, nodes, device)
         part = function_of(module, nodes, device, leaves)
@@ -305,9 +280,9 @@ class Alone:
         ]
         state_bytes = sum(t.nbytes for t, is_state in read if is_state)
         state_bytes += sum(parameter.nbytes for parameter in parameters)
-        self._evict = setting.evict if state_bytes >= _MIN_COLD_BYTES else None
+        self._evict = evict if state_bytes >= _MIN_COLD_BYTES else None
         self.single = self._evict is not None
-        self.fresh = setting.fresh if any(self._is_state) else 0.0
+        self.fresh = fresh if any(self._is_state) else 0.0
         self._held: list[torch.Tensor] = []
 
     def forward_runs(self, n: int) -> list[Run]:
@@ -318,17 +293,16 @@ class Alone:
             self._evict(self._activations)
         return runs
 
-    def fresh_backward_runs(self, n: int) -> list[Run]:
-        """As many backwards whose gradients of parameters are in new pages."""
-        if sum(tensor.nbytes for tensor in self._held) > _HELD_BYTES:
-            self._held.clear()
-            _give_memory_back()
-        return self.backward_runs(n, hold=True)
+    def backward_runs(self, n: int, *, fresh: bool = False) -> list[Run]:
+        """As many backwards; none where there is nothing to differentiate.
 
-    def backward_runs(self, n: int, *, hold: bool = False) -> list[Run]:
-        """As many backwards; empty where there is nothing to differentiate."""
+        Those of `fresh` make gradients of parameters in new pages.
+        """
         if not self._differentiable:
             return []
+        if fresh and sum(tensor.nbytes for tensor in self._held) > _HELD_BYTES:
+            self._held.clear()
+            _give_memory_back()
         torch.set_grad_enabled(True)
         runs: list[Run] = []
         arriving: list[torch.Tensor] = []
@@ -337,7 +311,7 @@ class Alone:
             if not outputs:
                 return []
             arriving += gradients
-            runs.append(partial(self._backward, outputs, gradients, hold))
+            runs.append(partial(self._backward, outputs, gradients, fresh))
         if self._evict is not None:
             self._evict(arriving)
         return runs
@@ -372,12 +346,12 @@ class Alone:
         return torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
 
     def _backward(
-        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], hold: bool
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], fresh: bool
     ) -> list[torch.Tensor]:
         found = self.differentiated(outputs, gradients)
         pairs = zip(found, self._is_state, strict=True)
         kept = [t for t, is_state in pairs if is_state and t is not None]
-        if hold:
+        if fresh:
             self._held += kept
         return kept
 

@@ -195,8 +195,7 @@ def measure_all(
         costs: What was measured before; what had its passes then is not measured again. What is
             measured now is put here after each pass, so that an interrupt loses nothing.
         measure: Makes one more pass over one of them, given what is known of it.
-        tracked: Given what a pass goes over, and which pass it is, yields the same and reports
-            progress.
+        tracked: The keys of a pass, given these and its number, with reports of progress.
         wall: Nanoseconds that go by.
     """
     order = [key for key in keys if key not in costs or costs[key].passes < _PASSES]
@@ -227,11 +226,9 @@ def is_settled(measured: Measured) -> bool:
 
 
 def with_pass(before: Measured | None, found: Measured) -> Measured:
-    """The measurement with one more pass.
+    """The measurement with one more pass, whose spreads are its times where it was held up, else 0.
 
-    Args:
-        before: The costs known so far; its sizes and its remark stay.
-        found: The pass. Its spreads are the times themselves where it was held up, and else 0.
+    Sizes and remark stay.
     """
     if before is None:
         return replace(

@@ -90,10 +90,7 @@ class Reading:
 class CpuTimer:
     """A monotonic clock of the host. Launching an op is part of its time: the thread is busy.
 
-    Args:
-        wall: Nanoseconds that go by.
-        busy: Nanoseconds that the calling thread has had a core for; absent: the system's, where
-            it is fine enough.
+    `busy` tells how long the calling thread has had a core; the system's clock, if it is fine.
     """
 
     def __init__(self, wall: Clock = time.perf_counter_ns, busy: Clock | None = None) -> None:
@@ -155,13 +152,7 @@ def rounds(
     budget_ns: int = BUDGET_NS,
     wall: Clock = time.perf_counter_ns,
 ) -> Iterator[int]:
-    """Counts the rounds of a measurement.
-
-    Args:
-        limits: The fewest rounds and the most.
-        budget_ns: No further round begins after this time, but for the fewest.
-        wall: Nanoseconds that go by.
-    """
+    """Counts the rounds of a measurement, from the fewest to the most while there is time."""
     begin = wall()
     for index in range(limits[1]):
         if index >= limits[0] and wall() - begin > budget_ns:
@@ -192,11 +183,7 @@ def _pair(first: None, second: None) -> tuple[None, None]:
 
 @final
 class CudaTimer:
-    """Measures the stream's time on one device.
-
-    Args:
-        device: The device; its current stream is used.
-    """
+    """Measures the time of a device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -219,18 +206,12 @@ class CudaTimer:
         if self._makes_the_host_wait(prepare(1)):
             return Reading(median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0))
         first = min(self._queued(prepare(2), launch_ns))
-        if single:
-            # Prepared one by one: each evicts the cache and brings back what would be in it.
-            readings = [self._queued(prepare(1), launch_ns)[0] for _ in rounds()]
-            return Reading(median_ns(readings, 1, self._pair_ns))
-        if first > _SHORT_NS:
-            count = max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
+        if single or first > _SHORT_NS:
+            # A single one evicts the cache, and brings back what would be in it.
+            count = 1 if single else max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
             most = -(-2 * _QUEUED // count)
-            readings = [
-                t
-                for _ in rounds((min(3, most), most))
-                for t in self._queued(prepare(count), launch_ns)
-            ]
+            limits = ROUNDS if single else (min(3, most), most)
+            readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
             return Reading(median_ns(readings, 1, self._pair_ns))
         repeated = self._captured(prepare)
         if repeated is None:
@@ -242,12 +223,7 @@ class CudaTimer:
         return Reading(median_ns(readings, _REPEATS, self._pair_ns / _REPEATS))
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
-        """Nanoseconds of the stream between the events around every run.
-
-        Args:
-            runs: The runs to queue.
-            launch_ns: The approximate time in which the host queues one.
-        """
+        """The stream's time between events around every run; the host queues one in `launch_ns`."""
         pairs = [[_event() for _ in range(2)] for _ in runs]
         torch.cuda.synchronize(self._device)
         spin_ns = len(runs) * (launch_ns + _RECORDING_NS) * _SPIN_MARGIN

@@ -37,13 +37,7 @@ Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequ
 @final
 @dataclass(frozen=True)
 class Survey:
-    """The result of `survey`.
-
-    Attributes:
-        cluster: Devices and links.
-        fits: The fit of each measured link, by the names of its source and destination.
-            Hand-overs on one torch device are not among them: no bytes are copied there.
-    """
+    """A cluster, and the fit of each of its links that copies, by source and destination."""
 
     cluster: Cluster
     fits: Mapping[tuple[str, str], LinkFit]
@@ -103,8 +97,7 @@ def survey(devices: Devices = None) -> Survey:
             rows.append(device)
             continue
         what = f"memory of device {device!r}"
-        sharing = places.count(place)
-        free = max(_free_bytes(place) // sharing - _lane_bytes(place), 0)
+        free = _free_bytes(place, places.count(place))
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         rows.append(Device(device, memory, kind=device_kind(place)))
     links, fits = _links(names, places)
@@ -137,11 +130,7 @@ def _links(
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:
-    """The fitted link between two torch devices.
-
-    Raises:
-        InputError: What is sent is not what arrives, or not even the smallest copies fit.
-    """
+    """The fitted link between two torch devices, if what is sent there arrives."""
     broken = first_broken_size(lambda tensor: tensor.to(dst), src)
     if broken is not None:
         raise InputError(
@@ -178,23 +167,17 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     return wanted
 
 
-def _free_bytes(place: torch.device) -> int:
-    """Memory that this process could get now."""
+def _free_bytes(place: torch.device, sharing: int) -> int:
+    """Memory that each of so many logical devices on one torch device could get now."""
     if place.type == "cuda":
-        return _free_gpu_bytes(place)
+        major = torch.cuda.get_device_capability(place)[0]
+        kept = blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        return max(_free_gpu_bytes(place) // sharing - _WORKSPACES * kept, 0)
     with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
         for line in file:
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _lane_bytes(place: torch.device) -> int:
-    """Bytes that libraries will allocate for the streams of a logical device, and keep."""
-    if place.type != "cuda":
-        return 0
-    major = torch.cuda.get_device_capability(place)[0]
-    return _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+                return int(line.split()[1]) * 1024 // sharing
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:

@@ -78,38 +78,28 @@ class LinkFit:
     Attributes:
         link: Latency and rate.
         sizes: Bytes of the messages.
-        times_ns: The measured time of each.
         worst_error: The largest |predicted - measured| / measured.
+        worst_bytes: The size of the message with this error.
     """
 
     link: Link
     sizes: tuple[int, ...]
-    times_ns: tuple[int, ...]
     worst_error: float
+    worst_bytes: int
 
     @property
     def is_good(self) -> bool:
         """True if small and large messages are both predicted within 20 %."""
         return self.worst_error <= GOOD_ERROR
 
-    @property
-    def worst_bytes(self) -> int:
-        """The size of the message whose time is predicted worst."""
-        errors = _errors(self.link, self.sizes, self.times_ns)
-        return self.sizes[errors.index(max(errors))]
-
 
 def fit_link(sizes: Sequence[int], times_ns: Sequence[int]) -> LinkFit:
-    """The link with the smallest largest relative error, and that error.
-
-    Args:
-        sizes: Bytes, at least two and all different.
-        times_ns: The time of each, above 0.
-    """
+    """The link with the smallest largest relative error: at least two sizes, times above 0."""
     links = (_link(a, b) for a, b in _candidates(sizes, times_ns) if a >= 0 and b >= 0)
     best = min(links, key=lambda link: max(_errors(link, sizes, times_ns)))
-    worst = max(_errors(best, sizes, times_ns))
-    return LinkFit(best, tuple(sizes), tuple(times_ns), worst)
+    errors = _errors(best, sizes, times_ns)
+    worst_error = max(errors)
+    return LinkFit(best, tuple(sizes), worst_error, sizes[errors.index(worst_error)])
 
 
 def _candidates(sizes: Sequence[int], times: Sequence[int]) -> Iterator[tuple[float, float]]:
@@ -239,10 +229,6 @@ def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
     """The link between two logical CPU devices: latency is the wait, overhead the work.
 
     It takes about half a second, and leaves torch's threads and random state as they were.
-
-    Args:
-        rows: Of what the operators read.
-        width: Of that, and of their square weights.
     """
     cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
     with torch.inference_mode(False), torch.enable_grad():

@@ -43,25 +43,9 @@ class Unit:
     ops: tuple[int, ...]
 
 
-def module_path(name: str) -> str:
-    """The submodule that an operator of this name belongs to; empty for the model itself."""
-    path, slash, _ = name.partition("/")
-    return path if slash else ""
-
-
-def enclosing(path: str) -> list[str]:
-    """The submodule and those around it, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
 def module_paths(traced: TracedOperators) -> tuple[str, ...]:
     """The submodules that have operators, and those around them, in program order."""
-    paths: dict[str, None] = {}
-    for op in traced.ops:
-        paths.update(dict.fromkeys(enclosing(module_path(op.name))))
-    paths.pop("", None)
-    return tuple(paths)
+    return tuple(dict.fromkeys(path for op in traced.ops for path in op.modules))
 
 
 def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple[Unit, ...]:
@@ -70,9 +54,6 @@ def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple
     A `*` matches anything, dots too; of nested matches the outermost counts. A submodule whose
     operators run both before and after an outside operator that depends on them becomes two
     units, as does a module that is called twice.
-
-    Raises:
-        InputError: A pattern names no submodule with operators, or none that has a backward.
     """
     if not isinstance(patterns, Iterable):
         raise InputError(
@@ -82,14 +63,14 @@ def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple
         )
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     paths = module_paths(traced)
-    found: dict[str, None] = {}
+    found: set[str] = set()
     for pattern in wanted:
         if not isinstance(pattern, str):
             raise InputError(
                 f"checkpoint names {pattern!r}, a {type(pattern).__name__}; give paths of "
                 'submodules such as "h.0", or patterns such as "h.*".'
             )
-        matches = [path for path in paths if fnmatchcase(path, pattern)]
+        matches = {path for path in paths if fnmatchcase(path, pattern)}
         if not matches:
             close = get_close_matches(pattern, paths, n=3, cutoff=0.3) or list(paths[:3])
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
@@ -97,20 +78,20 @@ def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple
                 f"checkpoint {pattern!r} names no submodule of {traced.name} that runs an "
                 f"operator.{hint}"
             )
-        if not units_of(traced, set(matches)):
+        if not units_of(traced, matches):
             raise InputError(
                 f"checkpoint {pattern!r} names only operators of {traced.name} that no gradient "
                 "reaches: there is nothing to keep for their backward. Leave it out."
             )
-        found.update(dict.fromkeys(matches))
-    return units_of(traced, set(found))
+        found |= matches
+    return units_of(traced, found)
 
 
 def units_of(traced: TracedOperators, modules: set[str]) -> tuple[Unit, ...]:
     """The units of the outermost of some submodules, in the order of their first operators."""
     members: dict[str, list[int]] = {}
     for op, row in enumerate(traced.ops):
-        path = next((path for path in enclosing(module_path(row.name)) if path in modules), None)
+        path = next((path for path in row.modules if path in modules), None)
         if path is not None:
             members.setdefault(path, []).append(op)
     units = []
@@ -155,9 +136,6 @@ def backward_sequence(traced: TracedOperators, units: Sequence[Unit]) -> list[in
 
     A unit runs again after all gradients that enter it and before its backward ops; otherwise
     the last forward operator comes first.
-
-    Raises:
-        InputError: Units depend on each other both ways, so that none can run again first.
     """
     if not units:
         return list(traced.backward_ops)

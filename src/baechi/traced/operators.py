@@ -47,6 +47,12 @@ class TracedOp:
     trained: tuple[TrainedParameter, ...] = ()
     lent: tuple[tuple[int, ...], ...] = ()
 
+    @property
+    def modules(self) -> list[str]:
+        """The submodules that it belongs to, the outermost first."""
+        parts = self.name.partition("/")[0].split(".") if "/" in self.name else []
+        return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
 
 @final
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ Complexity: O(ops + tensors).
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 
 from baechi.errors import InputError
 from baechi.records.graph import Op, OpGraph, Tensor
@@ -44,13 +45,6 @@ LOSS = "loss"
 RECOMPUTE = "recompute:"
 
 
-def step_structure(
-    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
-) -> StepStructure:
-    """As `Traced.structure`, whose arguments it takes."""
-    return _step(traced, training, checkpoint)[0]
-
-
 def operator_graph(
     traced: TracedOperators,
     profiles: Sequence[Profile],
@@ -66,7 +60,7 @@ def operator_graph(
     _check(profiles)
     costs = _merged(profiles)
     check_optimizer(optimizer)
-    structure, sizes = _step(traced, training, checkpoint)
+    structure, sizes = step_structure(traced, training=training, checkpoint=checkpoint)
     tensors = tuple(
         Tensor(
             row.producer,
@@ -202,10 +196,10 @@ def _ops(
 _Edge = tuple[PlainTensor, int]
 
 
-def _step(
-    traced: TracedOperators, training: bool, checkpoint: str | Iterable[str] | None
+def step_structure(
+    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
 ) -> tuple[StepStructure, list[int]]:
-    """The structure of a step, and the bytes of its tensors as in `_Edge`."""
+    """As `Traced.structure`, whose arguments it takes, and the bytes of tensors as in `_Edge`."""
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
     units = () if checkpoint is None else named_units(traced, checkpoint)
@@ -261,11 +255,8 @@ def _values(
 ) -> list[_Edge]:
     """The tensors of the forward with all their readers, and those that a unit recomputes.
 
-    Args:
-        traced: The model.
-        twin: The backward op of every forward op that has one.
-        again: The op that runs a forward op again, for those in a unit.
-        loss: The loss.
+    `twin` has the backward op of every forward op with one; `again` the op that runs an op of a
+    unit again.
     """
     savers: list[list[int]] = [[] for _ in traced.tensors]
     for op in twin:
@@ -288,10 +279,7 @@ def _values(
 def _gradients(
     traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
 ) -> Iterator[_Edge]:
-    """The gradients of tensors, from their readers' backwards or the loss to their producers'.
-
-    The arguments are those of `_values`.
-    """
+    """The gradients of tensors, from their readers' backwards or the loss to their producers'."""
     viewed = _viewed_whole(traced)
     has_loss = any(t.scalar for t in traced.tensors if t.kept and t.differentiable)
     for tensor in traced.tensors:
@@ -331,25 +319,24 @@ def _late_gradients(traced: TracedOperators) -> dict[int, int]:
         if tensor.differentiable and tensor.producer in before:
             for consumer in traced.differentiated.intersection(tensor.consumers):
                 before[consumer].append(tensor.producer)
-    ordered: dict[tuple[int, ...], bool] = {}
+
+    @cache
+    def all_after(op: int) -> set[int]:
+        """The op, and all ops whose backward comes after its own in every order."""
+        found, left = {op}, [op]
+        while left:
+            new = set(before[left.pop()]) - found
+            found |= new
+            left += new
+        return found
+
     for op in traced.backward_ops:
         for nbytes, *later in traced.ops[op].lent:
-            readers = tuple(sorted(traced.differentiated.intersection((op, *later))))
-            if readers not in ordered:
-                ordered[readers] = set(readers) <= _all_before(readers[-1], before)
-            if ordered[readers] and readers[-1] in late:
-                late[readers[-1]] += nbytes
+            readers = traced.differentiated.intersection((op, *later))
+            last = max(readers)
+            if readers <= all_after(last) and last in late:
+                late[last] += nbytes
     return late
-
-
-def _all_before(op: int, before: Mapping[int, Sequence[int]]) -> set[int]:
-    """The op, and all ops whose backward comes after its own in every order."""
-    found, left = {op}, [op]
-    while left:
-        new = set(before[left.pop()]) - found
-        found |= new
-        left += new
-    return found
 
 
 def _own_bytes(op: TracedOp) -> int:

@@ -56,16 +56,8 @@ class Traced(TracedOperators):
     def structure(
         self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
     ) -> StepStructure:
-        """The structure of one step of this model, without costs.
-
-        Args:
-            training: As in `graph`.
-            checkpoint: As in `graph`.
-
-        Raises:
-            InputError: A name of `checkpoint` fits no submodule.
-        """
-        return step_structure(self, training=training, checkpoint=checkpoint)
+        """The structure of one step of this model, without costs; arguments as those of `graph`."""
+        return step_structure(self, training=training, checkpoint=checkpoint)[0]
 
     def graph(
         self,
