@@ -89,7 +89,7 @@ def graded_owners(traced: TracedOperators) -> frozenset[int]:
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Bytes of an operator's parameters and, where they get gradients, of these and their state."""
+    """Bytes of parameters and buffers and, in training, of gradients and the optimizer's state."""
     if not training:
         return op.trained_bytes + op.frozen_bytes
     trained = op.trained
