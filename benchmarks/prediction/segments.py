@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import baechi
-from baechi.probing.handover import handover
+from baechi.probing.link_probe import handover
 
 _WARM_UP = 2
 _STEPS = 11
@@ -75,7 +75,7 @@ def print_chains() -> None:
         found = [handover(rows, width) for _ in range(_TIMES)]
         work, wait = (
             " ".join(f"{ns / 1e3:.0f}" for ns in sorted(column))
-            for column in zip(*((each.busy_ns, each.wait_ns) for each in found), strict=True)
+            for column in zip(*((each.overhead_ns, each.latency_ns) for each in found), strict=True)
         )
         weights = f"{4 * width * width >> 10} KiB"
         took = f"{_linear_ns(rows, width) / 1e3:.0f} us"

@@ -18,6 +18,7 @@ Complexity: O(log candidates) placements of the graph for each cut.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from typing import Final
@@ -30,11 +31,10 @@ from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
-from baechi.traced.checkpoint_units import Unit, enclosing, module_path, module_paths, named_units
-from baechi.traced.step_graph import backward_ops
+from baechi.traced.checkpoint_units import Unit, units_of
 from baechi.traced.traced_model import Traced
 from baechi.units import parse_bytes
-from baechi.validation import check_is
+from baechi.validation import INT64_MAX, check_is
 
 # One unit may keep at most 1 / share of all saved tensors. A step holds about that much more than
 # the tensors between units, so there is almost nothing to gain below a sixteenth.
@@ -50,25 +50,16 @@ def memory_target(checkpoint: Checkpoint) -> int | None:
     """The memory limit of every device; `None` if `checkpoint` has names instead.
 
     `True` is all memory of the devices. A string is a size if it is a number and a unit.
-
-    Raises:
-        InputError: The size is negative or passes 2**63 - 1.
     """
-    if checkpoint is True:
-        return 2**63 - 1
-    if isinstance(checkpoint, int) and checkpoint is not False:
-        return parse_bytes(checkpoint, what="checkpoint")
-    if isinstance(checkpoint, str) and _SIZE.fullmatch(checkpoint):
+    if isinstance(checkpoint, bool):
+        return INT64_MAX if checkpoint else None
+    if isinstance(checkpoint, int) or (isinstance(checkpoint, str) and _SIZE.fullmatch(checkpoint)):
         return parse_bytes(checkpoint, what="checkpoint")
     return None
 
 
 def checked(checkpoint: Checkpoint) -> bool | int | str | tuple[str, ...] | None:
-    """The same as a reusable value; `False` and an empty list become `None`.
-
-    Raises:
-        InputError: It is neither a name, names nor a size.
-    """
+    """The same as a reusable value; `False` and an empty list become `None`."""
     if isinstance(checkpoint, bool | int | str) or checkpoint is None:
         return None if checkpoint is False else checkpoint
     if not isinstance(checkpoint, Iterable):
@@ -126,10 +117,9 @@ def choose_checkpoint(
     if fits(()):
         return ()
     every: list[tuple[str, ...]] = []
-    costs = (profile if isinstance(profile, Profile) else profile[0]).costs
-    measured = Profile(traced.digest, "", costs)
+    first = profile if isinstance(profile, Profile) else profile[0]
     for share in _SHARES:
-        names = _joinable(_candidates(traced, measured, share), problem_of)
+        names = _joinable(_candidates(traced, first, share), problem_of)
         if not names or names in every:
             continue
         every.append(names)
@@ -164,79 +154,58 @@ def _joinable(
 
     Also without those that the constraints would separate.
     """
-    try:
+    with suppress(InputError):
         problem_of(names)
-    except InputError:
-        joined: list[str] = []
-        for name in names:
-            try:
-                problem_of([*joined, name])
-            except InputError:
-                continue
+        return tuple(names)
+    joined: list[str] = []
+    for name in names:
+        with suppress(InputError):
+            problem_of([*joined, name])
             joined.append(name)
-        return tuple(joined)
-    return tuple(names)
+    return tuple(joined)
 
 
 def _candidates(traced: Traced, profile: Profile, share: int) -> tuple[str, ...]:
     """The submodules of a cut, by ascending recomputation time per byte saved."""
-    reached = backward_ops(traced.ops, traced.tensors)
-    kept = _kept_bytes(traced, profile, reached)
+    savers: dict[int, set[int]] = {}
+    for op in traced.backward_ops:
+        for tensor in traced.ops[op].saves:
+            savers.setdefault(tensor, set()).add(op)
+    # Bytes that autograd saves, by the operator that makes them.
+    kept = [0] * len(traced.ops)
+    for op in traced.backward_ops:
+        kept[op] += profile.costs[op].saved_bytes
+    for saved in savers:
+        kept[traced.tensors[saved].producer] += traced.tensors[saved].nbytes
     total = sum(kept)
     under: dict[str, int] = {}
     for op, row in enumerate(traced.ops):
-        for path in enclosing(module_path(row.name)):
+        for path in row.modules:
             under[path] = under.get(path, 0) + kept[op]
-    paths = module_paths(traced)
-    parents = {path.rpartition(".")[0] for path in paths}
-    opened = {path for path in paths if under[path] * share > total and path in parents}
+    parent = {path: path.rpartition(".")[0] for path in under}
+    opened = {path for path in parent.values() if not path or under[path] * share > total}
     chosen = [
-        path
-        for path in paths
-        if path not in opened and opened.issuperset(enclosing(path)[:-1]) and under[path] > 0
+        path for path in under if under[path] > 0 and path not in opened and parent[path] in opened
     ]
-    savers: dict[int, set[int]] = {}
-    for op in reached:
-        for tensor in traced.ops[op].saves:
-            savers.setdefault(tensor, set()).add(op)
     rows = []
     for at, path in enumerate(chosen):
-        units = named_units(traced, path, reached)
-        saved = sum(_saved_bytes(traced, profile, unit, set(reached), savers) for unit in units)
+        units = units_of(traced, {path})  # none where no gradient reaches it
+        freed = sum(_freed_bytes(traced, profile, unit, savers) for unit in units)
         time = sum(profile.costs[op].forward_ns for unit in units for op in unit.ops)
-        if saved > 0:
-            rows.append((Fraction(time, saved), at, path))
+        if freed > 0:
+            rows.append((Fraction(time, freed), at, path))
     return tuple(path for *_, path in sorted(rows))
 
 
-def _kept_bytes(traced: Traced, profile: Profile, reached: Sequence[int]) -> list[int]:
-    """Bytes saved by autograd, by producing operator."""
-    kept = [0] * len(traced.ops)
-    for op in reached:
-        kept[op] += profile.costs[op].saved_bytes
-    for saved in {s for op in reached for s in traced.ops[op].saves}:
-        kept[traced.tensors[saved].producer] += traced.tensors[saved].nbytes
-    return kept
-
-
-def _saved_bytes(
-    traced: Traced,
-    profile: Profile,
-    unit: Unit,
-    reached: set[int],
-    savers: Mapping[int, set[int]],
+def _freed_bytes(
+    traced: Traced, profile: Profile, unit: Unit, savers: Mapping[int, set[int]]
 ) -> int:
     """Bytes no longer saved if only this unit runs again, less the inputs that it keeps.
 
-    Args:
-        traced: The model.
-        profile: Its costs.
-        unit: The unit.
-        reached: The operators that have a backward.
-        savers: The operators among them that save each tensor.
+    `savers` has the operators with a backward that save each tensor.
     """
     inside = set(unit.ops)
-    total = sum(profile.costs[op].saved_bytes for op in inside & reached)
+    total = sum(profile.costs[op].saved_bytes for op in inside & traced.differentiated)
     for index, tensor in enumerate(traced.tensors):
         if tensor.kept:
             continue

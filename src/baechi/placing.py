@@ -1,6 +1,6 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -130,7 +130,7 @@ def place(
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
-    maker = _Maker(
+    planner = _Planner(
         cluster=cluster,
         placer=placer,
         training=training,
@@ -145,7 +145,7 @@ def place(
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
     )
-    placed = PlacedModule(model, maker, max_shapes)
+    placed = PlacedModule(model, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
         placed._special(model, call)
@@ -168,8 +168,8 @@ def _check_model(model: nn.Module) -> None:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class _Maker:
-    """Maker of specializations for calls: the steps of `place`, in order."""
+class _Planner:
+    """The steps of `place` in order, for one shape of call."""
 
     cluster: Cluster
     placer: Any
@@ -192,39 +192,31 @@ class _Maker:
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
-            return self._made(model, call, homes, gradients)
+            refuse_meta(model)
+            call = _beside(model, call)
+            self._say(f"tracing {type(model).__name__} for {call.shapes}")
+            args, kwargs = call.structure.fill(call.tensors)
+            call = replace(call, objects=canonical_call(model, args, kwargs).objects)
+            traced = traced_for(model, args, kwargs, gradients=gradients)
+            graph, placement = self._solved(traced, homes)
+            unsplit = Unsplit(model) if self.verify else None
+            placed = apply(
+                traced,
+                placement,
+                graph=graph,
+                cluster=self.cluster,
+                threads_per_device=self.threads,
+                compile=self.compile,
+                cuda_graphs=self.cuda_graphs,
+            )
+            special = placed._current
+            if self.progress:
+                self._say(_outlook(placed.schedule, self.cluster, placement))
+            if unsplit is not None:
+                verify(unsplit, special.executable, call)
+            return special
 
-    def _made(
-        self, model: nn.Module, call: Call, homes: ParameterDevices, gradients: bool
-    ) -> Specialization:
-        say = _say if self.progress else _hush
-        refuse_meta(model)
-        call = _beside(model, call)
-        say(f"tracing {type(model).__name__} for {call.shapes}")
-        args, kwargs = call.structure.fill(call.tensors)
-        call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-        traced = traced_for(model, args, kwargs, gradients=gradients)
-        graph, placement = self._solved(traced, homes, say)
-        unsplit = Unsplit(model) if self.verify else None
-        placed = apply(
-            traced,
-            placement,
-            graph=graph,
-            cluster=self.cluster,
-            threads_per_device=self.threads,
-            compile=self.compile,
-            cuda_graphs=self.cuda_graphs,
-        )
-        special = placed._current
-        if self.progress:
-            say(_outlook(placed.schedule, self.cluster, placement))
-        if unsplit is not None:
-            verify(unsplit, special.executable, call)
-        return special
-
-    def _solved(
-        self, traced: Traced, homes: ParameterDevices, say: Callable[[str], None]
-    ) -> tuple[OpGraph, Placement]:
+    def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement]:
         """The graph and its placement, with parameters and buffers where earlier calls put them.
 
         If that does not fit, those without optimizer state may move.
@@ -245,11 +237,19 @@ class _Maker:
             constraints = pinned(traced, self.cluster, stay, self.constraints)
             try:
                 if limited:
-                    names = self._chosen(traced, profiles, constraints)
+                    names = choose_checkpoint(
+                        traced,
+                        profiles,
+                        self.cluster,
+                        optimizer=self.optimizer,
+                        placer=self.placer,
+                        constraints=constraints,
+                    )
                     graph = graph_of(names or None)
                     if names:
-                        say(f"recomputing {', '.join(names)}")
-                say(f"placing {len(graph.ops)} operators on {len(self.cluster.devices)} devices")
+                        self._say(f"recomputing {', '.join(names)}")
+                n = len(self.cluster.devices)
+                self._say(f"placing {len(graph.ops)} operators on {n} devices")
                 placement = solve_with_held(
                     graph,
                     self.cluster,
@@ -262,23 +262,20 @@ class _Maker:
                 return graph, placement
             except (InfeasibleError, InputError) as error:
                 if isinstance(error, InfeasibleError) and self.training and not self.checkpoint:
-                    error = _advised(error)
+                    error = _with_text(
+                        error,
+                        f"{error} Or give checkpoint=True: parts run forward again instead of "
+                        "being kept.",
+                    )
                 if not stay:
                     raise error from None
                 failure = error
-        raise _tied_down(failure, traced.name)
-
-    def _chosen(
-        self, traced: Traced, profiles: list[Profile], constraints: Constraints | None
-    ) -> tuple[str, ...]:
-        """The submodules that run forward again for the limit of memory."""
-        return choose_checkpoint(
-            traced,
-            profiles,
-            self.cluster,
-            optimizer=self.optimizer,
-            placer=self.placer,
-            constraints=constraints,
+        raise _with_text(
+            failure,
+            f"{failure} In this call the parameters of the placed {traced.name} have to stay where "
+            "its first call put them, since the optimizer's state is there. Let the largest call "
+            "be the first, or give it as example_args; or call unplace(), and place the model "
+            "anew.",
         )
 
     def _profiles(self, traced: Traced) -> list[Profile]:
@@ -288,27 +285,33 @@ class _Maker:
         if self.costs == "estimate":
             kinds = dict.fromkeys(device.kind for device in self.cluster.devices)
             return [estimate(traced, kind) for kind in kinds]
-        places: dict[str, torch.device] = {}
-        for device in self.cluster.devices:
-            place = torch_device(device.name)
-            places.setdefault(device_kind(place), place)
+        places = [torch_device(device.name) for device in self.cluster.devices]
+        threads, cpus = self.threads, sum(place.type == "cpu" for place in places)
+        if threads is None and cpus:  # an operator's threads are its device's share
+            threads = max(torch.get_num_threads() // cpus, 1)
+        first: dict[str, torch.device] = {}
+        for place in places:
+            first.setdefault(device_kind(place), place)
         return [
-            profile(traced, place, threads=self._threads(), progress=self.progress)
-            for place in places.values()
+            profile(traced, place, threads=threads, progress=self.progress)
+            for place in first.values()
         ]
 
-    def _threads(self) -> int | None:
-        """Number of threads of an operator: its device's share."""
-        if self.threads is not None:
-            return self.threads
-        cpus = sum(torch_device(d.name).type == "cpu" for d in self.cluster.devices)
-        return max(torch.get_num_threads() // cpus, 1) if cpus else None
+    def _say(self, text: str) -> None:
+        from rich.console import Console
+
+        if self.progress:
+            console = Console(stderr=True, highlight=False, soft_wrap=True)
+            console.print(f"baechi: {text}", style="dim")
+
+
+def _with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:
+    """The same failure with another text."""
+    return type(failure)(text, *failure.args[1:])
 
 
 def _with_kinds(cluster: Cluster) -> Cluster:
     """The cluster with missing kinds filled in from the hardware, as keys for costs."""
-    if all(device.kind for device in cluster.devices):
-        return cluster
     rows = (
         row if row.kind else replace(row, kind=device_kind(torch_device(row.name)))
         for row in cluster.devices
@@ -327,24 +330,6 @@ def _outlook(schedule: Schedule, cluster: Cluster, placement: Placement) -> str:
     return f"predicted: {step} a step, on {where}; the fullest, {device.name}, holds {room}"
 
 
-def _advised(failure: InfeasibleError) -> InfeasibleError:
-    """The failure of a training step, with advice to use checkpointing."""
-    text = f"{failure} Or give checkpoint=True: parts run forward again instead of being kept."
-    return InfeasibleError(text, *failure.args[1:])
-
-
-def _tied_down(failure: InfeasibleError | InputError, name: str) -> InfeasibleError | InputError:
-    """The failure of a call whose parameters must stay where an earlier call put them."""
-    text = (
-        f"{failure} In this call the parameters of the placed {name} have to stay where its first "
-        "call put them, since the optimizer's state is there. Let the largest call be the first, "
-        "or give it as example_args; or call unplace(), and place the model anew."
-    )
-    if isinstance(failure, InfeasibleError):
-        return InfeasibleError(text, *failure.args[1:])
-    return InputError(text)
-
-
 def _beside(model: nn.Module, call: Call) -> Call:
     """The call with its tensors on the model's device, since tracing needs a single device."""
     home = next((t.device for t in [*model.parameters(), *model.buffers()]), None)
@@ -355,14 +340,3 @@ def _beside(model: nn.Module, call: Call) -> Call:
         for t in call.tensors
     )
     return replace(call, tensors=tuple(rows))
-
-
-def _say(text: str) -> None:
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
-    console.print(f"baechi: {text}", style="dim")
-
-
-def _hush(text: str) -> None:
-    """Print nothing."""

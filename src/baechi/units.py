@@ -3,7 +3,7 @@
 import re
 
 from baechi.errors import InputError
-from baechi.validation import check_count
+from baechi.validation import INT64_MAX, check_count
 
 _BYTES = {
     "": 1,
@@ -12,7 +12,6 @@ _BYTES = {
     **{f"{prefix}b": 1000**power for power, prefix in enumerate("kmgtp", start=1)},
 }
 _SIZE = re.compile(r"\s*(\d{1,99})(?:\.(\d{1,99}))?\s*([a-z]*)\s*", re.IGNORECASE)
-_INT64_MAX = 2**63 - 1
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
@@ -45,17 +44,13 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
             )
         whole, fraction = match[1], match[2] or ""
         nbytes = int(whole + fraction) * _BYTES[unit] // 10 ** len(fraction)
-    if not 0 <= nbytes <= _INT64_MAX:
+    if not 0 <= nbytes <= INT64_MAX:
         raise InputError(f"{what} is {size!r}; it must be between 0 and 2**63 - 1 bytes.")
     return nbytes
 
 
 def check_bytes(size: object, what: str) -> int:
-    """The size in bytes: of a string as `parse_bytes` reads it, else as `check_count` takes it.
-
-    Raises:
-        InputError: As theirs.
-    """
+    """The size in bytes: of a string as `parse_bytes` reads it, else as `check_count` takes it."""
     return parse_bytes(size, what=what) if isinstance(size, str) else check_count(size, what)
 
 

@@ -70,47 +70,33 @@ def _index(value: object) -> int | None:
         return None
 
 
-def check_positive(value: object, what: str) -> int:
+def check_positive(value: object, what: str, most: int = INT64_MAX) -> int:
     """`value` as a positive int.
 
     Raises:
-        InputError: It is no integer, or less than one.
+        InputError: It is no integer, less than one, or more than `most`.
     """
     count = _index(value)
-    if count is None or not 1 <= count <= INT64_MAX:
-        raise InputError(f"{what} is {value!r}; it must be a positive integer.")
+    if count is None or not 1 <= count <= most:
+        wanted = "a positive integer" if most == INT64_MAX else f"an integer from 1 to {most}"
+        raise InputError(f"{what} is {value!r}; it must be {wanted}.")
     return count
 
 
 def check_threads(value: object, what: str) -> int:
-    """`value` as a number of threads.
-
-    Raises:
-        InputError: It is no integer from 1 to `MAX_THREADS`.
-    """
-    count = _index(value)
-    if count is None or not 1 <= count <= MAX_THREADS:
-        raise InputError(f"{what} is {value!r}; it must be an integer from 1 to {MAX_THREADS}.")
-    return count
+    """`value` as a number of threads, at most `MAX_THREADS`."""
+    return check_positive(value, what, MAX_THREADS)
 
 
 def check_path(path: object) -> str | os.PathLike[str]:
-    """`path`, which names a file.
-
-    Raises:
-        InputError: It is neither a text nor a path.
-    """
+    """`path`, if it is a text or a path; an `InputError` else."""
     if not isinstance(path, str | os.PathLike):
         raise InputError(f"the path is {path!r}, a {type(path).__name__}; give a str or a Path.")
     return path
 
 
 def check_is(value: object, kind: type[_V], what: str) -> _V:
-    """`value`, which is of that class.
-
-    Raises:
-        InputError: It is of another.
-    """
+    """`value`, if it is of that class; an `InputError` else."""
     if not isinstance(value, kind):
         raise InputError(f"{what} is {value!r}, a {type(value).__name__}; give a {kind.__name__}.")
     return value
@@ -132,11 +118,7 @@ def check_row(values: object, what: str, kind: type | None = None) -> tuple[Any,
 
 
 def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
-    """All values as `check_count` gives them; fast where they are ints already.
-
-    Raises:
-        InputError: As `check_count`, for the first invalid value.
-    """
+    """All values as `check_count` gives them; fast where they are ints already."""
     row: tuple[Any, ...] = check_row(values, f"the values of {what}")
     if set(map(type, row)) <= {int} and (not row or (min(row) >= 0 and max(row) <= INT64_MAX)):
         return row
@@ -144,11 +126,7 @@ def check_counts(values: Iterable[object], what: str) -> tuple[int, ...]:
 
 
 def check_name(value: object, what: str) -> str:
-    """`value` as a non-empty string.
-
-    Raises:
-        InputError: It is no string, or empty.
-    """
+    """`value`, if it is a non-empty string; an `InputError` else."""
     if not isinstance(value, str) or not value:
         raise InputError(f"{what} is {value!r}; it must be a non-empty string.")
     return value

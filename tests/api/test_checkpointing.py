@@ -46,6 +46,24 @@ class Stack(nn.Module):
         return self.last(x)
 
 
+class Angles(nn.Module):
+    """A submodule that no gradient reaches, whose result is kept for another's backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.arange(x.numel(), dtype=x.dtype).view_as(x).cos()
+
+
+class Rotated(Stack):
+    """The same behind a product with angles, as of rotary positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.angles = Angles()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.first(x) * self.angles(x))
+
+
 def batch() -> torch.Tensor:
     return torch.randn(256, 16)
 
@@ -164,6 +182,19 @@ def test_a_limit_is_told_from_a_name() -> None:
         assert memory_target(names) is None
     with pytest.raises(baechi.InputError, match=r"checkpoint '4XiB' cannot be read"):
         memory_target("4XiB")
+
+
+def test_a_submodule_that_no_gradient_reaches_is_no_candidate() -> None:
+    found = baechi.trace(Rotated(), (batch(),))
+    profile = baechi.estimate(found, "T4")
+    graph = found.graph(profile)
+    placement = baechi.solve(graph, cluster_of(1), placer="single")
+    peak = baechi.simulate(graph, cluster_of(1), placement).peak_bytes[0]
+    names = baechi.choose_checkpoint(
+        found, profile, baechi.within_memory(cluster_of(1), peak * 3 // 4), placer="single"
+    )
+    assert names
+    assert "angles" not in names
 
 
 def placed_with(checkpoint: Any, devices: Any) -> baechi.PlacedModule:

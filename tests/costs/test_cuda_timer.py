@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.costs.cpu_timer import Reading
-from baechi.costs.cuda_timer import CudaTimer
+from baechi.costs.timers import CudaTimer, Reading
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda", 0)

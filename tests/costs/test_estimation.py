@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import baechi
-from baechi.costs.estimation import rounded_classes
-from baechi.costs.workload import SEEN, UNSEEN, UNSEEN_BACKWARD, workloads
+from baechi.costs.estimation import SEEN, UNSEEN, UNSEEN_BACKWARD, rounded_classes, workloads
 from baechi.records.device_kinds import Kernel, find
 
 KIND = "H100-SXM-80GB"

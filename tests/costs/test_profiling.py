@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 import baechi
-from baechi.costs import repetition
+from baechi.costs import profiling
 from baechi.costs.example_inputs import ExampleInputs, value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
@@ -196,7 +196,7 @@ def test_a_second_run_measures_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path
 def test_what_is_uncertain_is_said_each_time_and_measured_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(repetition, "_MORE_NS", 0)
+    monkeypatch.setattr(profiling, "_MORE_NS", 0)
     model, x = residual()
     traced = baechi.trace(model, (x,))
     with monkeypatch.context() as busy:

@@ -8,14 +8,22 @@ import torch
 
 import baechi
 from baechi import Link
-from baechi.probing import cluster_probe
-from baechi.probing import handover as measured
-from baechi.probing.copy_timer import SIZES, copy_times_ns, first_broken_size
-from baechi.probing.handover import Handover, handover
-from baechi.probing.link_fit import FREE_BYTES_PER_S, fit_link
+from baechi.probing import cluster_probe, link_probe
+from baechi.probing.link_probe import (
+    FREE_BYTES_PER_S,
+    SIZES,
+    copy_times_ns,
+    first_broken_size,
+    fit_link,
+    handover,
+)
 from baechi.torch_support.torch_devices import blas_bytes, torch_device
 
 CPU = torch.device("cpu")
+
+
+def handed(wait_ns: int, busy_ns: int) -> Link:
+    return Link(wait_ns, FREE_BYTES_PER_S, overhead_ns=busy_ns)
 
 
 def test_logical_cpu_devices_share_the_free_memory_and_are_linked() -> None:
@@ -69,10 +77,10 @@ def test_bad_devices_are_refused(devices: object, text: str) -> None:
 
 def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    monkeypatch.setattr(cluster_probe, "handover", lambda: calls.append(1) or Handover(33, 7))
+    monkeypatch.setattr(cluster_probe, "handover", lambda: calls.append(1) or handed(33, 7))
     survey = cluster_probe.survey([f"cpu:{index}" for index in range(4)])
     assert len(calls) == 1
-    assert survey.cluster.uniform_link == Link(33, FREE_BYTES_PER_S, overhead_ns=7)
+    assert survey.cluster.uniform_link == handed(33, 7)
     assert survey.fits == {}
     assert survey.remarks == ()
     assert cluster_probe.survey(survey.cluster).cluster is survey.cluster
@@ -87,7 +95,7 @@ def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing(mode: Any) -> None:
     threads, random = torch.get_num_threads(), torch.get_rng_state()
     with mode():  # the caller's mode is not the measurement's
-        assert handover().busy_ns > 0
+        assert handover().overhead_ns > 0
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.get_rng_state(), random)
 
@@ -96,27 +104,27 @@ def test_a_hand_over_is_measured_on_the_runtime_itself_and_leaves_nothing(mode: 
     ("few", "many", "found"),
     [
         # 45 more values and gradients are handed over.
-        ((1000, 900), (1000 + 45 * 50, 900 + 45 * 35), Handover(15, 35)),
+        ((1000, 900), (1000 + 45 * 50, 900 + 45 * 35), handed(15, 35)),
         # Workers that were busy side by side wait for nothing; a disturbed clock is no time won.
-        ((1000, 900), (1000 + 45 * 30, 900 + 45 * 35), Handover(0, 35)),
-        ((1000, 900), (900, 800), Handover(0, 0)),
+        ((1000, 900), (1000 + 45 * 30, 900 + 45 * 35), handed(0, 35)),
+        ((1000, 900), (900, 800), handed(0, 0)),
     ],
 )
 def test_a_hand_over_is_what_more_cuts_take_longer(
-    monkeypatch: pytest.MonkeyPatch, few: tuple[int, int], many: tuple[int, int], found: Handover
+    monkeypatch: pytest.MonkeyPatch, few: tuple[int, int], many: tuple[int, int], found: Link
 ) -> None:
-    monkeypatch.setattr(measured, "_steps", lambda _modules, _x: [few, many])
+    monkeypatch.setattr(link_probe, "_steps", lambda _modules, _x: [few, many])
     assert handover() == found
 
 
 def test_the_clock_tells_the_chain_that_the_hand_over_was_measured_on() -> None:
-    link = Link(15, FREE_BYTES_PER_S, overhead_ns=35)
+    link = handed(15, 35)
     cluster = baechi.Cluster.uniform(2, "1GiB", link)
-    traced = measured._traced_chain(torch.zeros(8, 16, requires_grad=True))
-    rows = [measured._placement(traced, pieces) for pieces in (2, len(traced.ops))]
+    traced = link_probe._traced_chain(torch.zeros(8, 16, requires_grad=True))
+    rows = [link_probe._placement(traced, pieces) for pieces in (2, len(traced.ops))]
     few, many = (baechi.simulate(graph, cluster, placement) for graph, placement in rows)
     more = len(many.transfers) - len(few.transfers)
-    assert more == measured._crossings(*rows[1]) - measured._crossings(*rows[0]) == 45
+    assert more == link_probe._crossings(*rows[1]) - link_probe._crossings(*rows[0]) == 45
     # A byte takes next to nothing, but each transfer is rounded up to whole nanoseconds.
     assert many.makespan_ns - few.makespan_ns == more * (15 + 35 + 1)
 

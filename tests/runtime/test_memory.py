@@ -13,7 +13,6 @@ from seeds import some
 
 import baechi
 from baechi import Constraints
-from baechi.traced.step_graph import backward_ops
 from baechi.tracing.partition import attribute
 
 cluster_of = partial(cpus, link=baechi.Link(5_000, 10**12))
@@ -53,7 +52,7 @@ def test_what_autograd_keeps_is_what_the_whole_model_keeps(name: str) -> None:
     given = {
         i for i, nodes in enumerate(module.nodes) if nodes[0].op in ("placeholder", "get_attr")
     }
-    ops = backward_ops(traced.ops, traced.tensors)
+    ops = traced.backward_ops
     tensors = {t for op in ops for t in traced.ops[op].saves}
     rows = [traced.tensors[t].nbytes for t in tensors if traced.tensors[t].producer not in given]
     predicted = sum(rows) + sum(profile.costs[op].saved_bytes for op in ops)

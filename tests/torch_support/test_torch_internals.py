@@ -1,11 +1,14 @@
 """The private names of torch that Baechi uses: a test for each, which names the one that broke."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from baechi.torch_support import operator_internals as operators
 from baechi.torch_support import torch_internals as internals
 from baechi.torch_support.storages import key_of
 
@@ -174,3 +177,33 @@ def test_names_of_modules() -> None:
     assert internals.plain_call(own)(torch.ones(2, 2)).shape == (2, 2)
     vars(own)[internals.CALL] = lambda x: x * 2
     assert own(torch.ones(1)).item() == 2
+
+
+def test_operators_are_seen_with_what_their_schemas_say() -> None:
+    seen: list[tuple[str, bool, float]] = []
+
+    def see(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
+        assert isinstance(func, operators.OpOverload)
+        assert not kwargs
+        assert isinstance(args[0], torch.Tensor)
+        packet = operators.packet_of(func)
+        seen.append((packet.__name__, operators.writes_arguments(func), float(result.sum())))
+
+    x = torch.ones(2, 3)
+    with operators.Watch(see):
+        x.t().add_(1)
+    assert seen == [("t", False, 6), ("add_", True, 12)]
+    assert operators.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+
+
+def test_fake_tensors_have_shapes_and_no_memory() -> None:
+    with operators.FakeTensorMode(allow_non_fake_inputs=True):
+        made = torch.ones(1 << 40, 1 << 10) @ torch.ones(1 << 10, 2)
+    assert made.shape == (1 << 40, 2)
+
+
+@pytest.mark.gpu
+def test_a_spinning_stream_is_busy() -> None:
+    operators.spin(100_000_000)
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()

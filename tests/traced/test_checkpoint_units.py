@@ -10,13 +10,11 @@ from placed import cpus, place_on, same
 from torch import nn
 
 import baechi
-from baechi.traced.checkpoint_units import module_paths
+from baechi.traced.checkpoint_units import module_paths, named_units
 from baechi.traced.step_graph import (
     BACKWARD,
     LOSS,
     RECOMPUTE,
-    backward_ops,
-    units_of,
 )
 from baechi.tracing.pytrees import tensors_in
 
@@ -112,7 +110,7 @@ def test_a_step_on_one_device_takes_as_much_longer_as_its_units_take_forward() -
         graph = traced.graph(profile_of(traced), checkpoint=checkpoint)
         placement = baechi.solve(graph, cluster, placer="single")
         taken[checkpoint] = baechi.simulate(graph, cluster, placement).makespan_ns
-    units = units_of(traced, "transformer.h.*")
+    units = named_units(traced, "transformer.h.*")
     again = sum(100 + op for unit in units for op in unit.ops)
     assert taken["transformer.h.*"] - taken[None] == again
 
@@ -128,7 +126,7 @@ def test_a_graph_without_units_is_what_it_was() -> None:
     graph = traced.graph(profile_of(traced))
     assert not graph.units
     n = len(traced.ops)
-    order = backward_ops(traced.ops, traced.tensors)
+    order = traced.backward_ops
     assert [op.name for op in graph.ops[n:]] == [
         LOSS,
         *(BACKWARD + traced.ops[op].name for op in order),
@@ -226,7 +224,7 @@ def test_of_submodules_inside_each_other_the_outermost_is_the_unit() -> None:
     traced = traced_of("gpt2")
     paths = module_paths(traced)
     assert {"transformer.h.0", "transformer.h.0.attn.c_attn"} <= set(paths)
-    names = [unit.name for unit in units_of(traced, ["transformer.h.0*", "transformer.h.1.mlp"])]
+    names = [unit.name for unit in named_units(traced, ["transformer.h.0*", "transformer.h.1.mlp"])]
     assert names == ["transformer.h.0", "transformer.h.1.mlp"]
 
 

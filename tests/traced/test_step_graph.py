@@ -10,7 +10,7 @@ from steps import case
 from torch import nn
 
 import baechi
-from baechi.traced.step_graph import BACKWARD, LOSS, backward_ops
+from baechi.traced.step_graph import BACKWARD, LOSS
 
 
 def traced_of(name: str) -> baechi.Traced:
@@ -69,9 +69,7 @@ def test_gradients_mirror_the_tensors_that_have_them() -> None:
     traced = traced_of("gpt2")
     graph = training_graph("gpt2")
     index = {op.name: i for i, op in enumerate(graph.ops)}
-    twins = {
-        i: index[BACKWARD + traced.ops[i].name] for i in backward_ops(traced.ops, traced.tensors)
-    }
+    twins = {i: index[BACKWARD + traced.ops[i].name] for i in traced.backward_ops}
     edges = {(t.producer, c, t.nbytes) for t in graph.tensors for c in t.consumers}
     mirrored = 0
     for tensor in traced.tensors:
@@ -171,7 +169,7 @@ def test_what_is_saved_lives_until_its_backward() -> None:
     traced = traced_of("gpt2")
     graph = training_graph("gpt2")
     index = {op.name: i for i, op in enumerate(graph.ops)}
-    for op in backward_ops(traced.ops, traced.tensors):
+    for op in traced.backward_ops:
         twin = index[BACKWARD + traced.ops[op].name]
         consumed = {graph.tensors[t] for t in graph.op_inputs[twin]}
         for tensor in traced.ops[op].saves:

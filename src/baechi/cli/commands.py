@@ -26,7 +26,7 @@ from baechi.cli.console import (
     write,
 )
 from baechi.errors import InputError
-from baechi.probing.link_fit import FREE_BYTES_PER_S
+from baechi.probing.link_probe import FREE_BYTES_PER_S
 from baechi.records import device_kinds
 from baechi.records.cluster import Cluster, Link
 from baechi.records.constraints import Constraints

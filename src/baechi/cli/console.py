@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 import baechi
 from baechi.errors import BaechiError, InfeasibleError, InputError, reason_of
 from baechi.storage.serialization import dump
-from baechi.traced.step_graph import units_of
+from baechi.traced.checkpoint_units import named_units
 from baechi.traced.traced_model import Traced
 from baechi.units import format_bytes
 
@@ -99,7 +99,7 @@ def trace_model(
     if checkpoint and inference:
         raise InputError("give --inference or --checkpoint: an inference keeps nothing anyway.")
     if checkpoint:
-        units = units_of(traced, checkpoint)
+        units = named_units(traced, checkpoint)
         say(f"  {len(units)} parts run forward again: {', '.join(unit.name for unit in units)}")
     return traced
 

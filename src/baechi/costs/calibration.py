@@ -32,8 +32,13 @@ from typing import Final, final
 
 import numpy as np
 
-from baechi.costs.estimation import as_run, rounded_classes
-from baechi.costs.workload import UNSEEN, UNSEEN_BACKWARD, workloads
+from baechi.costs.estimation import (
+    UNSEEN,
+    UNSEEN_BACKWARD,
+    as_run,
+    rounded_classes,
+    workloads,
+)
 from baechi.errors import InputError
 from baechi.placers.linear_programs import Highs, LinearProgram
 from baechi.records.device_kinds import Calibration, DeviceKind, Efficiency, Fit, Kernel, find
@@ -86,9 +91,10 @@ def calibrate(
     if not pairs:
         raise InputError("there is no profile to calibrate with; give one at least, and its model.")
     for pair in pairs:
-        if not isinstance(pair, tuple) or len(pair) != 2:
+        if not isinstance(pair, tuple) or list(map(type, pair)) != [Traced, Profile]:
             raise InputError("calibrate takes pairs of a traced model and its measured profile.")
-        _check(*pair, pairs[0][1])
+        traced, profile = pair
+        _check(traced, profile, pairs[0][1])
     row = find(kind if kind is not None else pairs[0][1].kind, kinds_file)
     rounded = rounded_classes(row, tf32)
     samples = [sample for traced, profile in pairs for sample in _samples(traced, profile, rounded)]
@@ -103,8 +109,6 @@ def calibrate(
 
 
 def _check(traced: Traced, profile: Profile, first: Profile) -> None:
-    if not isinstance(traced, Traced) or not isinstance(profile, Profile):
-        raise InputError("calibrate takes pairs of a traced model and its measured profile.")
     if profile.source != "measured":
         raise InputError(
             f"the profile of {traced.name} is {profile.source}, so it would be fitted to itself; "
@@ -136,8 +140,7 @@ def _samples(traced: Traced, profile: Profile, rounded: frozenset[str]) -> list[
         runs += [(load.backward, cost.backward_ns)] if known and op.differentiable else []
         for kernels, measured_ns in runs:
             if kernels and measured_ns:
-                run = tuple(as_run(kernel, rounded) for kernel in kernels)
-                samples.append(_Sample(run, measured_ns, counts[key]))
+                samples.append(_Sample(as_run(kernels, rounded), measured_ns, counts[key]))
     return samples
 
 

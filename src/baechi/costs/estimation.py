@@ -3,25 +3,78 @@
     time of an operator = sum over its kernels of
         max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
 
-The kernels come from `workload`, the peaks and efficiencies from `device_kinds`; a `Calibration`
-puts efficiencies that were fitted to measured profiles in place of the table's. Sizes that a trace
-tells are taken from it, exactly as `profile` does, so that computed and measured graphs differ in
-their costs and never in their structure.
+Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
+every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
+backward has as many products as inputs need gradients, and nothing is allocated: a model on the
+`meta` device is counted as any other. Only an operator that looks at values, in a model whose trace
+had to run the example as well, runs on these.
 
-Complexity: O(distinct operators), some milliseconds each; no tensor is allocated.
+The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
+those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
+recurrent layer), the CPU's are counted.
+
+The work of a kernel comes from `flop_rules`, the peaks and efficiencies from `device_kinds`; a
+`Calibration` puts efficiencies that were fitted to measured profiles in place of the table's. Sizes
+that a trace tells are taken from it, exactly as `profile` does, so that computed and measured
+graphs differ in their costs and never in their structure.
+
+Complexity: O(distinct operators), some milliseconds each.
 """
 
+import contextlib
 import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final, final
 
 import torch
+from torch import fx
 
-from baechi.costs.workload import Workload, workloads
+from baechi.costs.example_inputs import filled, function_of, real_inputs
+from baechi.costs.flop_rules import kernel_of
 from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
+from baechi.torch_support.memory_meter import Meter
+from baechi.torch_support.operator_internals import FakeTensorMode, OpOverload, Watch
 from baechi.torch_support.torch_devices import fp32_precisions
 from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Value, quiet
+from baechi.tracing.fake_tensor_leaks import taken_out
+from baechi.tracing.lowering import TracedModule
+from baechi.tracing.pytrees import map_tensors, tensors_in
+from baechi.tracing.subgraph import leaf_copies, opaque_leaves
 from baechi.validation import check_is
+
+SEEN: Final = "shapes alone do not run it: counted on the values of the example"
+UNSEEN: Final = "shapes alone do not run it: counted as reading and writing its tensors once"
+UNSEEN_BACKWARD: Final = (
+    "shapes alone do not run its backward: counted as reading and writing its tensors twice"
+)
+_CPU: Final = torch.device("cpu")
+# Classes of operators whose fp32 products may run as tf32.
+_ROUNDED: Final = frozenset({"matmul", "convolution", "recurrent"})
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The work of one operator.
+
+    Attributes:
+        forward: Its kernels, in order.
+        backward: Those of its backward.
+        workspace_bytes: Scratch of its forward, as far as the dispatcher sees it.
+        backward_workspace_bytes: The same of its backward.
+        remark: A note for the reader; empty for most.
+    """
+
+    forward: tuple[Kernel, ...] = ()
+    backward: tuple[Kernel, ...] = ()
+    workspace_bytes: int = 0
+    backward_workspace_bytes: int = 0
+    remark: str = ""
 
 
 def estimate(
@@ -57,53 +110,198 @@ def estimate(
             raise InputError(f"calibration is {calibration!r}; give a baechi.Calibration or None.")
         row = row.calibrated(calibration)
     rounded = rounded_classes(row, tf32)
-    costs = {key: _op_cost(load, row, rounded) for key, load in workloads(traced).items()}
-    rows = []
-    for op, output_bytes in zip(traced.ops, traced.made_bytes, strict=True):
-        forward_ns, backward_ns, workspace, backward_workspace, remark = costs[op.key]
-        rows.append(
-            OpCost(
-                forward_ns,
-                backward_ns if op.differentiable else 0,
-                parameter_bytes=op.trained_bytes + op.frozen_bytes,
-                output_bytes=output_bytes,
-                saved_bytes=op.saved_bytes,
-                workspace_bytes=workspace,
-                backward_workspace_bytes=backward_workspace,
-                remark=remark,
-            )
+    costs = {
+        key: OpCost(
+            row.run_ns(as_run(load.forward, rounded)),
+            row.run_ns(as_run(load.backward, rounded)),
+            workspace_bytes=load.workspace_bytes,
+            backward_workspace_bytes=load.backward_workspace_bytes,
+            remark=load.remark,
         )
+        for key, load in workloads(traced).items()
+    }
+    rows = tuple(
+        replace(
+            costs[op.key],
+            backward_ns=costs[op.key].backward_ns if op.differentiable else 0,
+            parameter_bytes=op.trained_bytes + op.frozen_bytes,
+            output_bytes=output_bytes,
+            saved_bytes=op.saved_bytes,
+        )
+        for op, output_bytes in zip(traced.ops, traced.made_bytes, strict=True)
+    )
     how = "calibrated" if calibration is not None else "uncalibrated"
-    environment = f"torch {torch.__version__}, {row.name} {how}, tf32 for {_list(rounded)}"
-    return Profile(traced.digest, kind, tuple(rows), "computed", environment)
+    names = ", ".join(sorted(rounded)) or "nothing"
+    environment = f"torch {torch.__version__}, {row.name} {how}, tf32 for {names}"
+    return Profile(traced.digest, kind, rows, "computed", environment)
 
 
 def rounded_classes(kind: DeviceKind, tf32: bool | None) -> frozenset[str]:
     """The classes of operators whose fp32 products run as tf32 on a kind."""
-    if "tf32" not in kind.flops_per_s:
+    if "tf32" not in kind.flops_per_s or tf32 is False:
         return frozenset()
-    if tf32 is not None:
-        return frozenset({"matmul", "convolution", "recurrent"} if tf32 else ())
-    classes = ("matmul", "convolution", "recurrent")
     chosen = fp32_precisions()
-    return frozenset(name for name in classes if chosen[f"cuda {name}"] == "tf32")
+    return frozenset(name for name in _ROUNDED if tf32 or chosen[f"cuda {name}"] == "tf32")
 
 
-def as_run(kernel: Kernel, rounded: frozenset[str]) -> Kernel:
-    """The kernel in the type that it runs in."""
-    if kernel.dtype != "fp32" or kernel.op_class not in rounded:
-        return kernel
-    return Kernel(kernel.op_class, "tf32", kernel.flops, kernel.nbytes)
+def as_run(kernels: Sequence[Kernel], rounded: frozenset[str]) -> tuple[Kernel, ...]:
+    """The kernels in the types that they run in."""
+    return tuple(
+        replace(kernel, dtype="tf32")
+        if kernel.dtype == "fp32" and kernel.op_class in rounded
+        else kernel
+        for kernel in kernels
+    )
 
 
-def _op_cost(
-    load: Workload, kind: DeviceKind, rounded: frozenset[str]
-) -> tuple[int, int, int, int, str]:
-    forward_ns = kind.run_ns([as_run(kernel, rounded) for kernel in load.forward])
-    backward_ns = kind.run_ns([as_run(kernel, rounded) for kernel in load.backward])
-    workspace = (load.workspace_bytes, load.backward_workspace_bytes)
-    return forward_ns, backward_ns, *workspace, load.remark
+def workloads(traced: Traced) -> dict[str, Workload]:
+    """The work of every distinct operator of a traced model, by `TracedOp.key`."""
+    if traced.module is None:
+        raise InputError(
+            f"this trace of {traced.name} was loaded from a file and has no shapes to compute "
+            "from; trace the model again in this process (on the meta device it needs no memory)."
+        )
+    module: TracedModule = traced.module
+    rows: dict[str, Workload] = {}
+    left: dict[str, tuple[tuple[fx.Node, ...], bool]] = {}
+    whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
+    with (
+        taken_out(module.graph_module) if whole else contextlib.nullcontext(),
+        quiet(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        torch.enable_grad(),
+    ):
+        for op, nodes in zip(traced.ops, module.nodes, strict=True):
+            if op.key in rows or op.key in left:
+                continue
+            if all(node.op in ("get_attr", "placeholder") for node in nodes):
+                rows[op.key] = Workload()
+                continue
+            leaves = opaque_leaves(module.graph_module, nodes)
+            try:
+                fakes = {target: _Leaf(leaf) for target, leaf in leaves.items()}
+                rows[op.key] = _count(module, nodes, partial(filled, module, make=_fake), fakes)
+            except Exception:  # whatever a fake tensor cannot do, such as tell its value
+                left[op.key] = nodes, op.differentiable
+    for key, (nodes, differentiable) in left.items():
+        rows[key] = _unseen(module, nodes, differentiable)
+        if module.facts.real:
+            with contextlib.suppress(Exception):  # it may need what is not on a CPU
+                rows[key] = _count_real(module, nodes)
+    return rows
 
 
-def _list(classes: frozenset[str]) -> str:
-    return ", ".join(sorted(classes)) or "nothing"
+def _count_real(module: TracedModule, nodes: Sequence[fx.Node]) -> Workload:
+    """One operator, run on what it reads in a run of the model on its example."""
+    with quiet(), torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        values = real_inputs(module, nodes, _CPU)
+
+        def make(node: fx.Node) -> Any:
+            return values[node] if node in values else filled(module, node, _fake)
+
+        load = _count(module, nodes, make, leaf_copies(module.graph_module, nodes, _CPU))
+    return replace(load, remark=load.remark or SEEN)
+
+
+def _count(
+    module: TracedModule,
+    nodes: Sequence[fx.Node],
+    make: Callable[[fx.Node], Any],
+    leaves: Mapping[str, torch.nn.Module],
+) -> Workload:
+    """One operator, run on what `make` gives for the nodes that it reads."""
+    part = function_of(module, nodes, _CPU, leaves)
+    inputs = [make(node) for node in part.inputs]
+    tensors = [*tensors_in(inputs), *(p for leaf in leaves.values() for p in leaf.parameters())]
+    differentiable = [tensor for tensor in tensors if tensor.requires_grad]
+    # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
+    written = {s for node in nodes for s in module.facts.nodes[node].writes}
+    inputs = [
+        map_tensors(torch.clone, value)
+        if any(v.storage in written and v.requires_grad for v in module.facts.nodes[node].values)
+        else value
+        for node, value in zip(part.inputs, inputs, strict=True)
+    ]
+    produced, forward, scratch_bytes = _counted(lambda: part.function(*inputs))
+    roots = [tensor for tensor in tensors_in(produced) if tensor.requires_grad]
+    if not roots or not differentiable:
+        return Workload(forward, workspace_bytes=scratch_bytes)
+    seeds = [torch.ones_like(root) for root in roots]
+    run = partial(torch.autograd.grad, roots, differentiable, seeds, allow_unused=True)
+    try:
+        _, backward, backward_bytes = _counted(run)
+    except Exception:  # reversible layers refuse it in evaluation mode
+        backward = _unseen(module, nodes, True).backward
+        return Workload(forward, backward, scratch_bytes, remark=UNSEEN_BACKWARD)
+    return Workload(forward, backward, scratch_bytes, backward_bytes)
+
+
+def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
+    """The result, the kernels, and the peak of live bytes beyond what is live at the end.
+
+    That is now, while the result is there and autograd keeps what it saved.
+    """
+    kernels: list[Kernel] = []
+
+    def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        kernel = kernel_of(func, args, kwargs, result) if isinstance(func, OpOverload) else None
+        if kernel is not None:
+            kernels.append(kernel)
+
+    meter = Meter([0])
+    with meter.counting(0), Watch(see):
+        result = run()
+    (peak,), (live,) = meter.peak_bytes, meter.live_bytes
+    return result, tuple(kernels), max(peak - live, 0)
+
+
+def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:
+    """One operator that fake tensors cannot run, as a copy of all that it touches."""
+    facts = module.facts
+    inside = set(nodes)
+    touched = {
+        value
+        for node in nodes
+        for value in (
+            *facts.nodes[node].values,
+            *(v for a in node.all_input_nodes if a not in inside for v in facts.nodes[a].values),
+        )
+    }
+    storages = {value.storage for value in touched}
+    nbytes = sum(facts.storages[storage].nbytes for storage in storages)
+    for leaf in opaque_leaves(module.graph_module, nodes).values():
+        nbytes += sum(tensor.nbytes for tensor in (*leaf.parameters(), *leaf.buffers()))
+    kernel = Kernel("copy", "fp32", 0, nbytes)
+    backward = (Kernel("copy", "fp32", 0, 2 * nbytes),) if differentiable else ()
+    return Workload((kernel,), backward, remark=UNSEEN)
+
+
+@final
+class _Leaf(torch.nn.Module):
+    """An opaque leaf on fake parameters and buffers."""
+
+    def __init__(self, leaf: torch.nn.Module) -> None:
+        super().__init__()
+        own = {
+            name: torch.nn.Parameter(torch.empty_like(row, device="cpu"), row.requires_grad)
+            for name, row in leaf.named_parameters()
+        }
+        self._own = torch.nn.ParameterList(own.values())
+        buffers = {n: torch.empty_like(row, device="cpu") for n, row in leaf.named_buffers()}
+        # A closure, because a module as an attribute would be a submodule with parameters.
+        call: Callable[..., Any] = torch.func.functional_call
+        state = {**own, **buffers}
+        self._run: Callable[..., Any] = lambda args, kwargs: call(leaf, state, args, kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The work of the leaf."""
+        return self._run(args, kwargs)
+
+
+def _fake(value: Value) -> torch.Tensor:
+    """A tensor without memory."""
+    tensor = torch.empty(value.shape, dtype=value.dtype)
+    if value.stride:  # a sparse tensor has none
+        tensor = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+    return tensor.requires_grad_(value.requires_grad)

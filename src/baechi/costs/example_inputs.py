@@ -13,47 +13,37 @@ Complexity: O(nodes + bytes of the known values).
 """
 
 import copy
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from baechi.tracing.alias_analysis import Value
 from baechi.tracing.fx_operators import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
-from baechi.tracing.pytrees import tensors_in
+from baechi.tracing.pytrees import map_tensors, tensors_in
+from baechi.tracing.subgraph import Extract, extract
 
 # A known value larger than this is made up instead: evaluating must not need the model's memory.
 _MAX_KNOWN_BYTES: Final = 1 << 28
 
-# Operators that index: name -> (what is indexed, its dimension or the argument that says it, the
+_CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
+# Operators that index: name -> (what is indexed, the argument that says its dimension, the
 # indices), by position. A sequence of indices is for one dimension each.
 _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
-    "embedding": (0, None, 1),
-    "embedding_bag": (0, None, 1),
-    "gather": (0, 1, 2),
-    "index_select": (0, 1, 2),
-    "index_add": (0, 1, 2),
-    "index_copy": (0, 1, 2),
-    "index_fill": (0, 1, 2),
-    "scatter": (0, 1, 2),
-    "scatter_add": (0, 1, 2),
-    "scatter_reduce": (0, 1, 2),
-    "index": (0, None, 1),
-    "index_put": (0, None, 1),
+    **dict.fromkeys(
+        ("embedding", "embedding_bag", "index", "index_put", *_CLASSIFYING), (0, None, 1)
+    ),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), (0, 1, 2)),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), (0, 1, 2)),
     "take_along_dim": (0, 2, 1),
-    "nll_loss": (0, None, 1),
-    "nll_loss_nd": (0, None, 1),
-    "cross_entropy_loss": (0, None, 1),
-    "cross_entropy": (0, None, 1),
 }
-# Products of a group of rows with a matrix each: (input, weight, where each group ends).
-GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 _MAX_INDEX: Final = 1 << 31
-_CLASSIFYING: Final = ("nll_loss", "nll_loss_nd", "cross_entropy_loss", "cross_entropy")
+# Products of a group of rows with a matrix each: (input, weight, where each group ends).
+_GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 # Operator -> what its time depends on. Their backwards add up where indices repeat.
 _REASONS: Final = {
     **dict.fromkeys(("embedding", "embedding_bag"), "which rows are read, and how often each"),
@@ -72,7 +62,7 @@ _REASONS: Final = {
     **dict.fromkeys(("argmax", "argmin"), "where the extreme values are"),
     **dict.fromkeys(("masked_fill", "masked_scatter", "where"), "how many elements are masked"),
     **dict.fromkeys(("cond", "while_loop", "scan"), "which branch is taken, and how often"),
-    **dict.fromkeys(GROUPED, "how many rows each expert gets"),
+    **dict.fromkeys(_GROUPED, "how many rows each expert gets"),
 }
 _ATTENTION: Final = (
     "scaled_dot_product_attention",
@@ -81,14 +71,22 @@ _ATTENTION: Final = (
 )
 
 
+def function_of(
+    module: TracedModule,
+    nodes: Sequence[fx.Node],
+    device: torch.device,
+    leaves: Mapping[str, torch.nn.Module],
+) -> Extract:
+    """An operator as a function of what it reads, with these opaque submodules."""
+    inside = set(nodes)
+    outputs = [n for n in nodes if any(user not in inside for user in n.users)]
+    outputs = [n for n in outputs or nodes if n.op not in ("get_attr", "placeholder")]
+    return extract(module.graph_module, nodes, outputs, device=device, leaves=leaves)
+
+
 @final
 class ExampleInputs:
-    """Makes the values that operators read.
-
-    Args:
-        module: The traced model.
-        device: Where the values shall be.
-    """
+    """Makes the values that operators of a traced model read, on a device."""
 
     def __init__(self, module: TracedModule, device: torch.device) -> None:
         self._module = module
@@ -129,25 +127,18 @@ class ExampleInputs:
 
     def make(self, node: fx.Node, readers: Sequence[fx.Node]) -> Any:
         """A value for a node that the readers, nodes of one operator, read."""
-        facts = self._module.facts.nodes[node]
-        if node.op == "get_attr" and not facts.values:
-            return attribute(self._module.graph_module, str(node.target))
-        assert facts.structure is not None
-        if not facts.values:  # a number or a device that another operator gives
-            return facts.structure.fill([])
         if node in self._known:
-            return pytree.tree_map_only(  # a copy: an operator may count in it
-                torch.Tensor, lambda t: t.to(self._device, copy=True), self._known[node]
-            )
+            # A copy: an operator may count in it.
+            return map_tensors(lambda t: t.to(self._device, copy=True), self._known[node])
         for reader in readers:
             rows = self._grouped_rows(node, reader)
             if rows is not None:
-                (ends,) = facts.values
+                (ends,) = self._module.facts.nodes[node].values
                 (groups,) = ends.shape
                 even = torch.arange(1, groups + 1, device=self._device) * rows // groups
                 return even.to(ends.dtype)
         limit = min((self._index_limit(node, reader) for reader in readers), default=1)
-        return facts.structure.fill([self._made_up(value, limit) for value in facts.values])
+        return filled(self._module, node, lambda value: self._made_up(value, limit))
 
     def _made_up(self, value: Value, limit: int) -> torch.Tensor:
         extent = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride, strict=True) if n)
@@ -166,7 +157,7 @@ class ExampleInputs:
 
     def _grouped_rows(self, node: fx.Node, reader: fx.Node) -> int | None:
         """The number of rows of `reader`'s groups, if `node` has their ends."""
-        if operator_name(reader) not in GROUPED or node not in reader.all_input_nodes:
+        if operator_name(reader) not in _GROUPED or node not in reader.all_input_nodes:
             return None
         rows, _, ends = list(node_arguments(reader).values())[:3]
         if ends is not node or not isinstance(rows, fx.Node):
@@ -198,30 +189,37 @@ class ExampleInputs:
         return min((max(indexed[axis], 1) for axis in axes if indexed), default=1)
 
 
+def filled(module: TracedModule, node: fx.Node, make: Callable[[Value], torch.Tensor]) -> Any:
+    """A node's value with made tensors; numbers, devices and submodules are as they are."""
+    facts = module.facts.nodes[node]
+    if node.op == "get_attr" and not facts.values:
+        return attribute(module.graph_module, str(node.target))
+    assert facts.structure is not None
+    return facts.structure.fill([make(value) for value in facts.values])
+
+
 def real_inputs(
     module: TracedModule, nodes: Sequence[fx.Node], device: torch.device
 ) -> dict[fx.Node, Any]:
     """The values that an operator reads in a run of the traced model on its example.
 
-    The model itself stays as it is: state that is written is copied first. Needs the memory of a
-    forward up to there.
-
-    Args:
-        module: The traced model; its parameters must have values.
-        nodes: The operator's.
-        device: Where the values shall be.
+    The model itself stays as it is: state that is written is copied first. Needs values of all
+    parameters, and the memory of a forward up to there.
     """
     inside = set(nodes)
     wanted = {node for inner in nodes for node in inner.all_input_nodes if node not in inside}
     runner = _Prefix(module, inside)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         runner.run_up_to(nodes[-1])
-    facts = module.facts.nodes
-    return {
-        node: _anew(runner.env[node], device, [v.requires_grad for v in facts[node].values])
-        for node in wanted
-        if facts[node].values
-    }
+
+    def anew(node: fx.Node) -> Any:
+        """Its tensors as leaves of their own, with the same strides."""
+        flags = iter([value.requires_grad for value in module.facts.nodes[node].values])
+        return map_tensors(
+            lambda t: t.detach().clone().to(device).requires_grad_(next(flags)), runner.env[node]
+        )
+
+    return {node: anew(node) for node in wanted if module.facts.nodes[node].values}
 
 
 @final
@@ -261,16 +259,6 @@ class _Prefix(fx.Interpreter):
         return self.fetch_attr(str(target))(*args, **kwargs)
 
 
-def _anew(value: Any, device: torch.device, differentiable: Sequence[bool]) -> Any:
-    """The value's tensors as leaves of their own, with the same strides."""
-    flags = iter(differentiable)
-    return pytree.tree_map_only(
-        torch.Tensor,
-        lambda t: t.detach().clone().to(device).requires_grad_(next(flags)),
-        value,
-    )
-
-
 def value_remark(nodes: Sequence[fx.Node]) -> str:
     """The remark on an operator whose time depends on values; empty for most."""
     reasons = []
@@ -280,25 +268,16 @@ def value_remark(nodes: Sequence[fx.Node]) -> str:
         name = operator_name(node).rstrip("_")
         if name in _REASONS:
             reasons.append(_REASONS[name])
-        if name in _ATTENTION and _has_mask(node):
+        more = [*node.args[3:], *node.kwargs.values()]  # than query, key and value
+        if name in _ATTENTION and any(isinstance(value, fx.Node) for value in more):
             reasons.append("what the attention mask hides")
     unique = dict.fromkeys(reasons)
     return f"time depends on values: {'; '.join(unique)}" if unique else ""
-
-
-def _has_mask(node: fx.Node) -> bool:
-    """True if an attention gets more than query, key and value."""
-    return any(isinstance(a, fx.Node) for a in [*node.args[3:], *node.kwargs.values()])
 
 
 def _is_knowable(values: Sequence[Value]) -> bool:
     """True if they may follow from the example: without gradients, and not too large."""
     if not values or any(value.requires_grad for value in values):
         return False
-    nbytes = 0
-    for value in values:
-        elements = 1
-        for size in value.shape:
-            elements *= size
-        nbytes += elements * value.dtype.itemsize
+    nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
     return nbytes <= _MAX_KNOWN_BYTES

@@ -15,6 +15,8 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from baechi.records.device_kinds import Kernel
+from baechi.torch_support.operator_internals import OpOverload, packet_of, writes_arguments
+from baechi.torch_support.storages import key_of
 from baechi.tracing.pytrees import tensors_in
 
 _DTYPES: Final = {
@@ -57,31 +59,24 @@ _WRITERS: Final = ("copy", "fill", "zero", "normal", "uniform", "bernoulli", "ra
 
 
 def kernel_of(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> Kernel | None:
-    """The work of one call of a kernel; `None` where nothing runs, as for a view.
-
-    Args:
-        func: The operator, as a dispatch mode sees it.
-        args: Its positional arguments; the tensors may be fake.
-        kwargs: Its keyword arguments.
-        result: Its result.
-    """
-    name = func._overloadpacket.__name__
+    """The work of one call of a kernel, on fake tensors too; `None` where nothing runs."""
+    name = packet_of(func).__name__
     given, produced = tensors_in((args, kwargs)), tensors_in(result)
     if func.is_view or not produced or name.rstrip("_") in _NOTHING:
         return None
-    mutable = func._schema.is_mutable
-    before = {tensor.untyped_storage()._cdata for tensor in given}
-    if not mutable and all(tensor.untyped_storage()._cdata in before for tensor in produced):
+    writes = writes_arguments(func)
+    before = {key_of(tensor.untyped_storage()) for tensor in given}
+    if not writes and all(key_of(tensor.untyped_storage()) in before for tensor in produced):
         return None
     op_class = _class_of(name)
     floats = [t.dtype for t in (*given, *produced) if t.is_floating_point() or t.is_complex()]
     dtype = _DTYPES.get(next(iter(floats), produced[0].dtype), "fp32")
     if op_class == "gather":
-        nbytes = _gathered_bytes(given, produced, mutable)
+        nbytes = _gathered_bytes(given, produced, writes)
     else:
-        nbytes = _streamed_bytes(name, given, produced, mutable)
+        nbytes = _streamed_bytes(name, given, produced, writes)
     return Kernel(op_class, dtype, _flops(func, name, args, kwargs, result), nbytes)
 
 
@@ -89,15 +84,11 @@ def _class_of(name: str) -> str:
     plain = name.strip("_")
     if plain in _PRODUCTS or name in _PRODUCTS:
         return "matmul"
-    parts = plain.split("_")
     for title, words in _WORDS:
-        if any(word in plain if "_" in word else _begins(parts, word) for word in words):
+        # In `plain` a word begins it or is behind an underscore; two words are anywhere in it.
+        if any((word if "_" in word else f"_{word}") in f"_{plain}" for word in words):
             return title
     return "elementwise"
-
-
-def _begins(parts: Sequence[str], word: str) -> bool:
-    return any(part.startswith(word) for part in parts)
 
 
 def _stored_bytes(tensor: torch.Tensor) -> int:
@@ -109,17 +100,17 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def _streamed_bytes(
-    name: str, given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], mutable: bool
+    name: str, given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], writes: bool
 ) -> int:
     """Every input and every output once; an output that is an input is read, too, or not."""
     read = list({id(tensor): tensor for tensor in given}.values())  # a square reads its factor once
-    if mutable and any(word in name for word in _WRITERS):
+    if writes and any(word in name for word in _WRITERS):
         read = [tensor for tensor in read if not any(tensor is t for t in produced)]
     return sum(map(_stored_bytes, (*read, *produced)))
 
 
 def _gathered_bytes(
-    given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], mutable: bool
+    given: Sequence[torch.Tensor], produced: Sequence[torch.Tensor], writes: bool
 ) -> int:
     """Of a gather: the indices, and what it picks, read and written.
 
@@ -130,18 +121,18 @@ def _gathered_bytes(
     indices = sum(_stored_bytes(t) for t in given if not t.is_floating_point())
     values = [_stored_bytes(t) for t in given if t.is_floating_point()]
     smallest = min(values, default=written)
-    if mutable:
+    if writes:
         return indices + 3 * smallest
     return indices + (2 * written if smallest >= written else written + 3 * smallest)
 
 
 def _flops(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    func: OpOverload, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> int:
     for word, formula in _FORMULAS:
         if word in name:
             return formula(name, args, kwargs, tensors_in(result)[0])
-    counted: Any = flop_registry.get(func._overloadpacket)
+    counted: Any = flop_registry.get(packet_of(func))
     return int(counted(*args, **kwargs, out_val=result)) if counted is not None else 0
 
 

@@ -1,44 +1,71 @@
-"""One measurement of an operator on one device: its times, and at first its sizes.
+"""One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it. Forward and backward are timed apart, each as it is in a
-step: the forward builds autograd's graph, and memory is as a whole step leaves it (`single_op`).
-Where gradients are wanted torch may choose another kernel, so the scratch of a forward without is
-measured, too. An operator that fails on made-up inputs is measured on the model's own.
+An operator runs on tensors made for it (`example_inputs`). Where it fails on these it is measured
+on the model's own. Forward and backward are timed apart, each as it is in a step: the forward
+builds autograd's graph, and memory is as a whole step leaves it. There some things are so that a
+tight loop would hide:
+
+- An operator's parameters were last touched a whole step ago, and are in no cache. So where the
+  step's bytes outgrow the caches, and the operator has enough parameters for it to matter,
+  everything is evicted before every reading, and the activations, or the gradients that have just
+  arrived, are read once to bring them back. Others run on what is in the caches.
+- Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
+  them after that lands in pages that the process has to get from the system in the next step. So
+  those backwards are measured a second time, with gradients of parameters of earlier runs held,
+  while those of activations are freed and used again.
+
+Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
+gradients take its room: that much less is live at the backward's fullest than what was kept and the
+gradients together. So do the gradients that arrive: an operator of several kernels, such as a
+normalization with its ReLU, lets go of them after the first. Where gradients are wanted torch may
+choose another kernel, so the scratch of a forward without is measured, too.
 """
 
+import ctypes
+import sys
 import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Final, final
 
 import torch
+from torch import fx
 
-from baechi.costs.cpu_timer import CpuTimer, Reading, Run, Timer, no_collections
-from baechi.costs.example_inputs import ExampleInputs, real_inputs
+from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
-from baechi.costs.single_op import Alone, Setting, evictor
-from baechi.costs.workspace import Sizes, sizes
+from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run, no_collections
 from baechi.errors import InputError
+from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
+from baechi.torch_support.storages import distinct_storages, key_of
 from baechi.torch_support.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware
+from baechi.torch_support.torch_internals import TapeEnd
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.pytrees import map_tensors, tensors_in
+from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
 METHOD: Final = 5
 # What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
 # (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
+# Fewer bytes of parameters come from memory in a small part of what the operator takes.
+_MIN_COLD_BYTES: Final = 1 << 18
+# Gradients held at most, to keep them fresh.
+_HELD_BYTES: Final = 1 << 28
+
+# A value for an input node, given the nodes of an operator that read it.
+Make = Callable[[fx.Node, Sequence[fx.Node]], Any]
+# Empties the caches, but for some tensors that are read again.
+Evict = Callable[[Sequence[torch.Tensor]], None]
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """The sum of two gradients.
-
-    Attributes:
-        nbytes: Of each.
-        anew: Whether the sum is new memory, as for a parameter's, which stay; else it is in place.
-    """
+    """The sum of two gradients of so many bytes, in place or anew, as for parameters' that stay."""
 
     nbytes: int
     anew: bool = False
@@ -52,7 +79,7 @@ class Addition:
 @final
 @dataclass
 class Bench:
-    """Measures operators of one traced model on one device, one pass at a time (`repetition`)."""
+    """Measures operators of one traced model on one device, one pass at a time (`profiling`)."""
 
     traced: Traced
     place: torch.device
@@ -65,112 +92,90 @@ class Bench:
         step_bytes += sum(tensor.nbytes for tensor in self.traced.tensors)
         cache = cache_bytes(self.place)
         kept_bytes = _ALLOCATOR_KEEPS_BYTES if self.place.type == "cpu" else gradient_bytes
-        self._setting = Setting(
-            evictor(self.place, cache) if step_bytes > cache else None,
-            max(1 - kept_bytes / max(gradient_bytes, 1), 0.0),
-        )
+        self._evict = evictor(self.place, cache) if step_bytes > cache else None
+        self._fresh = max(1 - kept_bytes / max(gradient_bytes, 1), 0.0)
+        caches = "warm" if self._evict is None else "cold"
+        tenths = round(10 * self._fresh)  # finer than the difference that it makes
         self.conditions = Conditions(
             kind=device_kind(self.place),
             hardware=hardware(self.place),
             threads=self.threads,
             torch=torch.__version__,
-            settings=f"{_library_settings()}, {self._setting.words}",
+            settings=f"{_library_settings()}, caches {caches}, gradients {tenths}/10 fresh",
             method=METHOD,
         )
         if self.place.type == "cuda":
             # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
             leaf = torch.ones(2, device=self.place, requires_grad=True)
             torch.autograd.grad(leaf.exp().sum(), leaf)
-        self._inputs: ExampleInputs | None = None
-        self._timer: Timer | None = None
-        self._engine_ns: int | None = None
 
-    @property
-    def timer(self) -> Timer:
-        """The clock; made when something is measured, because it measures itself first."""
-        if self._timer is None:
-            if self.place.type == "cuda":
-                from baechi.costs.cuda_timer import CudaTimer
+    # Made when something is measured, because they measure themselves first.
+    @cached_property
+    def _timer(self) -> CpuTimer | CudaTimer:
+        return CudaTimer(self.place) if self.place.type == "cuda" else CpuTimer()
 
-                self._timer = CudaTimer(self.place)
-            else:
-                self._timer = CpuTimer()
-        return self._timer
+    @cached_property
+    def _inputs(self) -> ExampleInputs:
+        return ExampleInputs(self._module, self.place)
 
-    @property
-    def engine_ns(self) -> int:
+    @cached_property
+    def _engine_ns(self) -> int:
         """The time to start autograd's engine, which a segment does once for all its ops."""
-        if self._engine_ns is None:
-            leaf = torch.zeros((), device=self.place, requires_grad=True)
-            seed = torch.ones((), device=self.place)
-            # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
-            run = lambda: torch.autograd.grad([leaf], [leaf], [seed])  # noqa: E731
-            self._engine_ns = self.timer.time([lambda n: [run] * n])[0].ns
-        return self._engine_ns
+        leaf = torch.zeros((), device=self.place, requires_grad=True)
+        seed = torch.ones((), device=self.place)
+        # The gradient of a leaf by itself: the engine starts, finds it, and runs no node.
+        run = partial(torch.autograd.grad, [leaf], [leaf], [seed])
+        return self._timer.time([lambda n: [run] * n])[0].ns
 
     def operator(self, index: int, before: Measured | None = None) -> Measured:
-        """One pass over an operator, alone or else in place.
-
-        Args:
-            index: The operator.
-            before: The result of earlier passes; its sizes are taken over.
+        """One pass over an operator, alone or else in place; sizes are taken over from before.
 
         Raises:
             InputError: It runs neither alone nor in the model.
         """
-        nodes = self._module.nodes[index]
-        if self._inputs is None:
-            self._inputs = ExampleInputs(self._module, self.place)
+        nodes, op = self._module.nodes[index], self.traced.ops[index]
+        make_up = self._inputs.make
         try:
-            return self._measure(self._inputs.make, nodes, before)
+            return self._measure(make_up, nodes, before)
         except Exception as error:  # whatever a made-up value makes an operator raise
             alone = error
         try:
             values = real_inputs(self._module, nodes, self.place)
-            made_up = self._inputs
 
-            def make(node: Any, readers: Any) -> Any:
-                return values[node] if node in values else made_up.make(node, readers)
+            def make(node: fx.Node, readers: Sequence[fx.Node]) -> Any:
+                return values[node] if node in values else make_up(node, readers)
 
             measured = self._measure(make, nodes, before)
         except Exception as error:
-            raise self._unmeasurable(index, alone, error) from error
+            where = f" ({op.source})" if op.source else ""
+            raise InputError(
+                f"cannot measure op {op.name!r}{where} on {self.place}: alone it fails with "
+                f"{_brief(alone)}, and in the model, run on its example, with {_brief(error)}. "
+                "Give an example that the model runs on with real weights and enough memory."
+            ) from error
         return replace(measured, remark=f"fails alone ({_brief(alone)}); measured in place")
 
-    def _unmeasurable(self, index: int, alone: Exception, inside: Exception) -> InputError:
-        op = self.traced.ops[index]
-        where = f" ({op.source})" if op.source else ""
-        return InputError(
-            f"cannot measure op {op.name!r}{where} on {self.place}: alone it fails with "
-            f"{_brief(alone)}, and in the model, run on its example, with {_brief(inside)}. "
-            "Give an example that the model runs on with real weights and enough memory."
-        )
-
-    def _measure(self, make: Any, nodes: Any, before: Measured | None) -> Measured:
+    def _measure(self, make: Make, nodes: Sequence[fx.Node], before: Measured | None) -> Measured:
         with torch.enable_grad(), no_collections(), warnings.catch_warnings():
             # Made-up weights of a recurrent layer are in pieces; cuDNN says so.
             warnings.filterwarnings("ignore", message="RNN module weights are not part of single")
-            alone = Alone(self._module, nodes, make, self.place, self._setting)
-            known = _sized(sizes(alone, self.place)) if before is None else before
-            ways = [alone.forward_runs, alone.backward_runs]
-            ways += [alone.fresh_backward_runs] if alone.fresh else []
+            alone = Alone(self._module, nodes, make, self.place, self._evict, self._fresh)
+            known = _sizes(alone, self.place) if before is None else before
+            ways: list[Preparation] = [alone.forward_runs, alone.backward_runs]
+            ways += [partial(alone.backward_runs, fresh=True)] if alone.fresh else []
             ways = [way for way in ways if way(1)]
-            readings = self.timer.time(ways, single=alone.single)
-            reading_of = dict(zip(ways, readings, strict=True))
-            forward = reading_of[alone.forward_runs]
-            backward = reading_of.get(alone.backward_runs, Reading(0))
-            fresh = reading_of.get(alone.fresh_backward_runs)
-            if fresh is not None:
-                more_ns = round(alone.fresh * (fresh.ns - backward.ns))
-                held_up = backward.held_up or fresh.held_up
-                backward = Reading(backward.ns + more_ns, held_up)
-        backward_ns = max(backward.ns - self.engine_ns, 0)
+            readings = self._timer.time(ways, single=alone.single)
+        forward, backward, fresh = [*readings, Reading(0), Reading(0)][:3]
+        backward_ns = backward.ns
+        if len(ways) == 3:
+            backward_ns += round(alone.fresh * (fresh.ns - backward.ns))
+        backward_ns = max(backward_ns - self._engine_ns, 0)
         return replace(
             known,
             forward_ns=forward.ns,
             backward_ns=backward_ns,
             forward_spread_ns=forward.ns if forward.held_up else 0,
-            backward_spread_ns=backward_ns if backward.held_up else 0,
+            backward_spread_ns=backward_ns if backward.held_up or fresh.held_up else 0,
         )
 
     def addition(self, addition: Addition) -> Measured:
@@ -182,19 +187,8 @@ class Bench:
             run: Run = partial(torch.add, total, other)
             if not addition.anew:
                 run = partial(total.add_, other)
-            (reading,) = self.timer.time([lambda n: [run] * n])
+            (reading,) = self._timer.time([lambda n: [run] * n])
         return Measured(reading.ns, forward_spread_ns=reading.ns if reading.held_up else 0)
-
-
-def _sized(size: Sizes) -> Measured:
-    return Measured(
-        forward_ns=0,
-        saved_bytes=size.saved,
-        workspace_bytes=size.forward,
-        backward_workspace_bytes=size.backward,
-        inference_workspace_bytes=size.inference,
-        backward_reused_bytes=size.reused,
-    )
 
 
 def _brief(error: Exception) -> str:
@@ -209,7 +203,7 @@ def _library_settings() -> str:
         "dtype": torch.get_default_dtype(),
         **fp32_precisions(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "mkldnn": torch._C._get_mkldnn_enabled(),
+        "mkldnn": torch.backends.mkldnn.enabled,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
         "cudnn benchmark": torch.backends.cudnn.benchmark,
@@ -217,3 +211,221 @@ def _library_settings() -> str:
         "denormals": torch.tensor(1e-40).mul(1).item() == 0,
     }
     return ", ".join(f"{name} {value}" for name, value in settings.items())
+
+
+def evictor(device: torch.device, cache_bytes: int) -> Evict:
+    """An `Evict` of caches of this size."""
+    # Twice the cache: replacement is not strictly of the oldest.
+    scratch = torch.zeros(cache_bytes // 2, dtype=torch.float32, device=device)
+
+    def evict(but: Sequence[torch.Tensor]) -> None:
+        scratch.sum()  # read, not written: written lines would be paid for in the reading
+        # The last made are the likeliest to be there still; more than half a cache is not.
+        left = cache_bytes // 2
+        for tensor in reversed(but):
+            left -= tensor.nbytes
+            if left < 0:
+                break
+            tensor.detach().clone()
+
+    return evict
+
+
+@final
+class Alone:
+    """One operator with inputs of its own.
+
+    Attributes:
+        known: The tensors that it reads; their bytes are the graph's or the model's.
+        fresh: The share of its gradients that the allocator does not keep between steps; 0 where
+            it has no parameters.
+        single: Whether every run needs preparing of its own, since the caches are emptied.
+    """
+
+    def __init__(
+        self,
+        module: TracedModule,
+        nodes: Sequence[fx.Node],
+        make: Make,
+        device: torch.device,
+        evict: Evict | None,
+        fresh: float,
+    ) -> None:
+        leaves = leaf_copies(module.graph_module, nodes, device)
+        part = function_of(module, nodes, device, leaves)
+        self._function = part.function
+        self._stays = [node.op == "get_attr" for node in part.inputs]
+        self._inputs = [located(make(node, nodes), device) for node in part.inputs]
+        parameters = [p for leaf in leaves.values() for p in leaf.parameters()]
+        read = [
+            (tensor, module.facts.is_state(node))
+            for node, value in zip(part.inputs, self._inputs, strict=True)
+            for tensor in tensors_in(value)
+        ]
+        wanted = read + [(p, True) for p in parameters]
+        self.known = [t for t, _ in wanted]
+        self.known += [b for leaf in leaves.values() for b in leaf.buffers()]
+        wanted = [(t, is_state) for t, is_state in wanted if t.requires_grad and t.is_leaf]
+        self._differentiable = [t for t, _ in wanted]
+        self._is_state = [is_state for _, is_state in wanted]
+        self._activations = [t for t, is_state in read if not is_state]
+        # Autograd forbids in-place writes to a leaf, and what has got a gradient by one is of that
+        # run; so an operator that writes gets copies.
+        facts = module.facts.nodes
+        written = {s for node in nodes for s in facts[node].writes}
+        values = (v for node in [*part.inputs, *nodes] for v in facts[node].values)
+        graded = written & {value.storage for value in values if value.requires_grad}
+        self._overwritten = [
+            any(value.storage in graded for value in facts[node].values) for node in part.inputs
+        ]
+        state_bytes = sum(t.nbytes for t, is_state in read if is_state)
+        state_bytes += sum(parameter.nbytes for parameter in parameters)
+        self._evict = evict if state_bytes >= _MIN_COLD_BYTES else None
+        self.single = self._evict is not None
+        self.fresh = fresh if any(self._is_state) else 0.0
+        self._held: list[torch.Tensor] = []
+
+    def forward_runs(self, n: int) -> list[Run]:
+        """As many forwards, building autograd's graph as a training step does."""
+        torch.set_grad_enabled(True)
+        runs: list[Run] = [partial(self._function, *self._fresh_inputs()) for _ in range(n)]
+        if self._evict is not None:
+            self._evict(self._activations)
+        return runs
+
+    def backward_runs(self, n: int, *, fresh: bool = False) -> list[Run]:
+        """As many backwards; none where there is nothing to differentiate.
+
+        Those of `fresh` make gradients of parameters in new pages.
+        """
+        if not self._differentiable:
+            return []
+        if fresh and sum(tensor.nbytes for tensor in self._held) > _HELD_BYTES:
+            self._held.clear()
+            _give_memory_back()
+        torch.set_grad_enabled(True)
+        runs: list[Run] = []
+        arriving: list[torch.Tensor] = []
+        for _ in range(n):
+            outputs, gradients = self.seeded(self.forward())
+            if not outputs:
+                return []
+            arriving += gradients
+            runs.append(partial(self._backward, outputs, gradients, fresh))
+        if self._evict is not None:
+            self._evict(arriving)
+        return runs
+
+    def forward(self) -> Any:
+        """One forward."""
+        return self._function(*self._fresh_inputs())
+
+    def inference(self) -> Any:
+        """One forward on activations that need no gradient; parameters keep `requires_grad`."""
+        pairs = zip(self._fresh_inputs(), self._stays, strict=True)
+        return self._function(
+            *(value if stays else map_tensors(torch.Tensor.detach, value) for value, stays in pairs)
+        )
+
+    def _fresh_inputs(self) -> list[Any]:
+        pairs = zip(self._inputs, self._overwritten, strict=True)
+        return [value.clone() if over else value for value, over in pairs]
+
+    @staticmethod
+    def seeded(results: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """The results of a forward that have gradients, and gradients for them."""
+        outputs = [t for t in tensors_in(results) if t.requires_grad]
+        return outputs, [torch.ones_like(tensor) for tensor in outputs]
+
+    def differentiated(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor]
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients of what went in; nothing where it needs none."""
+        if not outputs or not self._differentiable:
+            return ()
+        return torch.autograd.grad(outputs, self._differentiable, gradients, allow_unused=True)
+
+    def _backward(
+        self, outputs: list[torch.Tensor], gradients: list[torch.Tensor], fresh: bool
+    ) -> list[torch.Tensor]:
+        found = self.differentiated(outputs, gradients)
+        pairs = zip(found, self._is_state, strict=True)
+        kept = [t for t, is_state in pairs if is_state and t is not None]
+        if fresh:
+            self._held += kept
+        return kept
+
+
+def _give_memory_back() -> None:
+    """Return free pages to the system, where the C library can: glibc's allocator keeps some."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
+        if trim is not None:
+            trim(0)
+
+
+def _sizes(alone: Alone, place: torch.device) -> Measured:
+    """The memory of an operator; on CUDA from the allocator, with libraries' scratch.
+
+    These first runs warm up, too.
+    """
+    meter = Meter([0])
+    peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(_cpu_peaks, meter)
+    saved_bytes = saved_inside_bytes(alone.forward, alone.known)
+    with torch.no_grad():
+        _, inference_bytes, _ = peaks(alone.inference)
+    if place.type == "cuda":
+        # Autograd's thread has handles of its own, whose workspaces stay: no operator's scratch.
+        alone.differentiated(*alone.seeded(alone.forward()))
+    outputs, forward_bytes, _ = peaks(alone.forward)
+    (graded, seeds), *_ = peaks(lambda: alone.seeded(outputs))
+    arrived = [weakref.ref(seed.untyped_storage()) for seed in seeds]
+    # The peak above what was there before; the gradients that are new count by themselves.
+    gradients, _, above = peaks(lambda: _handed_over(alone, graded, seeds))
+    passed_on = {key_of(storage) for ref in arrived if (storage := ref()) is not None}
+    reused_bytes = max(_storage_bytes(gradients, but=passed_on) - above, 0)
+    return Measured(
+        forward_ns=0,
+        saved_bytes=saved_bytes,
+        workspace_bytes=forward_bytes,
+        backward_workspace_bytes=max(above - _storage_bytes(gradients), 0),
+        inference_workspace_bytes=inference_bytes,
+        backward_reused_bytes=min(reused_bytes, saved_bytes),
+    )
+
+
+def _handed_over(
+    alone: Alone, graded: list[torch.Tensor], seeds: list[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """A backward that gradients are handed over to, as in a step: each lives until it is used."""
+    if not graded:
+        return ()
+    end = TapeEnd.apply(seeds, *graded)  # type: ignore[no-untyped-call]
+    return alone.differentiated([end], [end.detach()])
+
+
+def _cpu_peaks(meter: Meter, run: Callable[[], Any]) -> tuple[Any, int, int]:
+    """The result; the peak above what is live at the end, and above what was at the start."""
+    meter.forget_peaks()
+    (before,) = meter.live_bytes
+    with meter.counting(0):
+        result = run()
+    (peak,), (after,) = meter.peak_bytes, meter.live_bytes
+    return result, max(peak - after, 0), peak - before
+
+
+def _cuda_peaks(place: torch.device, run: Callable[[], Any]) -> tuple[Any, int, int]:
+    """The same, by the statistics of CUDA's allocator."""
+    torch.cuda.synchronize(place)
+    before = torch.cuda.memory_allocated(place)
+    torch.cuda.reset_peak_memory_stats(place)
+    result = run()
+    torch.cuda.synchronize(place)
+    peak, after = torch.cuda.max_memory_allocated(place), torch.cuda.memory_allocated(place)
+    return result, max(peak - after, 0), peak - before
+
+
+def _storage_bytes(gradients: Sequence[torch.Tensor | None], but: Collection[int] = ()) -> int:
+    """The bytes of the gradients, each storage once, but for some by their keys."""
+    rows = distinct_storages(tensor for tensor in gradients if tensor is not None)
+    return sum(storage.nbytes() for key, storage in rows.items() if key not in but)

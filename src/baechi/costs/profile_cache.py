@@ -16,7 +16,7 @@ import sys
 import warnings
 from dataclasses import asdict, astuple, dataclass, fields
 from pathlib import Path
-from typing import Any, Final, Self, final
+from typing import Any, Final, NamedTuple, Self, final
 
 from baechi.errors import FormatError
 from baechi.storage.sqlite_file import SqliteFile, SqliteFileError
@@ -51,11 +51,8 @@ class Conditions:
     """Everything that a measured time depends on besides the operator.
 
     Attributes:
-        kind: Device kind, as in `Device.kind`.
-        hardware: The exact processor.
-        threads: CPU threads per operator.
-        torch: torch's version.
-        settings: Other settings of torch and of the step that matter, as text.
+        kind: Device kind, as in `Device.kind`; `hardware` is the exact processor.
+        settings: Settings of torch and of the step that matter, as text.
         method: Version of the measuring procedure.
     """
 
@@ -72,9 +69,7 @@ class Conditions:
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class Holding:
+class Holding(NamedTuple):
     """Number of operators in a store for one set of conditions, and the time of the last."""
 
     kind: str
@@ -125,10 +120,20 @@ class ProfileStore:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = default_path() if path is None else Path(check_path(path))
-        self._is_own = path is None
+
         self._writable = True
         self._file: SqliteFile | None = None
-        self._open()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._connect()
+        except (OSError, SqliteFileError) as error:
+            reason = getattr(error, "reason", "unavailable")
+            if reason == "foreign" and path is not None:
+                raise FormatError(
+                    f"{str(self.path)!r} is no store of profiles and is left as it is. "
+                    "Name another file; a new one is made where there is none."
+                ) from error
+            self._recover(error, reason)
 
     def find(self, op_key: str, conditions: Conditions) -> Measured | None:
         """The measured costs of the operator under these conditions, if there are any."""
@@ -173,32 +178,12 @@ class ProfileStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self) -> None:
-        """Opens the file; sets a damaged one aside; goes without where none can be opened."""
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connect()
-        except (OSError, SqliteFileError) as error:
-            reason = getattr(error, "reason", "unavailable")
-            if reason == "foreign" and not self._is_own:
-                raise FormatError(
-                    f"{str(self.path)!r} is no store of profiles and is left as it is. "
-                    "Name another file; a new one is made where there is none."
-                ) from error
-            self._recover(error, reason)
-
     def _connect(self) -> None:
         # A killed process loses nothing without durability. A loss of power may damage the file,
         # which is then set aside and measured anew; waiting for the disk at every row costs more.
-        file = SqliteFile(
+        self._file = SqliteFile(
             self.path, _APPLICATION, _VERSION, lambda new: new.execute(_CREATE), durable=False
         )
-        try:
-            file.execute(f"SELECT {', '.join(_FIELDS)} FROM costs LIMIT 1")
-        except SqliteFileError:
-            file.close()
-            raise
-        self._file = file
 
     def _execute(self, statement: str, values: tuple[Any, ...] = ()) -> list[Any]:
         """The rows that a statement gives; a warning and none where the file cannot be used."""
@@ -210,24 +195,21 @@ class ProfileStore:
 
     def _recover(self, error: Exception, reason: str) -> None:
         """Goes on without a file that cannot be used now; else renames it and begins a new one."""
-        if reason == "unavailable":
-            self._go_without(error)
-            return
-        self.close()
-        count = 1
-        while (aside := self.path.with_name(f"{self.path.name}.damaged-{count}")).exists():
-            count += 1
-        try:
-            self.path.rename(aside)
-            self._connect()
-        except (OSError, SqliteFileError) as second:
-            self._go_without(second)
-            return
-        self._warn(f"{self.path} cannot be used ({error}); it is now {aside}, and a new one begun")
-
-    def _go_without(self, error: Exception) -> None:
-        self._writable = False
-        self._warn(f"cannot use {self.path} ({error}); measured costs are not kept")
-
-    def _warn(self, text: str) -> None:
-        warnings.warn(f"profile store: {text}.", RuntimeWarning, stacklevel=5)
+        text = ""
+        if reason != "unavailable":
+            self.close()
+            count = 1
+            while (aside := self.path.with_name(f"{self.path.name}.damaged-{count}")).exists():
+                count += 1
+            try:
+                self.path.rename(aside)
+                self._connect()
+                text = (
+                    f"{self.path} cannot be used ({error}); it is now {aside}, and a new one begun"
+                )
+            except (OSError, SqliteFileError) as second:
+                error = second
+        if not text:
+            self._writable = False
+            text = f"cannot use {self.path} ({error}); measured costs are not kept"
+        warnings.warn(f"profile store: {text}.", RuntimeWarning, stacklevel=4)

@@ -1,19 +1,32 @@
 """Measured costs: each distinct operator alone, once.
 
 An operator runs on tensors made for it (`op_benchmark`), so the whole model need never fit one
-device, and twelve equal layers are measured as one. It is measured in passes, seconds apart, until
-two of them agree (`repetition`). Where a tensor has several readers, adding up their gradients is a
-part of its producer's backward, as it is in autograd.
+device, and twelve equal layers are measured as one. Where a tensor has several readers, adding up
+their gradients is a part of its producer's backward, as it is in autograd. What was measured is
+kept in a file (`profile_cache`), so a second run measures nothing.
 
-What was measured is kept in a file (`profile_cache`), so a second run measures nothing.
+What disturbs a machine for a second or two (another process, another virtual machine) lengthens
+whatever is measured meanwhile, and never shortens it. So an operator is not measured once for long
+but in passes over all operators, seconds apart, and
 
-Complexity: O(distinct operators), about 0.2 s each; with a full store O(operators).
+    its time      is the lowest of its passes
+    its spread    is how far above that the next pass is: what confirms it
+    it is settled where the spread is small
+
+A pass that was held up throughout (`timers`) may lower a time but confirms none; until one does,
+the spread is the time itself. What is not settled after two passes is measured again, the least
+certain first, for a while. What is uncertain even then is reported.
+
+Complexity: O(distinct operators), about 0.2 s each: two passes over what is new, and at most half
+of their time again. With a full store O(operators).
 """
 
 import contextlib
 import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -22,17 +35,25 @@ import torch
 from baechi.costs.example_inputs import value_remark
 from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured, ProfileStore
-from baechi.costs.repetition import TOLERANCE, is_settled, measure_all, with_pass
+from baechi.costs.timers import Clock
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost, Profile
-from baechi.torch_support.torch_devices import device_kind, torch_device
-from baechi.traced.step_graph import backward_ops
+from baechi.torch_support.torch_devices import device_kind, torch_device, torch_threads
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.validation import check_is, check_threads
 
-UNCERTAIN: Final = (
-    f"uncertain: its times vary by more than {TOLERANCE:.0%}, or something else held it up"
+# Passes over an undisturbed machine mostly differ by less than a tenth.
+_TOLERANCE: Final = 0.2
+# Less than this is not worth measuring again.
+_TRIFLE_NS: Final = 1_000
+_PASSES: Final = 2
+# What may be spent on the unsettled: a share of what the passes took. A few small operators may
+# take longer, since a disturbance may be longer than all of their passes.
+_MORE_SHARE: Final = 0.5
+_MORE_NS: Final = 300_000_000
+_UNCERTAIN: Final = (
+    f"uncertain: its times vary by more than {_TOLERANCE:.0%}, or something else held it up"
 )
 
 
@@ -68,34 +89,21 @@ def profile(
             "trace the model again in this process."
         )
     place = torch_device(device)
+    count = torch.get_num_threads() if threads is None else check_threads(threads, "threads")
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        count = stack.enter_context(_threads(threads))
+        stack.enter_context(torch_threads(count))
         stack.enter_context(torch.random.fork_rng([place] if place.type == "cuda" else []))
         stack.enter_context(traced.module.call.autocast.applied())
         torch.manual_seed(0)  # made-up values are the same each time
         store = None
         if cache is not False:
             store = stack.enter_context(ProfileStore(None if cache is True else cache))
-        bench = Bench(traced, place, count)
-        measured = _measured(traced, bench, store, progress)
+        measured = _measured(traced, Bench(traced, place, count), store, progress)
     environment = f"torch {torch.__version__}, {count} threads, {torch.get_default_dtype()}"
     rows = _rows(traced, measured)
     return Profile(traced.digest, device_kind(place), rows, "measured", environment)
-
-
-@contextlib.contextmanager
-def _threads(threads: int | None) -> Iterator[int]:
-    before = torch.get_num_threads()
-    if threads is not None:
-        threads = check_threads(threads, "threads")
-    try:
-        if threads is not None:
-            torch.set_num_threads(threads)
-        yield threads or before
-    finally:
-        torch.set_num_threads(before)
 
 
 def _measured(
@@ -109,7 +117,9 @@ def _measured(
         costs = {key: cost for key, cost in found.items() if cost is not None}
 
     def measure(key: str, before: Measured | None) -> Measured:
-        cost = with_pass(before, jobs[key][1](bench, before))
+        _, job = jobs[key]
+        found = bench.operator(job, before) if isinstance(job, int) else bench.addition(job)
+        cost = with_pass(before, found)
         if store is not None:
             store.keep(key, bench.conditions, cost)
         return cost
@@ -128,38 +138,29 @@ def _measured(
         again = "profile again" if store is None else "clear the cache and profile again"
         sys.stderr.write(
             f"baechi: {uncertain} of {len(jobs)} distinct operators vary by more than "
-            f"{TOLERANCE:.0%} or were held up. Does other work run on this machine? If so, let it "
+            f"{_TOLERANCE:.0%} or were held up. Does other work run on this machine? If so, let it "
             f"end; {again}.\n"
         )
     return costs
 
 
-Job = tuple[str, Callable[[Bench, Measured | None], Measured]]
-
-
-def _jobs(traced: Traced) -> dict[str, Job]:
-    """The work by key, with a name for people: distinct operators, then additions."""
-    jobs: dict[str, Job] = {}
+def _jobs(traced: Traced) -> dict[str, tuple[str, int | Addition]]:
+    """Distinct operators, then additions, by key, each with a name for people."""
+    jobs: dict[str, tuple[str, int | Addition]] = {}
     module: TracedModule = traced.module
     for index, op in enumerate(traced.ops):
         if any(node.op not in ("get_attr", "placeholder") for node in module.nodes[index]):
-            jobs.setdefault(op.key, (op.name, _pass_over(index)))
+            jobs.setdefault(op.key, (op.name, index))
     for row in _additions(traced):
         for addition in row:
             name = f"adding up gradients of {addition.nbytes} bytes"
-            jobs.setdefault(addition.key, (name, _pass_adding(addition)))
+            jobs.setdefault(addition.key, (name, addition))
     return jobs
 
 
-def _pass_over(index: int) -> Callable[[Bench, Measured | None], Measured]:
-    return lambda bench, before: bench.operator(index, before)
-
-
-def _pass_adding(addition: Addition) -> Callable[[Bench, Measured | None], Measured]:
-    return lambda bench, _: bench.addition(addition)
-
-
-def _tracked(keys: list[str], title: str, jobs: dict[str, Job], progress: bool) -> Iterator[str]:
+def _tracked(
+    keys: list[str], title: str, jobs: dict[str, tuple[str, int | Addition]], progress: bool
+) -> Iterator[str]:
     """The keys, with a progress bar that names each and says how many are left."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -180,6 +181,86 @@ def _tracked(keys: list[str], title: str, jobs: dict[str, Job], progress: bool) 
             bar.advance(task)
 
 
+def measure_all(
+    keys: Iterable[str],
+    costs: MutableMapping[str, Measured],
+    measure: Callable[[str, Measured | None], Measured],
+    tracked: Callable[[list[str], int], Iterator[str]],
+    wall: Clock = time.perf_counter_ns,
+) -> None:
+    """Measures until two passes agree on everything, or the time for that is spent.
+
+    Args:
+        keys: The keys of the operators to measure.
+        costs: What was measured before; what had its passes then is not measured again. What is
+            measured now is put here after each pass, so that an interrupt loses nothing.
+        measure: Makes one more pass over one of them, given what is known of it.
+        tracked: The keys of a pass, given these and its number, with reports of progress.
+        wall: Nanoseconds that go by.
+    """
+    order = [key for key in keys if key not in costs or costs[key].passes < _PASSES]
+    begin = wall()
+    for count in range(_PASSES):
+        due = [key for key in order if key not in costs or costs[key].passes <= count]
+        for key in tracked(due, count):
+            costs[key] = measure(key, costs.get(key))
+    now = wall()
+    end = now + max(round(_MORE_SHARE * (now - begin)), _MORE_NS)
+    count = _PASSES
+    while left := [key for key in order if not is_settled(costs[key])]:
+        left.sort(key=lambda key: -costs[key].forward_spread_ns - costs[key].backward_spread_ns)
+        for key in tracked(left, count):
+            if wall() >= end:
+                return
+            costs[key] = measure(key, costs[key])
+        count += 1
+
+
+def is_settled(measured: Measured) -> bool:
+    """True if two passes agree on its forward, and two on its backward."""
+    rows = (
+        (measured.forward_ns, measured.forward_spread_ns),
+        (measured.backward_ns, measured.backward_spread_ns),
+    )
+    return all(spread <= max(_TOLERANCE * ns, _TRIFLE_NS) for ns, spread in rows)
+
+
+def with_pass(before: Measured | None, found: Measured) -> Measured:
+    """The measurement with one more pass, whose spreads are its times where it was held up, else 0.
+
+    Sizes and remark stay.
+    """
+    if before is None:
+        return replace(
+            found, forward_spread_ns=found.forward_ns, backward_spread_ns=found.backward_ns
+        )
+    forward_ns, forward_spread_ns = _lowest(
+        (before.forward_ns, before.forward_spread_ns), (found.forward_ns, found.forward_spread_ns)
+    )
+    backward_ns, backward_spread_ns = _lowest(
+        (before.backward_ns, before.backward_spread_ns),
+        (found.backward_ns, found.backward_spread_ns),
+    )
+    return replace(
+        before,
+        forward_ns=forward_ns,
+        forward_spread_ns=forward_spread_ns,
+        backward_ns=backward_ns,
+        backward_spread_ns=backward_spread_ns,
+        passes=before.passes + 1,
+    )
+
+
+def _lowest(before: tuple[int, int], found: tuple[int, int]) -> tuple[int, int]:
+    """The lower time, and how far the next is above it as far as that is known."""
+    (ns, spread_ns), (next_ns, held_up) = before, found
+    if held_up:
+        return found if next_ns < ns else before
+    if next_ns < ns:
+        return next_ns, ns - next_ns
+    return ns, min(spread_ns, next_ns - ns)
+
+
 def _additions(traced: Traced) -> list[Counter[Addition]]:
     """The additions in the backward of every op.
 
@@ -187,14 +268,12 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
     those of a parameter that later operators read, too.
     """
     rows: list[Counter[Addition]] = [Counter() for _ in traced.ops]
-    differentiated = set(backward_ops(traced.ops, traced.tensors))
     for tensor in traced.tensors:
-        if tensor.differentiable and tensor.producer in differentiated:
-            readers = sum(consumer in differentiated for consumer in tensor.consumers)
-            readers += tensor.kept
+        if tensor.differentiable and tensor.producer in traced.differentiated:
+            readers = len(traced.differentiated.intersection(tensor.consumers)) + tensor.kept
             if readers > 1 and tensor.nbytes:
                 rows[tensor.producer][Addition(tensor.nbytes)] += readers - 1
-    for op in differentiated:
+    for op in traced.differentiated:
         if traced.ops[op].shared_bytes:
             rows[op][Addition(traced.ops[op].shared_bytes, anew=True)] += 1
     return rows
@@ -202,7 +281,6 @@ def _additions(traced: Traced) -> list[Counter[Addition]]:
 
 def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
     """The cost of every op of the model."""
-    made = traced.made_bytes
     rows = []
     for index, (op, additions) in enumerate(zip(traced.ops, _additions(traced), strict=True)):
         cost = measured.get(op.key, Measured(0))
@@ -210,14 +288,14 @@ def _rows(traced: Traced, measured: dict[str, Measured]) -> tuple[OpCost, ...]:
         for addition, count in additions.items():
             backward_ns += count * measured[addition.key].forward_ns
         parts = [cost, *(measured[addition.key] for addition in additions)]
-        uncertain = "" if all(map(is_settled, parts)) else UNCERTAIN
+        uncertain = "" if all(map(is_settled, parts)) else _UNCERTAIN
         remarks = [cost.remark, value_remark(traced.module.nodes[index]), uncertain]
         rows.append(
             OpCost(
                 forward_ns=cost.forward_ns,
                 backward_ns=backward_ns,
                 parameter_bytes=op.trained_bytes + op.frozen_bytes,
-                output_bytes=made[index],
+                output_bytes=traced.made_bytes[index],
                 saved_bytes=cost.saved_bytes,
                 workspace_bytes=cost.workspace_bytes,
                 backward_workspace_bytes=cost.backward_workspace_bytes,

@@ -2,16 +2,26 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, final
 
 import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.probing.copy_timer import SIZES, copy_times_ns, first_broken_size, lane_ns
-from baechi.probing.handover import handover
-from baechi.probing.link_fit import FREE_BYTES_PER_S, GOOD_ERROR, LinkFit, fit_link
+from baechi.probing.link_probe import (
+    FREE_BYTES_PER_S,
+    GOOD_ERROR,
+    SIZES,
+    LinkFit,
+    copy_times_ns,
+    first_broken_size,
+    fit_link,
+    handover,
+    lane_ns,
+)
 from baechi.records.cluster import Cluster, Device, Link
 from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_device
 from baechi.units import format_bytes, parse_bytes
@@ -27,13 +37,7 @@ Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequ
 @final
 @dataclass(frozen=True)
 class Survey:
-    """The result of `survey`.
-
-    Attributes:
-        cluster: Devices and links.
-        fits: The fit of each measured link, by the names of its source and destination.
-            Hand-overs on one torch device are not among them: no bytes are copied there.
-    """
+    """A cluster, and the fit of each of its links that copies, by source and destination."""
 
     cluster: Cluster
     fits: Mapping[tuple[str, str], LinkFit]
@@ -73,9 +77,6 @@ def survey(devices: Devices = None) -> Survey:
     """The cluster of the named devices, as `probe` says, with how well its links fit.
 
     Every ordered pair of torch devices is measured once, whatever the number of logical devices.
-    Between logical CPU devices a link is what a hand-over between the runtime's workers adds to a
-    step: its latency the wait, its overhead the work. Between streams of one GPU it is the wait for
-    the other stream.
     """
     if isinstance(devices, Cluster):
         return Survey(devices, {})
@@ -96,8 +97,7 @@ def survey(devices: Devices = None) -> Survey:
             rows.append(device)
             continue
         what = f"memory of device {device!r}"
-        sharing = places.count(place)
-        free = max(_free_bytes(place) // sharing - _lane_bytes(place), 0)
+        free = _free_bytes(place, places.count(place))
         memory = free if capacity is None else parse_bytes(capacity, what=what)
         rows.append(Device(device, memory, kind=device_kind(place)))
     links, fits = _links(names, places)
@@ -108,39 +108,29 @@ def _links(
     names: Sequence[str], places: Sequence[torch.device]
 ) -> tuple[tuple[tuple[Link | None, ...], ...], dict[tuple[str, str], LinkFit]]:
     """The table of links, and the fits of those that copy."""
-    measured: dict[tuple[torch.device, torch.device], Link] = {}
+
+    @cache
+    def measured(src: torch.device, dst: torch.device) -> Link | LinkFit:
+        if src != dst:
+            return _fit(names[places.index(src)], names[places.index(dst)], src, dst)
+        return handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
+
     fits: dict[tuple[str, str], LinkFit] = {}
-    by_pair: dict[tuple[torch.device, torch.device], LinkFit] = {}
-    table: list[tuple[Link | None, ...]] = []
+    table: list[list[Link | None]] = [[None] * len(places) for _ in places]
     for i, src in enumerate(places):
-        row: list[Link | None] = []
         for j, dst in enumerate(places):
-            pair = (src, dst)
             if i == j:
-                row.append(None)
                 continue
-            if pair not in measured:
-                if src == dst and src.type == "cpu":
-                    found = handover()
-                    measured[pair] = Link(found.wait_ns, FREE_BYTES_PER_S, found.busy_ns)
-                elif src == dst:
-                    measured[pair] = Link(lane_ns(src), FREE_BYTES_PER_S)
-                else:
-                    by_pair[pair] = _fit(names[i], names[j], src, dst)
-                    measured[pair] = by_pair[pair].link
-            if pair in by_pair:
-                fits[names[i], names[j]] = by_pair[pair]
-            row.append(measured[pair])
-        table.append(tuple(row))
-    return tuple(table), fits
+            link = measured(src, dst)
+            if isinstance(link, LinkFit):
+                fits[names[i], names[j]] = link
+                link = link.link
+            table[i][j] = link
+    return tuple(map(tuple, table)), fits
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:
-    """The fitted link between two torch devices.
-
-    Raises:
-        InputError: What is sent is not what arrives, or not even the smallest copies fit.
-    """
+    """The fitted link between two torch devices, if what is sent there arrives."""
     broken = first_broken_size(lambda tensor: tensor.to(dst), src)
     if broken is not None:
         raise InputError(
@@ -177,28 +167,17 @@ def _wanted(devices: Any) -> list[tuple[str | Device, int | str | None]]:
     return wanted
 
 
-def _free_bytes(place: torch.device) -> int:
-    """Memory that this process could get now."""
+def _free_bytes(place: torch.device, sharing: int) -> int:
+    """Memory that each of so many logical devices on one torch device could get now."""
     if place.type == "cuda":
-        return _free_gpu_bytes(place)
-    pages = os.sysconf("SC_AVPHYS_PAGES")
-    total = pages * os.sysconf("SC_PAGE_SIZE")
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        return total  # no such file on this system
-    return total
-
-
-def _lane_bytes(place: torch.device) -> int:
-    """Bytes that libraries will allocate for the streams of a logical device, and keep."""
-    if place.type != "cuda":
-        return 0
-    major = torch.cuda.get_device_capability(place)[0]
-    return _WORKSPACES * blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        major = torch.cuda.get_device_capability(place)[0]
+        kept = blas_bytes(major, os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+        return max(_free_gpu_bytes(place) // sharing - _WORKSPACES * kept, 0)
+    with suppress(OSError), open("/proc/meminfo", encoding="ascii") as file:  # not on all systems
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024 // sharing
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
 
 
 def _free_gpu_bytes(gpu: torch.device) -> int:

@@ -16,7 +16,6 @@ from baechi.errors import ExecutionError, InputError
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.placement import Placement
 from baechi.torch_support.torch_internals import state_of
-from baechi.traced.step_graph import backward_ops
 from baechi.traced.traced_model import Traced
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.subgraph import opaque_leaves
@@ -31,7 +30,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     n = len(traced.ops)
     step = graph or traced.structure(training=len(placement.devices) > n)
     again = len(step.units)
-    sizes = (n, n + 1 + len(backward_ops(traced.ops, traced.tensors)) + again)
+    sizes = (n, n + 1 + len(traced.backward_ops) + again)
     if len(placement.devices) not in sizes:
         raise InputError(
             f"the placement is of another graph: it has {len(placement.devices)} ops, and "

@@ -16,16 +16,17 @@ units; `checkpointing` chooses them.
 Complexity: O(units * (ops + tensors) of each unit's stretch of the program).
 """
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from typing import final
 
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost
-from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
+from baechi.traced.operators import TracedOperators
 
 
 @final
@@ -42,43 +43,17 @@ class Unit:
     ops: tuple[int, ...]
 
 
-def module_path(name: str) -> str:
-    """The submodule that an operator of this name belongs to; empty for the model itself."""
-    path, slash, _ = name.partition("/")
-    return path if slash else ""
-
-
-def enclosing(path: str) -> list[str]:
-    """The submodule and those around it, the outermost first."""
-    parts = path.split(".")
-    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
 def module_paths(traced: TracedOperators) -> tuple[str, ...]:
     """The submodules that have operators, and those around them, in program order."""
-    paths: dict[str, None] = {}
-    for op in traced.ops:
-        paths.update(dict.fromkeys(enclosing(module_path(op.name))))
-    paths.pop("", None)
-    return tuple(paths)
+    return tuple(dict.fromkeys(path for op in traced.ops for path in op.modules))
 
 
-def named_units(
-    traced: TracedOperators, patterns: str | Iterable[str], reached: Sequence[int]
-) -> tuple[Unit, ...]:
-    """The units of the submodules that match some patterns.
+def named_units(traced: TracedOperators, patterns: str | Iterable[str]) -> tuple[Unit, ...]:
+    """The units of the submodules that match some patterns, such as `"h.0"` and `"h.*"`.
 
     A `*` matches anything, dots too; of nested matches the outermost counts. A submodule whose
     operators run both before and after an outside operator that depends on them becomes two
     units, as does a module that is called twice.
-
-    Args:
-        traced: The model.
-        patterns: Paths of submodules, such as `"h.0"` and `"h.*"`.
-        reached: The operators that have a backward.
-
-    Raises:
-        InputError: A pattern names no submodule with operators, or none that has a backward.
     """
     if not isinstance(patterns, Iterable):
         raise InputError(
@@ -88,14 +63,14 @@ def named_units(
         )
     wanted = (patterns,) if isinstance(patterns, str) else tuple(patterns)
     paths = module_paths(traced)
-    found: dict[str, None] = {}
+    found: set[str] = set()
     for pattern in wanted:
         if not isinstance(pattern, str):
             raise InputError(
                 f"checkpoint names {pattern!r}, a {type(pattern).__name__}; give paths of "
                 'submodules such as "h.0", or patterns such as "h.*".'
             )
-        matches = [path for path in paths if fnmatchcase(path, pattern)]
+        matches = {path for path in paths if fnmatchcase(path, pattern)}
         if not matches:
             close = get_close_matches(pattern, paths, n=3, cutoff=0.3) or list(paths[:3])
             hint = f" Did you mean {', '.join(map(repr, close))}?" if close else ""
@@ -103,58 +78,44 @@ def named_units(
                 f"checkpoint {pattern!r} names no submodule of {traced.name} that runs an "
                 f"operator.{hint}"
             )
-        if not _units(traced, _outermost(matches), reached):
+        if not units_of(traced, matches):
             raise InputError(
                 f"checkpoint {pattern!r} names only operators of {traced.name} that no gradient "
                 "reaches: there is nothing to keep for their backward. Leave it out."
             )
-        found.update(dict.fromkeys(matches))
-    return _units(traced, _outermost(list(found)), reached)
+        found |= matches
+    return units_of(traced, found)
 
 
-def _outermost(paths: Sequence[str]) -> list[str]:
-    taken = set(paths)
-    return [path for path in paths if taken.isdisjoint(enclosing(path)[:-1])]
-
-
-def _units(
-    traced: TracedOperators, modules: Sequence[str], reached: Sequence[int]
-) -> tuple[Unit, ...]:
-    """The units of disjoint submodules, in the order of their first operators."""
-    known = set(modules)
+def units_of(traced: TracedOperators, modules: set[str]) -> tuple[Unit, ...]:
+    """The units of the outermost of some submodules, in the order of their first operators."""
     members: dict[str, list[int]] = {}
     for op, row in enumerate(traced.ops):
-        for path in enclosing(module_path(row.name)):
-            if path in known:
-                members.setdefault(path, []).append(op)
-    made: list[list[TracedTensor]] = [[] for _ in traced.ops]
-    for tensor in traced.tensors:
-        made[tensor.producer].append(tensor)
-    graded = set(reached)
+        path = next((path for path in row.modules if path in modules), None)
+        if path is not None:
+            members.setdefault(path, []).append(op)
     units = []
     for path, ops in members.items():
-        parts_of = _convex(_that_run_again(ops, graded, made), made)
-        for number, part in enumerate(parts_of):
-            again = _that_run_again(part, graded, made)
+        parts = _convex(traced, _that_run_again(traced, ops))
+        for number, part in enumerate(parts, start=1):
+            again = _that_run_again(traced, part)
             if again:
-                name = path if len(parts_of) == 1 else f"{path}#{number + 1}"
-                units.append(Unit(name, tuple(again)))
+                units.append(Unit(path if len(parts) == 1 else f"{path}#{number}", tuple(again)))
     return tuple(sorted(units, key=lambda unit: unit.ops[0]))
 
 
-def _that_run_again(
-    ops: Sequence[int], graded: Set[int], made: Sequence[Sequence[TracedTensor]]
-) -> list[int]:
+def _that_run_again(traced: TracedOperators, ops: Sequence[int]) -> list[int]:
     """Operators with a backward and those that they need, except ones whose outputs stay anyway."""
     again: set[int] = set()
     for op in reversed(ops):
-        read = any(consumer in again for tensor in made[op] for consumer in tensor.consumers)
-        if op in graded or (read and not all(tensor.kept for tensor in made[op])):
+        made = traced.made[op]
+        read = any(not again.isdisjoint(tensor.consumers) for tensor in made)
+        if op in traced.differentiated or (read and not all(tensor.kept for tensor in made)):
             again.add(op)
     return sorted(again)
 
 
-def _convex(ops: Sequence[int], made: Sequence[Sequence[TracedTensor]]) -> list[list[int]]:
+def _convex(traced: TracedOperators, ops: Sequence[int]) -> list[list[int]]:
     """The operators, split where an outside operator depends on some and others depend on it."""
     inside = set(ops)
     level: dict[int, int] = {}
@@ -164,76 +125,52 @@ def _convex(ops: Sequence[int], made: Sequence[Sequence[TracedTensor]]) -> list[
             parts.setdefault(level.setdefault(op, 0), []).append(op)
         if op not in level:
             continue
-        for consumer in (c for tensor in made[op] for c in tensor.consumers):
+        for consumer in (c for tensor in traced.made[op] for c in tensor.consumers):
             left = op in inside and consumer not in inside
             level[consumer] = max(level.get(consumer, 0), level[op] + left)
     return [parts[number] for number in sorted(parts)]
 
 
-def backward_sequence(
-    tensors: Sequence[TracedTensor], reached: Sequence[int], units: Sequence[Unit]
-) -> list[int]:
+def backward_sequence(traced: TracedOperators, units: Sequence[Unit]) -> list[int]:
     """The order of the backward half: operators stand for their backward, `~k` for unit k again.
 
     A unit runs again after all gradients that enter it and before its backward ops; otherwise
     the last forward operator comes first.
-
-    Args:
-        tensors: Between forward operators.
-        reached: The operators that have a backward, the last first.
-        units: Disjoint.
-
-    Raises:
-        InputError: Units depend on each other both ways, so that none can run again first.
     """
     if not units:
-        return list(reached)
+        return list(traced.backward_ops)
     unit_of = unit_of_ops(units)
-    after = _what_follows(tensors, reached, unit_of)
-    waits = dict.fromkeys(after, 0)
-    for later in after.values():
-        for row in later:
-            waits[row] += 1
-
-    def turn(row: int) -> tuple[int, int, int]:
-        return (-row, 1, row) if row >= 0 else (-units[~row].ops[-1], 0, row)
-
-    ready = sorted(turn(row) for row, count in waits.items() if count == 0)
-    sequence: list[int] = []
-    while ready:
-        *_, row = heappop(ready)
-        sequence.append(row)
-        for later_row in after[row]:
-            waits[later_row] -= 1
-            if waits[later_row] == 0:
-                heappush(ready, turn(later_row))
-    if len(sequence) < len(after):
-        left = {unit_of[op] for op in after.keys() - set(sequence) if op in unit_of}
-        names = ", ".join(repr(units[k].name) for k in sorted(left))
+    before: dict[int, set[int]] = {~k: set() for k in range(len(units))}
+    for op in traced.backward_ops:
+        before[op] = {~unit_of[op]} if op in unit_of else set()
+    for tensor in traced.tensors:
+        maker = tensor.producer
+        if not tensor.differentiable or maker not in before:
+            continue
+        for reader in traced.differentiated.intersection(tensor.consumers):
+            before[maker].add(reader)
+            if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
+                before[~unit_of[maker]].add(reader)
+    sorter = TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        circle = {unit_of[op] for op in error.args[1] if op in unit_of}
+        names = ", ".join(repr(units[k].name) for k in sorted(circle))
         raise InputError(
             f"checkpoint: {names} need each other's gradients before their own, so none can run "
             "again first. Name a submodule around them, or only one of them."
-        )
+        ) from None
+    ready: list[tuple[int, int, int]] = []
+    sequence: list[int] = []
+    while sorter.is_active():
+        for row in sorter.get_ready():
+            turn = (-row, 1, row) if row >= 0 else (-units[~row].ops[-1], 0, row)
+            heappush(ready, turn)
+        *_, row = heappop(ready)
+        sequence.append(row)
+        sorter.done(row)
     return sequence
-
-
-def _what_follows(
-    tensors: Sequence[TracedTensor], reached: Sequence[int], unit_of: Mapping[int, int]
-) -> dict[int, set[int]]:
-    """For each row of the backward half, the rows that must come after it."""
-    after: dict[int, set[int]] = {op: set() for op in reached}
-    for op in reached:
-        if op in unit_of:
-            after.setdefault(~unit_of[op], set()).add(op)
-    for tensor in tensors:
-        maker = tensor.producer
-        if not tensor.differentiable or maker not in after:
-            continue
-        for reader in (c for c in tensor.consumers if c in after):
-            after[reader].add(maker)
-            if maker in unit_of and unit_of.get(reader) != unit_of[maker]:
-                after[reader].add(~unit_of[maker])
-    return after
 
 
 def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:
@@ -241,7 +178,7 @@ def unit_of_ops(units: Sequence[Unit]) -> dict[int, int]:
     return {op: k for k, unit in enumerate(units) for op in unit.ops}
 
 
-def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
+def groups_of(traced: TracedOperators, units: Sequence[Unit]) -> dict[int, str]:
     """New groups of the operators whose group changes because a unit is on one device.
 
     Units that share a group, as the users of one parameter do, become one group.
@@ -257,50 +194,43 @@ def groups_of(ops: Sequence[TracedOp], units: Sequence[Unit]) -> dict[int, str]:
     rank = {label: k for k, label in enumerate(labels)}
     for label, unit in zip(labels, units, strict=True):
         for op in unit.ops:
-            group = ops[op].group
+            group = traced.ops[op].group
             if group is not None:
                 # The label of the first unit is the name of all.
                 one, other = find(group), find(label)
                 first = min(one, other, key=lambda name: rank.get(name, len(rank)))
                 parent[one] = parent[other] = first
     found = {op: find(labels[k]) for op, k in unit_of_ops(units).items()}
-    for op, row in enumerate(ops):
+    for op, row in enumerate(traced.ops):
         if row.group in parent:
             found[op] = find(row.group)
     return found
 
 
-def workspace_bytes(
-    unit: Sequence[int],
-    ops: Sequence[TracedOp],
-    tensors: Sequence[TracedTensor],
-    costs: Sequence[OpCost],
-    reached: Set[int],
-) -> int:
+def workspace_bytes(traced: TracedOperators, unit: Sequence[int], costs: Sequence[OpCost]) -> int:
     """Scratch memory of a unit that runs again, beyond the tensors it makes for its backward ops.
 
     A temporary tensor is held from its producer to its last reader inside. Saved tensors count from
     the beginning, so those not yet made leave room for the others.
     """
-    inside = set(unit)
-    graded = inside & reached
-    kept = {t for op in graded for t in ops[op].saves}
-    ends: dict[int, int] = {}
-    made: dict[int, int] = dict.fromkeys(unit, 0)
-    later: dict[int, int] = {op: costs[op].saved_bytes if op in graded else 0 for op in unit}
-    for index, tensor in enumerate(tensors):
-        if tensor.producer not in inside:
+    graded = traced.differentiated.intersection(unit)
+    kept = {t for op in graded for t in traced.ops[op].saves}
+    later = {op: costs[op].saved_bytes if op in graded else 0 for op in unit}
+    made = dict.fromkeys(unit, 0)
+    ended = dict.fromkeys(unit, 0)
+    for index, tensor in enumerate(traced.tensors):
+        if tensor.producer not in made:
             continue
         if index in kept:
             later[tensor.producer] += tensor.nbytes
             continue
         made[tensor.producer] += tensor.nbytes
-        last = max((c for c in tensor.consumers if c in inside), default=tensor.producer)
-        ends[last] = ends.get(last, 0) + tensor.nbytes
+        last = max((c for c in tensor.consumers if c in made), default=tensor.producer)
+        ended[last] += tensor.nbytes
     left, live, most = sum(later.values()), 0, 0
     for op in unit:
         left -= later[op]
         live += made[op]
         most = max(most, live + costs[op].workspace_bytes - left)
-        live -= ends.get(op, 0)
+        live -= ended[op]
     return most

@@ -1,6 +1,7 @@
 """The operators of a traced model, and the tensors between them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import final
 
 from baechi.records.optimizer_state import TrainedParameter
@@ -45,6 +46,12 @@ class TracedOp:
     source: str = ""
     trained: tuple[TrainedParameter, ...] = ()
     lent: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def modules(self) -> list[str]:
+        """The submodules that it belongs to, the outermost first."""
+        parts = self.name.partition("/")[0].split(".") if "/" in self.name else []
+        return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
 @final
@@ -94,3 +101,31 @@ class TracedOperators:
     name: str
     ops: tuple[TracedOp, ...]
     tensors: tuple[TracedTensor, ...]
+
+    @cached_property
+    def made(self) -> tuple[tuple[TracedTensor, ...], ...]:
+        """The tensors of every op."""
+        made: list[list[TracedTensor]] = [[] for _ in self.ops]
+        for tensor in self.tensors:
+            made[tensor.producer].append(tensor)
+        return tuple(map(tuple, made))
+
+    @cached_property
+    def backward_ops(self) -> tuple[int, ...]:
+        """The ops that have a backward: a gradient reaches them from an output.
+
+        In the order in which their backwards run, the last forward op first.
+        """
+        reached: set[int] = set()
+        for op in reversed(range(len(self.ops))):
+            if self.ops[op].differentiable and any(
+                tensor.differentiable and (tensor.kept or not reached.isdisjoint(tensor.consumers))
+                for tensor in self.made[op]
+            ):
+                reached.add(op)
+        return tuple(sorted(reached, reverse=True))
+
+    @cached_property
+    def differentiated(self) -> frozenset[int]:
+        """The same as a set."""
+        return frozenset(self.backward_ops)

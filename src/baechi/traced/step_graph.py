@@ -3,7 +3,8 @@
     forward op i  ->  backward op i', in the same group
     tensor i -> j  ->  gradient of the same size j' -> i'
     what autograd keeps for i'  ->  the tensor lives until i' has run
-    gradients of parameters  ->  persistent bytes of i that are allocated late, with i'
+    gradients of parameters  ->  persistent bytes of i that are allocated late: with i', or with the
+                           backward that completes them (`_late_gradients`)
     the caller's loss  ->  one op of no time between the outputs and their gradients; where the
                            model returns a loss of its own, that alone has a gradient
     a checkpointed unit  ->  one op more, its forward again, before its backwards
@@ -18,9 +19,9 @@ Complexity: O(ops + tensors).
 """
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
 
 from baechi.errors import InputError
 from baechi.records.graph import Op, OpGraph, PlainOp, PlainTensor, StepStructure, Tensor
@@ -34,31 +35,13 @@ from baechi.traced.checkpoint_units import (
     unit_of_ops,
     workspace_bytes,
 )
-from baechi.traced.gradient_timing import late_gradients, viewed_whole
-from baechi.traced.operators import TracedOp, TracedOperators, TracedTensor
+from baechi.traced.operators import TracedOp, TracedOperators
 from baechi.validation import FrozenDict
 
 # Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
 BACKWARD = "backward:"
 LOSS = "loss"
 RECOMPUTE = "recompute:"
-
-
-def step_structure(
-    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
-) -> StepStructure:
-    """The structure of one step of a traced model.
-
-    Args:
-        traced: The model.
-        training: Forward, loss and backward; else the forward alone.
-        checkpoint: Submodules whose forward runs again in a training step's backward, as in
-            `checkpoint_units.named_units`.
-
-    Raises:
-        InputError: A name of `checkpoint` matches nothing, or the step does not train.
-    """
-    return _step(traced, training, checkpoint)[0]
 
 
 def operator_graph(
@@ -69,27 +52,21 @@ def operator_graph(
     optimizer: str | None,
     checkpoint: str | Iterable[str] | None = None,
 ) -> OpGraph:
-    """The operator graph of one step of a traced model: its structure with costs.
+    """As `Traced.graph`, whose arguments it takes: the structure with costs.
 
-    Args:
-        traced: The model.
-        profiles: Its costs on one or more kinds of device. The first profile gives the ops' default
-            costs; times are kept per named kind, and the workspace of an op is the largest of
-            all profiles.
-        training: As in `step_structure`.
-        optimizer: The optimizer whose state is persistent when training.
-        checkpoint: As in `step_structure`.
-
-    Raises:
-        InputError: Two profiles are of one kind, there is none, the
-            optimizer is unknown, or a name of `checkpoint` matches nothing.
+    Times are kept per named kind; the workspace of an op is the largest of all profiles.
     """
     _check(profiles)
     costs = _merged(profiles)
     check_optimizer(optimizer)
-    structure, sizes = _step(traced, training, checkpoint)
+    structure, sizes = step_structure(traced, training=training, checkpoint=checkpoint)
     tensors = tuple(
-        Tensor(row.producer, row.consumers, _nbytes(size, costs), row.kept)
+        Tensor(
+            row.producer,
+            row.consumers,
+            size if size >= 0 else costs[~size].saved_bytes,
+            row.kept,
+        )
         for row, size in zip(structure.tensors, sizes, strict=True)
     )
     ops = _ops(traced, structure, tensors, costs, optimizer)
@@ -97,36 +74,21 @@ def operator_graph(
     return OpGraph(tuple(ops), tensors, FrozenDict(times))
 
 
-def units_of(traced: TracedOperators, checkpoint: str | Iterable[str]) -> tuple[Unit, ...]:
-    """The units that `checkpoint` names.
-
-    Raises:
-        InputError: A name matches nothing, or nothing with a backward.
-    """
-    return named_units(traced, checkpoint, backward_ops(traced.ops, traced.tensors))
-
-
 def graded_owners(traced: TracedOperators) -> frozenset[int]:
     """The ops owning a parameter that gets a gradient, from their own backward or a later op's.
 
     An optimizer skips other parameters, such as those used under `no_grad`: they have no state.
     """
-    reached = set(backward_ops(traced.ops, traced.tensors))
-    return frozenset(
+    lent = {
         index
         for index, op in enumerate(traced.ops)
-        if index in reached or any(reader in reached for _, *later in op.lent for reader in later)
-    )
+        if any(not traced.differentiated.isdisjoint(later) for _, *later in op.lent)
+    }
+    return traced.differentiated | lent
 
 
 def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
-    """Persistent bytes of an operator: parameters, gradients and optimizer state.
-
-    Args:
-        op: The operator.
-        training: Whether its parameters get gradients.
-        optimizer: The optimizer whose state those parameters have.
-    """
+    """Bytes of parameters and buffers and, in training, of gradients and the optimizer's state."""
     if not training:
         return op.trained_bytes + op.frozen_bytes
     trained = op.trained
@@ -135,13 +97,6 @@ def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> 
         trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
     state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
     return 2 * op.trained_bytes + op.frozen_bytes + state
-
-
-def _forward_workspace(cost: OpCost, training: bool, again: bool) -> int:
-    """Scratch memory of a forward; one that runs again later also frees saved tensors early."""
-    if not training:
-        return _inference_workspace(cost)
-    return cost.workspace_bytes + cost.saved_bytes if again else cost.workspace_bytes
 
 
 def _inference_workspace(cost: OpCost) -> int:
@@ -201,9 +156,7 @@ def _ops(
     """The ops of a structure with their costs."""
     ops, training = traced.ops, structure.is_training
     graded = graded_owners(traced) if training else frozenset()
-    order = [op for op in range(len(ops))[::-1] if structure.twins[op] >= 0]
-    viewed = viewed_whole(ops, traced.tensors, order)
-    late = late_gradients(ops, traced.tensors, order, viewed)
+    late = _late_gradients(traced) if training else {}
     sent = Counter[int]()
     for tensor in tensors:
         sent[tensor.producer] += tensor.nbytes
@@ -213,9 +166,12 @@ def _ops(
         persistent = workspace = late_bytes = reused = 0
         if row.phase == "forward":
             persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
-            workspace = _forward_workspace(costs[index], training, index in again)
+            cost = costs[index]
+            workspace = cost.workspace_bytes if training else _inference_workspace(cost)
+            if index in again:  # it frees now what autograd would save
+                workspace += cost.saved_bytes
         elif row.phase == "recompute":
-            workspace = workspace_bytes(row.forward, ops, traced.tensors, costs, set(order))
+            workspace = workspace_bytes(traced, row.forward, costs)
         elif row.phase == "backward":
             (own,) = row.forward
             # A shared parameter's gradient of this op, and its sum with that so far.
@@ -235,74 +191,48 @@ def _ops(
         )
 
 
-def backward_ops(ops: Sequence[TracedOp], tensors: Sequence[TracedTensor]) -> list[int]:
-    """The forward ops that have a backward: a gradient reaches them from an output.
-
-    In the order in which their backwards run, the last forward op first.
-    """
-    reached = [False] * len(ops)
-    made: list[list[TracedTensor]] = [[] for _ in ops]
-    for tensor in tensors:
-        made[tensor.producer].append(tensor)
-    order = []
-    for op in range(len(ops) - 1, -1, -1):
-        reached[op] = ops[op].differentiable and any(
-            tensor.differentiable and (tensor.kept or any(reached[c] for c in tensor.consumers))
-            for tensor in made[op]
-        )
-        if reached[op]:
-            order.append(op)
-    return order
+# A tensor of a step with its bytes; `~i` are the extra saved bytes of op i.
+_Edge = tuple[PlainTensor, int]
 
 
-class _Edge(NamedTuple):
-    """A tensor of a step."""
-
-    tensor: PlainTensor
-    size: int
-
-
-def _step(
-    traced: TracedOperators, training: bool, checkpoint: str | Iterable[str] | None
+def step_structure(
+    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None = None
 ) -> tuple[StepStructure, list[int]]:
-    """The structure of a step, and the bytes of its tensors; `~i` is the extra saved bytes of i."""
+    """As `Traced.structure`, whose arguments it takes, and the bytes of tensors as in `_Edge`."""
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
-    units = () if checkpoint is None else units_of(traced, checkpoint)
-    groups = groups_of(traced.ops, units)
+    units = () if checkpoint is None else named_units(traced, checkpoint)
+    groups = groups_of(traced, units)
     ops = [PlainOp(op.name, groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
     if training:
-        ops, edges = _mirror(traced.ops, traced.tensors, ops, units)
+        ops, edges = _mirror(traced, ops, units)
     else:
         edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
-    return StepStructure(tuple(ops), tuple(e.tensor for e in edges)), [e.size for e in edges]
+    structure = StepStructure(tuple(ops), tuple(tensor for tensor, _ in edges))
+    return structure, [size for _, size in edges]
 
 
 def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:
-    return _Edge(PlainTensor(producer, tuple(sorted(set(consumers))), kept), size)
-
-
-def _nbytes(size: int, costs: Sequence[OpCost]) -> int:
-    return size if size >= 0 else costs[~size].saved_bytes
+    return PlainTensor(producer, tuple(sorted(set(consumers))), kept), size
 
 
 def _mirror(
-    ops: Sequence[TracedOp],
-    tensors: Sequence[TracedTensor],
-    forward: list[PlainOp],
-    units: Sequence[Unit],
+    traced: TracedOperators, forward: list[PlainOp], units: Sequence[Unit]
 ) -> tuple[list[PlainOp], list[_Edge]]:
     """Forward, loss, backward and recompute ops, and the tensors between them."""
-    order = backward_ops(ops, tensors)
-    sequence = backward_sequence(tensors, order, units)
-    loss = len(ops)
+    sequence = backward_sequence(traced, units)
+    loss = len(forward)
     place = {row: loss + 1 + i for i, row in enumerate(sequence)}
     twin = {row: at for row, at in place.items() if row >= 0}
     again = {op: place[~k] for op, k in unit_of_ops(units).items()}
     # The caller computes the loss on the device of the model's last output.
-    graded = [tensor.producer for tensor in tensors if tensor.kept and tensor.differentiable]
+    graded = [tensor.producer for tensor in traced.tensors if tensor.kept and tensor.differentiable]
     home = max(graded, default=-1)
-    grouped = [_with_group(op) if i in twin or i == home else op for i, op in enumerate(forward)]
+    # A backward joins its forward's group, so that an op without one gets one of its own name.
+    grouped = [
+        replace(op, group=op.name) if op.group is None and (i in twin or i == home) else op
+        for i, op in enumerate(forward)
+    ]
 
     def later(row: int) -> PlainOp:
         if row >= 0:
@@ -310,37 +240,29 @@ def _mirror(
         unit = units[~row]
         return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
 
-    edges = _values(ops, tensors, twin, again, loss)
+    edges = _values(traced, twin, again, loss)
     # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
-    edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in order]
+    edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
     edges += [_edge(op, (at,), 0) for op, at in again.items()]
-    edges += _gradients(tensors, twin, again, loss, viewed_whole(ops, tensors, order))
+    edges += _gradients(traced, twin, again, loss)
     loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
 
 
 def _values(
-    ops: Sequence[TracedOp],
-    tensors: Sequence[TracedTensor],
-    twin: Mapping[int, int],
-    again: Mapping[int, int],
-    loss: int,
+    traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
 ) -> list[_Edge]:
     """The tensors of the forward with all their readers, and those that a unit recomputes.
 
-    Args:
-        ops: Forward operators.
-        tensors: Between them.
-        twin: The backward op of every forward op that has one.
-        again: The op that runs a forward op again, for those in a unit.
-        loss: The loss.
+    `twin` has the backward op of every forward op with one; `again` the op that runs an op of a
+    unit again.
     """
-    savers: list[list[int]] = [[] for _ in tensors]
+    savers: list[list[int]] = [[] for _ in traced.tensors]
     for op in twin:
-        for saved in ops[op].saves:
+        for saved in traced.ops[op].saves:
             savers[saved].append(op)
     edges, made_again = [], []
-    for index, tensor in enumerate(tensors):
+    for index, tensor in enumerate(traced.tensors):
         to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
         mine = again.get(tensor.producer)
         own = [twin[op] for op in savers[index] if mine is not None and again.get(op) == mine]
@@ -354,23 +276,12 @@ def _values(
 
 
 def _gradients(
-    tensors: Sequence[TracedTensor],
-    twin: Mapping[int, int],
-    again: Mapping[int, int],
-    loss: int,
-    viewed: Container[int],
+    traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
 ) -> Iterator[_Edge]:
-    """The gradients of tensors, from their readers' backwards or the loss to their producers'.
-
-    Args:
-        tensors: Of the forward.
-        twin: As in `_values`.
-        again: As in `_values`.
-        loss: The loss.
-        viewed: The ops whose gradient is a view of their reader's (`viewed_whole`).
-    """
-    has_loss = any(t.scalar for t in tensors if t.kept and t.differentiable)
-    for tensor in tensors:
+    """The gradients of tensors, from their readers' backwards or the loss to their producers'."""
+    viewed = _viewed_whole(traced)
+    has_loss = any(t.scalar for t in traced.tensors if t.kept and t.differentiable)
+    for tensor in traced.tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
         mine = again.get(tensor.producer)
@@ -391,8 +302,61 @@ def _gradients(
             yield _edge(source, (*first, twin[tensor.producer]), nbytes)
 
 
-def _with_group(op: PlainOp) -> PlainOp:
-    """The op, in a new group of its own name if it has none, so that its backward can join."""
-    if op.group is not None:
-        return op
-    return replace(op, group=op.name)
+def _late_gradients(traced: TracedOperators) -> dict[int, int]:
+    """Bytes of parameter gradients completed by the backward of each forward op.
+
+    a parameter that one op reads        with that op's backward
+    one that is only viewed for a reader with that reader's
+    one that several ops read            with the last one's, if all others' can run only after
+                                         it; else the order is unknown: not late at all
+    """
+    late = {op: _own_bytes(traced.ops[op]) for op in traced.backward_ops}
+    for op, reader in _viewed_whole(traced).items():
+        late[reader] += late.pop(op)
+    before: dict[int, list[int]] = {op: [] for op in traced.backward_ops}  # what it reads
+    for tensor in traced.tensors:
+        if tensor.differentiable and tensor.producer in before:
+            for consumer in traced.differentiated.intersection(tensor.consumers):
+                before[consumer].append(tensor.producer)
+
+    @cache
+    def all_after(op: int) -> set[int]:
+        """The op, and all ops whose backward comes after its own in every order."""
+        found, left = {op}, [op]
+        while left:
+            new = set(before[left.pop()]) - found
+            found |= new
+            left += new
+        return found
+
+    for op in traced.backward_ops:
+        for nbytes, *later in traced.ops[op].lent:
+            readers = traced.differentiated.intersection((op, *later))
+            last = max(readers)
+            if readers <= all_after(last) and last in late:
+                late[last] += nbytes
+    return late
+
+
+def _own_bytes(op: TracedOp) -> int:
+    """Bytes of the gradients of its parameters that no later op reads."""
+    return op.trained_bytes - sum(nbytes for nbytes, *_ in op.lent)
+
+
+def _viewed_whole(traced: TracedOperators) -> dict[int, int]:
+    """Operators that only view a whole parameter for one reader, with that reader.
+
+    The gradient from the reader is a view of the parameter's own gradient: it exists once, from the
+    reader's backward on. A parameter that is read in parts gets a gradient assembled from theirs.
+    """
+    found = {}
+    for op in reversed(traced.backward_ops):
+        sent = [tensor for tensor in traced.made[op] if tensor.differentiable]
+        own = traced.ops[op]
+        if len(sent) != 1 or sent[0].nbytes or sent[0].gradient_bytes != (_own_bytes(own),):
+            continue
+        (reader,) = sent[0].consumers
+        grouped = own.group is not None and own.group == traced.ops[reader].group
+        if grouped and reader in traced.differentiated:
+            found[op] = reader
+    return found

@@ -50,24 +50,13 @@ class Traced(TracedOperators):
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
         """Bytes of new storage that each op outputs to other ops or to the caller."""
-        made = [0] * len(self.ops)
-        for tensor in self.tensors:
-            made[tensor.producer] += tensor.nbytes
-        return tuple(made)
+        return tuple(sum(tensor.nbytes for tensor in tensors) for tensors in self.made)
 
     def structure(
         self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
     ) -> StepStructure:
-        """The structure of one step of this model, without costs.
-
-        Args:
-            training: As in `graph`.
-            checkpoint: As in `graph`.
-
-        Raises:
-            InputError: A name of `checkpoint` fits no submodule.
-        """
-        return step_structure(self, training=training, checkpoint=checkpoint)
+        """The structure of one step of this model, without costs; arguments as those of `graph`."""
+        return step_structure(self, training=training, checkpoint=checkpoint)[0]
 
     def graph(
         self,
@@ -96,16 +85,12 @@ class Traced(TracedOperators):
         rows = [profile] if isinstance(profile, Profile) else profile
         profiles = list(check_row(rows, "profiles", Profile))
         for row in profiles:
-            self._check(row)
+            if row.traced_digest != self.digest or len(row.costs) != len(self.ops):
+                raise InputError(
+                    f"the profile is of another model (digest {row.traced_digest[:12]}..., "
+                    f"{len(row.costs)} ops) than this {self.name} (digest {self.digest[:12]}..., "
+                    f"{len(self.ops)} ops). Profile this traced model."
+                )
         return operator_graph(
             self, profiles, training=training, optimizer=optimizer, checkpoint=checkpoint
         )
-
-    def _check(self, profile: Profile) -> None:
-        if profile.traced_digest != self.digest or len(profile.costs) != len(self.ops):
-            raise InputError(
-                f"the profile is of another model (digest {profile.traced_digest[:12]}..., "
-                f"{len(profile.costs)} ops) than this {self.name} "
-                f"(digest {self.digest[:12]}..., {len(self.ops)} ops). "
-                "Profile this traced model."
-            )

@@ -179,6 +179,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return tensors
 
 
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """The nested value with the function's results in place of its tensors, taken in order."""
+    tensors, structure = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
+    return structure.fill([function(tensor) for tensor in tensors])
+
+
 def _is_leaf(value: Any) -> bool:
     """True if pytree must not open it: it would turn a size into a tuple."""
     return is_container(value) or isinstance(value, torch.Size)

@@ -7,18 +7,19 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.costs import op_benchmark
 from baechi.costs.example_inputs import ExampleInputs
-from baechi.costs.single_op import Alone, Setting, evictor
+from baechi.costs.op_benchmark import Alone, Bench, Evict, evictor
 
 CPU = torch.device("cpu")
 
 
-def linear(width: int, setting: Setting) -> tuple[Alone, torch.Tensor]:
+def linear(width: int, evict: Evict | None, fresh: float) -> tuple[Alone, torch.Tensor]:
     x = torch.randn(2, width, requires_grad=True)
     traced = baechi.trace(nn.Linear(width, width, bias=False), (x,))
     module = traced.module
     (nodes,) = [n for op, n in zip(traced.ops, module.nodes, strict=True) if "linear" in op.key]
-    return Alone(module, nodes, ExampleInputs(module, CPU).make, CPU, setting), x
+    return Alone(module, nodes, ExampleInputs(module, CPU).make, CPU, evict, fresh), x
 
 
 @pytest.mark.parametrize(("width", "cold"), [(512, True), (16, False)])
@@ -28,7 +29,7 @@ def test_caches_are_emptied_but_for_activations_where_parameters_are_large(width
     def evict(but: Sequence[torch.Tensor]) -> None:
         calls.append([tuple(tensor.shape) for tensor in but])
 
-    alone, x = linear(width, Setting(evict, 0.0))
+    alone, x = linear(width, evict, 0.0)
     alone.forward_runs(1)
     alone.backward_runs(1)
     assert alone.single == cold
@@ -52,14 +53,15 @@ def test_a_view_of_a_parameter_is_as_cold_and_as_lasting_as_the_parameter():
     rows = zip(traced.ops, traced.module.nodes, strict=True)
     products = [(op, nodes) for op, nodes in rows if "matmul" in op.key or "mm." in op.key]
     assert len({op.key for op, _ in products}) == 2
-    make, setting = ExampleInputs(traced.module, CPU).make, Setting(lambda but: None, 0.5)  # noqa: ARG005
-    found = [Alone(traced.module, nodes, make, CPU, setting) for _, nodes in products]
+    make = ExampleInputs(traced.module, CPU).make
+    evict = evictor(CPU, 1 << 10)
+    found = [Alone(traced.module, nodes, make, CPU, evict, 0.5) for _, nodes in products]
     assert [(alone.single, alone.fresh) for alone in found] == [(True, 0.5), (False, 0.0)]
 
 
 def test_gradients_of_parameters_are_in_new_memory_where_asked():
-    alone, x = linear(64, Setting(None, 0.5))
-    held = [run() for _ in range(8) for run in alone.fresh_backward_runs(1)]
+    alone, x = linear(64, None, 0.5)
+    held = [run() for _ in range(8) for run in alone.backward_runs(1, fresh=True)]
     assert [[tuple(g.shape) for g in gradients] for gradients in held] == [[(64, 64)]] * 8
     addresses = [gradients[0].data_ptr() for gradients in held]
     del held
@@ -72,13 +74,24 @@ def test_without_parameters_nothing_is_fresh():
     traced = baechi.trace(nn.ReLU(), (x,))
     nodes = traced.module.nodes[1]
     inputs = ExampleInputs(traced.module, CPU)
-    alone = Alone(traced.module, nodes, inputs.make, CPU, Setting(None, 0.5))
+    alone = Alone(traced.module, nodes, inputs.make, CPU, None, 0.5)
     assert alone.fresh == 0.0
     assert len(alone.backward_runs(3)) == 3
 
 
-def test_a_setting_says_what_makes_its_results_unlike_others():
-    evict = evictor(CPU, 1 << 20)
-    evict([torch.ones(3), torch.ones(3).requires_grad_()])
-    words = {Setting(e, share).words for e in (None, evict) for share in (0.0, 0.5, 0.52)}
-    assert len(words) == 4
+def test_tensors_that_are_read_again_stay_as_they_are():
+    tensors = [torch.ones(3), torch.ones(3).requires_grad_()]
+    evictor(CPU, 1 << 20)(tensors)
+    assert all(bool(tensor.eq(1).all()) for tensor in tensors)
+
+
+def test_conditions_tell_the_memory_of_unlike_steps_apart(monkeypatch):
+    traced = baechi.trace(nn.Linear(8, 8), (torch.randn(2, 8),))
+    found = set()
+    for cache_bytes in (0, 1 << 40):
+        monkeypatch.setattr(op_benchmark, "cache_bytes", lambda _, n=cache_bytes: n)
+        for kept_bytes in (0, 144, 10**9):  # of 288 bytes of gradients
+            monkeypatch.setattr(op_benchmark, "_ALLOCATOR_KEEPS_BYTES", kept_bytes)
+            found.add(Bench(traced, CPU, 1).conditions.settings.partition(", caches ")[2])
+    shares = ("10/10", "5/10", "0/10")
+    assert found == {f"{c}, gradients {s} fresh" for c in ("warm", "cold") for s in shares}

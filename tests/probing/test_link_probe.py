@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baechi import InputError, Link
-from baechi.probing.link_fit import FREE_BYTES_PER_S, fit_link
+from baechi import Link
+from baechi.probing.link_probe import FREE_BYTES_PER_S, fit_link
 
 SIZES = tuple(1 << power for power in range(10, 29, 2))
 
@@ -82,12 +82,3 @@ def test_two_sizes_are_told_exactly():
     fit = fit_link((1_000, 3_000), (5_000, 9_000))
     assert fit.link == Link(3_000, 500_000_000)
     assert fit.worst_error == 0
-
-
-@pytest.mark.parametrize(
-    ("sizes", "taken"),
-    [((1,), (1,)), ((1, 1), (1, 2)), ((1, 2), (1,)), ((1, 2), (0, 1)), ((-1, 2), (1, 1))],
-)
-def test_what_is_no_measurement_is_refused(sizes, taken):
-    with pytest.raises(InputError, match="sizes"):
-        fit_link(sizes, taken)

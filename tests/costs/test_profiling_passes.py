@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baechi.costs.profile_cache import Measured
-from baechi.costs.repetition import is_settled, measure_all, with_pass
+from baechi.costs.profiling import is_settled, measure_all, with_pass
 
 SECOND = 10**9
 TAKE_NS = SECOND // 10

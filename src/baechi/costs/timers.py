@@ -1,0 +1,314 @@
+"""Timers of short runs on a CPU and on CUDA.
+
+A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
+everything that it does itself is outside of the reading.
+
+On a CPU: repeats of a run, less an empty loop, by their median. A reading is *held up* where the
+calling thread was off its core for a part of it: something else ran there. Such readings are left
+out. This finds contention in runs of several threads, too: a waiting thread sleeps, so that its CPU
+time falls behind wall time.
+
+On CUDA: events on the stream, behind a kernel that spins until everything is queued.
+
+    host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
+    stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between
+
+So what the host takes to launch an op, and the gaps while it does, are in no reading. What a pair
+of events costs by itself is measured among the rest and subtracted. Short ops are captured in a
+CUDA graph that repeats them; where a capture fails they are repeated as they are. An op that makes
+the host wait cannot be queued: it is clocked by the host, from an idle device to an idle device.
+"""
+
+import gc
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, Final, final
+
+import torch
+
+from baechi.torch_support.graph_capture import CudaRecorder
+from baechi.torch_support.operator_internals import spin
+
+Run = Callable[[], Any]
+Preparation = Callable[[int], Sequence[Run]]
+Clock = Callable[[], int]
+
+# Of one pass (`profiling`), two of which are made: enough rounds for a median, and no more than
+# this long for one measurement.
+ROUNDS: Final = (3, 20)
+BUDGET_NS: Final = 30_000_000
+# A reading of the clock takes some 0.1 us; a hundred times that makes its grain a percent at most.
+_READING_NS: Final = 20_000
+_MAX_REPEATS: Final = 50
+# A first run may take several times longer than the next; above this it is a long one anyway.
+_LONG_NS: Final = 20 * _READING_NS
+# Longer than interrupts and the clocks themselves take, shorter than another process's turn.
+_MAX_AWAY: Final = 0.05
+# A thread clock with coarser ticks than this is useless for a reading.
+_MAX_TICK_S: Final = 1e-6
+
+_WARM_UPS: Final = 3
+# About 1,024 launches can be pending (CUDA's launch queue); this many readings stay below it
+# for ops of up to ten kernels.
+_QUEUED: Final = 20
+# The resolution of an event is about 0.5 us; below this it matters, so such runs are repeated.
+_SHORT_NS: Final = 30_000
+_REPEATS: Final = 20
+# A queue holds readings of at most this much time: all its results are alive together.
+_QUEUED_NS: Final = 2_000_000
+# What recording a pair of events takes of the host, generously.
+_RECORDING_NS: Final = 20_000
+# A spin too long costs time only; one too short leaves gaps.
+_SPIN_MARGIN: Final = 2.0
+# Until a GPU's clock is up: spins of so many cycles, for so long.
+_RAMP_CYCLES: Final = 10_000_000
+_RAMP_NS: Final = 200_000_000
+_SYNCHRONIZING: Final = "called a synchronizing CUDA operation"
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A measured time.
+
+    Attributes:
+        ns: Of one run: the median over the rounds that were not held up, or the lowest of all where
+            there are none; without what an empty run costs, and never negative.
+        held_up: Whether every round was held up by something else on the machine.
+    """
+
+    ns: int
+    held_up: bool = False
+
+
+@final
+class CpuTimer:
+    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy.
+
+    `busy` tells how long the calling thread has had a core; the system's clock, if it is fine.
+    """
+
+    def __init__(self, wall: Clock = time.perf_counter_ns, busy: Clock | None = None) -> None:
+        self._wall = wall
+        fine = time.get_clock_info("thread_time").resolution <= _MAX_TICK_S
+        self._busy = busy or (time.thread_time_ns if fine else wall)
+        self._clock_ns = statistics.median(self._read([]).ns for _ in range(200))
+        # A run like any other, which calls a function with arguments, but does nothing.
+        empty: list[Run] = [partial(_pair, None, None)] * _MAX_REPEATS
+        several_ns = statistics.median(self._read(empty).ns for _ in range(200))
+        self._call_ns = (several_ns - self._clock_ns) / _MAX_REPEATS
+
+    def time(
+        self, preparations: Sequence[Preparation], *, single: bool = False
+    ) -> tuple[Reading, ...]:
+        """The time of one run of each preparation.
+
+        Args:
+            preparations: Each makes as many runs as asked for, outside of the reading. Their
+                readings take turns.
+            single: One run per reading, because each needs preparing of its own.
+        """
+        repeats = [self._repeats(prepare, single) for prepare in preparations]
+        rows = [
+            [self._read(prepare(n)) for prepare, n in zip(preparations, repeats, strict=True)]
+            for _ in rounds(wall=self._wall)
+        ]
+        columns = zip(*rows, strict=True)
+        return tuple(self._summary(rows, n) for rows, n in zip(columns, repeats, strict=True))
+
+    def _read(self, runs: Sequence[Run]) -> Reading:
+        """The time of all runs together, one after the other, in this thread."""
+        results = []  # live to the end of the reading, as in a step that goes on to its backward
+        busy = self._busy()
+        start = self._wall()
+        for run in runs:
+            results.append(run())  # noqa: PERF401 (a loop is what is measured)
+        ns = self._wall() - start
+        away_ns = ns - (self._busy() - busy)
+        return Reading(ns, away_ns > _MAX_AWAY * ns)
+
+    def _summary(self, rows: Sequence[Reading], repeats: int) -> Reading:
+        free = [row.ns for row in rows if not row.held_up]
+        # Where all were held up, the least delayed is nearest.
+        readings = free or [min(row.ns for row in rows)]
+        empty_ns = self._call_ns + self._clock_ns / repeats
+        return Reading(median_ns(readings, repeats, empty_ns), held_up=not free)
+
+    def _repeats(self, prepare: Preparation, single: bool) -> int:
+        """The number of runs that make a reading long enough; the first run warms up."""
+        if single or self._read(prepare(1)).ns > _LONG_NS:
+            return 1
+        once = max(min(self._read(prepare(1)).ns for _ in range(2)), 1)
+        return min(-(-_READING_NS // once), _MAX_REPEATS)
+
+
+def rounds(
+    limits: tuple[int, int] = ROUNDS,
+    budget_ns: int = BUDGET_NS,
+    wall: Clock = time.perf_counter_ns,
+) -> Iterator[int]:
+    """Counts the rounds of a measurement, from the fewest to the most while there is time."""
+    begin = wall()
+    for index in range(limits[1]):
+        if index >= limits[0] and wall() - begin > budget_ns:
+            return
+        yield index
+
+
+def median_ns(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
+    """The median time of one run, less that of an empty one, of readings of several runs each."""
+    return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector out of the readings."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _pair(first: None, second: None) -> tuple[None, None]:
+    return first, second
+
+
+@final
+class CudaTimer:
+    """Measures the time of a device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._captures = _captures(device)
+        self._cycles_per_ns = 0.0
+        with torch.cuda.device(device):
+            self._cycles_per_ns = self._spin_rate()
+            self._pair_ns = statistics.median(self._queued([lambda: None] * _QUEUED, 0))
+
+    def time(
+        self, preparations: Sequence[Preparation], *, single: bool = False
+    ) -> tuple[Reading, ...]:
+        """As that of a `CpuTimer`; the readings of each preparation come one after the other."""
+        with torch.cuda.device(self._device):
+            return tuple(self._time(prepare, single) for prepare in preparations)
+
+    def _time(self, prepare: Preparation, single: bool) -> Reading:
+        for _ in range(_WARM_UPS):
+            launch_ns = self._clocked(prepare(1), wait=False)
+        if self._makes_the_host_wait(prepare(1)):
+            return Reading(median_ns([self._clocked(prepare(1)) for _ in rounds()], 1, 0.0))
+        first = min(self._queued(prepare(2), launch_ns))
+        if single or first > _SHORT_NS:
+            # A single one evicts the cache, and brings back what would be in it.
+            count = 1 if single else max(min(_QUEUED, int(_QUEUED_NS // first)), 1)
+            most = -(-2 * _QUEUED // count)
+            limits = ROUNDS if single else (min(3, most), most)
+            readings = [t for _ in rounds(limits) for t in self._queued(prepare(count), launch_ns)]
+            return Reading(median_ns(readings, 1, self._pair_ns))
+        repeated = self._captured(prepare)
+        if repeated is None:
+            rows = [prepare(_REPEATS) for _ in range(_QUEUED // 4)]
+            calls = [partial(_call, row) for row in rows]
+            readings = self._queued(calls, launch_ns * _REPEATS)
+        else:
+            readings = self._queued([repeated] * _QUEUED, launch_ns)
+        return Reading(median_ns(readings, _REPEATS, self._pair_ns / _REPEATS))
+
+    def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
+        """The stream's time between events around every run; the host queues one in `launch_ns`."""
+        pairs = [[_event() for _ in range(2)] for _ in runs]
+        torch.cuda.synchronize(self._device)
+        spin_ns = len(runs) * (launch_ns + _RECORDING_NS) * _SPIN_MARGIN
+        spin(int(spin_ns * self._cycles_per_ns))
+        results = []
+        for run, (before, after) in zip(runs, pairs, strict=True):
+            before.record()
+            results.append(run())
+            after.record()
+        torch.cuda.synchronize(self._device)
+        return [before.elapsed_time(after) * 1e6 for before, after in pairs]
+
+    def _captured(self, prepare: Preparation) -> Run | None:
+        """A graph that repeats the run, or `None` where it cannot be captured."""
+        recorder = CudaRecorder(self._device, self._captures)
+        runs: list[Run] = []
+        results: list[Any] = []
+        try:
+            # A backward runs on its forward's stream: both are on the one that is captured.
+            recorder.run(lambda: runs.extend(prepare(_REPEATS)))
+            replay = recorder.record(lambda: results.extend(_call(runs)), 0)
+            replay()
+            torch.cuda.synchronize(self._device)
+        except RuntimeError:
+            torch.cuda.synchronize(self._device)
+            return None
+
+        def repeated() -> Any:
+            replay()
+            return results  # the graph writes to these, so they live with it
+
+        return repeated
+
+    def _makes_the_host_wait(self, runs: Sequence[Run]) -> bool:
+        before = torch.cuda.get_sync_debug_mode()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="Synchronization debug mode is a proto")
+                torch.cuda.set_sync_debug_mode("error")
+            _call(runs)
+        except RuntimeError as error:
+            if _SYNCHRONIZING not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return False
+
+    def _clocked(self, runs: Sequence[Run], *, wait: bool = True) -> int:
+        """The host's nanoseconds until all is queued, or until the device is idle again."""
+        torch.cuda.synchronize(self._device)
+        begin = time.perf_counter_ns()
+        results = _call(runs)
+        if wait:
+            torch.cuda.synchronize(self._device)
+        elapsed_ns = time.perf_counter_ns() - begin
+        torch.cuda.synchronize(self._device)
+        del results
+        return elapsed_ns
+
+    def _spin_rate(self) -> float:
+        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work.
+
+        One that was idle begins at a fraction of it, and spins would be too short by as much.
+        """
+        rate = spun_ns = 0.0
+        while spun_ns < _RAMP_NS:
+            took_ns = max(*self._queued([partial(spin, _RAMP_CYCLES)], 0), 1.0)
+            rate = max(rate, _RAMP_CYCLES / took_ns)
+            spun_ns += took_ns
+        return rate
+
+
+@cache
+def _captures(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which timed runs of a device are captured: the same for every timer.
+
+    torch never gives a stream back, and cuBLAS keeps a workspace for each.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def _call(runs: Sequence[Run]) -> list[Any]:
+    return [run() for run in runs]

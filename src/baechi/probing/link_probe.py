@@ -1,0 +1,301 @@
+"""Links of this machine: copies and hand-overs, timed, with a check that bytes arrive unchanged.
+
+Between torch devices copies of many sizes are timed, and the link has the smallest largest error:
+
+    minimize over a >= 0, b >= 0:   max over i of |a + b * size_i - time_i| / time_i
+
+Errors are relative, so that a message of a kilobyte weighs as much as one of a hundred megabytes.
+It is a Chebyshev approximation by two functions, 1 and size, and so its solution errs equally, with
+signs in turn, at three of the sizes; or at two where a or b is 0. The candidates are few: all
+triples and pairs are tried (Cheney, Introduction to Approximation Theory, 1966, chapter 3). That is
+O(sizes**4), for a dozen sizes some milliseconds.
+
+Between two logical CPU devices a link is what one more cut adds to a step:
+
+    few cuts    [o o o o o o]─►[o o o o o o]
+    many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
+
+A chain of small operators runs on two workers of the runtime itself, forward and backward. The cost
+of a hand-over is the extra time of the second placement per extra hand-over. Its processor time is
+the work of handing over, which no other work hides: Python that leaves and enters a segment, and
+autograd that begins and ends there. The rest is the wait for a thread to wake. No bytes are copied.
+
+Between streams of one GPU it is the wait for a kernel of the other stream.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median, quantiles
+from typing import Final, final
+
+import torch
+from torch import fx, nn
+
+from baechi.costs.timers import rounds
+from baechi.records.cluster import Cluster, Device, Link
+from baechi.records.graph import OpGraph
+from baechi.records.op_costs import OpCost, Profile
+from baechi.records.placement import Placement
+from baechi.runtime.placed_module import PlacedModule, apply
+from baechi.traced.operators import Attempt
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import propagate, quiet
+from baechi.tracing.calling_convention import canonical_call, flat_model
+from baechi.tracing.lowering import lower
+
+# A link whose bytes cost nothing has this rate: 1 ns for each petabyte per second.
+FREE_BYTES_PER_S: Final = 10**15
+GOOD_ERROR: Final = 0.2
+
+# 1 KiB to 256 MiB, each four times the one before.
+SIZES: Final = tuple(1 << power for power in range(10, 29, 2))
+# Sizes whose contents are looked at: within one packet, odd, and across many pages.
+_CHECKED: Final = (1 << 10, (1 << 16) + 3, 1 << 22)
+_REPEATS: Final = 3
+_ROUNDS: Final = (3, 30)
+_BUDGET_NS: Final = 10_000_000  # of the rounds of one size, once there are enough
+# On a GPU the latency of a hand-over between streams is that of a dependency among kernels.
+_HOPS: Final = 200
+
+_OPS: Final = 24
+# A hand-over costs the more the longer operators take: a worker whose core has been idle goes on
+# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average,
+# and have parameters, whose gradients each segment hands on. With longer ones their own unrest
+# hides what is looked for.
+_ROWS: Final = 32
+_WIDTH: Final = 256
+_WARM_UP_STEPS: Final = 3
+_STEPS: Final = 16
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class LinkFit:
+    """A link, and how well it predicts the times that it was fitted to.
+
+    Attributes:
+        link: Latency and rate.
+        sizes: Bytes of the messages.
+        worst_error: The largest |predicted - measured| / measured.
+        worst_bytes: The size of the message with this error.
+    """
+
+    link: Link
+    sizes: tuple[int, ...]
+    worst_error: float
+    worst_bytes: int
+
+    @property
+    def is_good(self) -> bool:
+        """True if small and large messages are both predicted within 20 %."""
+        return self.worst_error <= GOOD_ERROR
+
+
+def fit_link(sizes: Sequence[int], times_ns: Sequence[int]) -> LinkFit:
+    """The link with the smallest largest relative error: at least two sizes, times above 0."""
+    links = (_link(a, b) for a, b in _candidates(sizes, times_ns) if a >= 0 and b >= 0)
+    best = min(links, key=lambda link: max(_errors(link, sizes, times_ns)))
+    errors = _errors(best, sizes, times_ns)
+    worst_error = max(errors)
+    return LinkFit(best, tuple(sizes), worst_error, sizes[errors.index(worst_error)])
+
+
+def _candidates(sizes: Sequence[int], times: Sequence[int]) -> Iterator[tuple[float, float]]:
+    """(ns, ns per byte) of every line that may be the best."""
+    rows = sorted(zip(sizes, times, strict=True))
+    yield 2 / (1 / rows[0][1] + 1 / rows[-1][1]), 0.0
+    for (_, s), (_, t) in combinations(rows, 2):
+        yield 2 / (1 / s + 1 / t), 0.0  # no cost per byte
+    rates = [size / time for size, time in rows]
+    yield 0.0, 2 / (min(rates) + max(rates))  # no latency
+    for (x, s), (y, t) in combinations(rows, 2):  # for two sizes alone: through both
+        b = (t - s) / (y - x)
+        yield s - b * x, b
+    for (x, s), (y, t), (z, u) in combinations(rows, 3):
+        # a + b x - s e = s,  a + b y + t e = t,  a + b z - u e = u: without a, then without e.
+        left, right = (y - x, s + t, t - s), (z - y, -u - t, u - t)
+        determinant = left[0] * right[1] - left[1] * right[0]
+        if determinant:
+            b = (left[2] * right[1] - left[1] * right[2]) / determinant
+            e = (left[0] * right[2] - left[2] * right[0]) / determinant
+            yield s + s * e - b * x, b
+
+
+def _link(latency_ns: float, ns_per_byte: float) -> Link:
+    rate = 10**9 / ns_per_byte if ns_per_byte * FREE_BYTES_PER_S > 10**9 else FREE_BYTES_PER_S
+    return Link(round(latency_ns), max(int(rate), 1))
+
+
+def _errors(link: Link, sizes: Sequence[int], times: Sequence[int]) -> list[float]:
+    pairs = zip(sizes, times, strict=True)
+    return [abs(link.transfer_ns(size) - time) / time for size, time in pairs]
+
+
+def first_broken_size(
+    copy: Callable[[torch.Tensor], torch.Tensor], src: torch.device
+) -> int | None:
+    """The first size whose bytes a copy from `src` does not leave as they were, if there is one.
+
+    Each copy has bytes of its own, drawn at random from a fixed seed, so that what an earlier copy
+    left behind is not taken for it. They are made and compared on the CPU.
+    """
+    draw = torch.Generator().manual_seed(0)
+    for nbytes in _CHECKED:
+        for _ in range(_REPEATS):
+            sent = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=draw)
+            if not torch.equal(copy(sent.to(src)).cpu(), sent):
+                return nbytes
+    return None
+
+
+def copy_times_ns(
+    src: torch.device, dst: torch.device, sizes: Sequence[int] = SIZES
+) -> tuple[int, ...]:
+    """The median time of a copy of each size, without what it costs to wait for a device.
+
+    Sizes that do not fit what is free are left out, so there may be fewer times than sizes.
+    """
+    waiting = _median_ns(lambda: None, src, dst)
+    times = []
+    for nbytes in sizes:
+        try:
+            times.append(max(_copy_ns(src, dst, nbytes) - waiting, 1))
+        except torch.OutOfMemoryError:
+            break
+    return tuple(times)
+
+
+def _copy_ns(src: torch.device, dst: torch.device, nbytes: int) -> int:
+    source = torch.ones(nbytes, dtype=torch.uint8, device=src)
+    target = torch.empty(nbytes, dtype=torch.uint8, device=dst)
+    return _median_ns(lambda: target.copy_(source, non_blocking=True), src, dst)
+
+
+def lane_ns(gpu: torch.device) -> int:
+    """The time that one wait for a kernel of another stream adds."""
+    own, other = (torch.cuda.Stream(gpu) for _ in range(2))  # type: ignore[no-untyped-call]
+    tensor = torch.zeros(1, device=gpu)
+
+    def hop(lanes: Sequence[torch.cuda.Stream]) -> None:
+        for index in range(_HOPS):
+            lane, before = lanes[index % 2], lanes[(index + 1) % 2]
+            if lane != before:
+                lane.wait_stream(before)
+            with torch.cuda.stream(lane):
+                tensor.add_(1)
+
+    torch.cuda.synchronize(gpu)
+    one = _median_ns(lambda: hop((own, own)), gpu)
+    two = _median_ns(lambda: hop((own, other)), gpu)
+    return max((two - one) // _HOPS, 0)
+
+
+def _median_ns(run: Callable[[], object], *places: torch.device) -> int:
+    """The median time from all idle to all idle again; the first run is not counted."""
+
+    def synchronize() -> None:
+        for place in places:
+            if place.type == "cuda":
+                torch.cuda.synchronize(place)
+
+    readings: list[int] = []
+    run()
+    for _ in rounds(_ROUNDS, _BUDGET_NS):
+        synchronize()
+        start = time.perf_counter_ns()
+        run()
+        synchronize()
+        readings.append(time.perf_counter_ns() - start)
+    return int(median(readings))
+
+
+class _Chain(nn.Module):
+    """Small linear operators one after the other."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        eye = torch.eye(width)  # drawn weights would change the caller's random state
+        self.weights = nn.ParameterList(nn.Parameter(eye.clone()) for _ in range(_OPS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = nn.functional.linear(x, weight)
+        return x
+
+
+def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
+    """The link between two logical CPU devices: latency is the wait, overhead the work.
+
+    It takes about half a second, and leaves torch's threads and random state as they were.
+    """
+    cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.zeros(rows, width, requires_grad=True)
+        traced = _traced_chain(x)
+        few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
+        placed = [
+            apply(traced, placement, graph=graph, cluster=cpus, threads_per_device=1)
+            for graph, placement in (few, many)
+        ]
+        try:
+            few_step, many_step = _steps(placed, x)
+        finally:
+            for module in placed:
+                module.unplace()
+    more = _crossings(*many) - _crossings(*few)
+    whole_ns, busy_ns = (
+        max((longer - shorter) // more, 0)
+        for longer, shorter in zip(many_step, few_step, strict=True)
+    )
+    return Link(max(whole_ns - busy_ns, 0), FREE_BYTES_PER_S, busy_ns)
+
+
+def _traced_chain(x: torch.Tensor) -> Traced:
+    """The chain, traced by fx: its graph is the same on every rung, and this one needs no time."""
+    model = _Chain(x.shape[1])
+    call = canonical_call(model, (x,), {})
+    with quiet():
+        flat, returned = flat_model(model, call)
+        module = fx.GraphModule(flat, fx.Tracer().trace(flat))
+        facts = propagate(module, call.tensors)
+        ops, tensors, lowered = lower(model, module, facts, call, returned[-1])
+    attempts = (Attempt("torch.fx.symbolic_trace"),)
+    return Traced("Chain", ops, tensors, attempts, model.training, lowered)
+
+
+def _placement(traced: Traced, pieces: int) -> tuple[OpGraph, Placement]:
+    """The chain without times, for training, in equal pieces; two devices take turns."""
+    devices = [op * pieces // len(traced.ops) % 2 for op in range(len(traced.ops))]
+    profile = Profile(traced.digest, "", tuple(OpCost(0, 0) for _ in traced.ops))
+    graph = traced.graph(profile, training=True)
+    everywhere = (*devices, devices[-1], *(devices[op] for op in traced.backward_ops))
+    return graph, Placement(graph.digest, everywhere, tuple(range(len(graph.ops))))
+
+
+def _crossings(graph: OpGraph, placement: Placement) -> int:
+    """The number of values and gradients that are handed over."""
+    device = placement.devices
+    return sum(
+        len({device[op] for op in tensor.consumers} - {device[tensor.producer]})
+        for tensor in graph.tensors
+    )
+
+
+def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, ...]]:
+    """Of each one's steps the time, and the time of processors: ns, the lower quartiles.
+
+    Other processes disturb these least. The modules take turns, so that what disturbs one disturbs
+    all.
+    """
+    seed = torch.zeros_like(x)
+    readings: list[list[tuple[int, int]]] = [[] for _ in modules]
+    for _ in range(_WARM_UP_STEPS + _STEPS):
+        for module, row in zip(modules, readings, strict=True):
+            inputs = [x, *module.parameters()]
+            start, busy = time.perf_counter_ns(), time.process_time_ns()
+            torch.autograd.grad(module(x), inputs, seed)
+            row.append((time.perf_counter_ns() - start, time.process_time_ns() - busy))
+    columns = (zip(*row[_WARM_UP_STEPS:], strict=True) for row in readings)
+    return [tuple(int(quantiles(column, n=4)[0]) for column in pair) for pair in columns]
