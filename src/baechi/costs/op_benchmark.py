@@ -427,5 +427,5 @@ def _cuda_peaks(place: torch.device, run: Callable[[], Any]) -> tuple[Any, int, 
 
 def _storage_bytes(gradients: Sequence[torch.Tensor | None], but: Collection[int] = ()) -> int:
     """The bytes of the gradients, each storage once, but for some by their keys."""
-    rows = distinct_storages(tensor for tensor in gradients if tensor is not None)
+    rows = distinct_storages(gradients)
     return sum(storage.nbytes() for key, storage in rows.items() if key not in but)
