@@ -110,7 +110,7 @@ def cluster(
         scheme_named,
         sharing_named,
     )
-    from baechi.cluster_simulation.results import write_comparison, write_result
+    from baechi.cluster_simulation.results import write_comparison, write_figure, write_result
     from baechi.cluster_simulation.simulator import simulate_cluster
     from baechi.cluster_simulation.traces import read_trace
     from baechi.units import parse_bytes
@@ -150,7 +150,10 @@ def cluster(
         write_comparison(results, out)
     _report(results)
     if plot:
-        _draw(results, out / "plot.html")
+        try:
+            write_figure(results, out / "plot.html")
+        except InputError as error:  # such as that plotly is not installed
+            say(f"no plot: {error}", error=True)
     say(f"wrote {out}")
 
 
@@ -270,16 +273,6 @@ def _number(value: float | None) -> str:
     if value is None:
         return "-"
     return str(value) if isinstance(value, int) else f"{value:.3f}"
-
-
-def _draw(results: "Sequence[SimulationResult]", path: Path) -> None:
-    """Writes the picture if plotly is installed."""
-    try:
-        from baechi.cluster_simulation.results import write_figure
-
-        write_figure(results, path)
-    except InputError as error:
-        say(f"no plot: {error}", error=True)
 
 
 def serve(

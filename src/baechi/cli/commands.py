@@ -26,7 +26,6 @@ from baechi.cli.console import (
     write,
 )
 from baechi.errors import InputError
-from baechi.probing.link_probe import FREE_BYTES_PER_S
 from baechi.records import device_kinds
 from baechi.records.cluster import Cluster, Link
 from baechi.records.constraints import Constraints
@@ -313,6 +312,7 @@ def probe(
         baechi probe cpu:0=1GiB cpu:1=1GiB -o cluster.json
     """
     from baechi.probing.cluster_probe import survey
+    from baechi.probing.link_probe import FREE_BYTES_PER_S
 
     found = survey(_targets(devices or []))
     cluster = found.cluster

@@ -187,18 +187,13 @@ def _run(name: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except Exception as error:
-        stack = traceback.extract_tb(error.__traceback__)
-        lines = [f" at {row.filename}:{row.lineno}" for row in stack if _is_users(row.filename)]
-        where = lines[-1] if lines else ""
+        # The last line that is neither Baechi's, nor a library's, nor Python's own.
+        others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
+        libraries, where = {"site-packages", "dist-packages"}, ""
+        for row in traceback.extract_tb(error.__traceback__):
+            if not row.filename.startswith(others) and not libraries & {*Path(row.filename).parts}:
+                where = f" at {row.filename}:{row.lineno}"
         raise InputError(f"{name} raised {type(error).__name__}: {error}{where}.") from error
-
-
-def _is_users(file: str) -> bool:
-    """True if a file is neither Baechi's, nor a library's, nor Python's own."""
-    others = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<frozen")
-    return not file.startswith(others) and not {"site-packages", "dist-packages"} & {
-        *Path(file).parts
-    }
 
 
 def _import_name(name: str) -> Any:
