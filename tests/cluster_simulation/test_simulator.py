@@ -463,6 +463,7 @@ def test_counting_cannot_share():
         (lambda: Fleet((Gpu(0, 0, 10, held_bytes=11),)), "others hold 11 bytes of GPU 0"),
         (lambda: Fleet((Gpu(0, 0, held_bytes=1),)), "give its memory"),
         (lambda: Fleet((Gpu(1, 0), Gpu(0, 0))), "list GPUs by switch and node"),
+        (lambda: Fleet((Gpu(0, 0), Gpu(1, 0), Gpu(0, 1))), "GPU 2 is on node 0 of switch 1, after"),
         (lambda: Fleet.uniform(1, 0, 1), "0 nodes per switch"),
         (lambda: Fleet.uniform(1, 1, 1, memory_bytes=9, slices=(Slice(500),)), "a slice has none"),
         (lambda: TimeSliced(0), "at most 0 jobs"),
@@ -638,7 +639,7 @@ def test_a_graph_as_its_user_has_split_it_needs_room_for_its_peaks():
 
 
 def test_jobs_that_lose_all_that_they_get_done_are_told(monkeypatch):
-    monkeypatch.setattr("baechi.cluster_simulation.simulator._STILL", 50)
+    monkeypatch.setattr("baechi.cluster_simulation.simulator._STALL_EVENTS", 50)
     jobs = [Job(f"job{i}", 1, 0, 5000) for i in range(3)]
     fleet = Fleet.uniform(1, 1, 2)
     for cost in (120, 700):

@@ -355,7 +355,7 @@ def test_candidates_are_few_and_the_most_promising_come_first():
     # One of every size first; eight ops side by side promise an eighth.
     sizes = [len(row.rooms) for row in rows]
     assert sizes[:12] == [1, 2, 4, 8, 16, 32, 64, 3, 6, 12, 24, 48]
-    assert rows[3].promise_ns == 1010
+    assert rows[3].bound_ns == 1010
     # A graph that needs more than 64 of them is offered more.
     large = OpGraph(tuple(Op(f"op{i}", 10, persistent_bytes=99) for i in range(100)))
     rows = list(candidates(Demand.of(large), site, rooms, Wish()))

@@ -3,6 +3,7 @@
 A cluster is switches of nodes of GPUs, or of slices of GPUs.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -74,14 +75,14 @@ class Fleet:
     def __post_init__(self) -> None:
         if not self.gpus:
             raise InputError("a cluster has no GPUs; give at least one.")
-        last = (0, 0)
+        switch = node = 0
         for index, gpu in enumerate(self.gpus):
-            if (gpu.switch, gpu.node) < last or gpu.node > last[1] + 1:
+            if gpu.switch < switch or gpu.node not in (node, node + 1):
                 raise InputError(
                     f"GPU {index} is on node {gpu.node} of switch {gpu.switch}, after node "
-                    f"{last[1]} of switch {last[0]}; list GPUs by switch and node, numbered from 0."
+                    f"{node} of switch {switch}; list GPUs by switch and node, numbered from 0."
                 )
-            last = (gpu.switch, gpu.node)
+            switch, node = gpu.switch, gpu.node
             if gpu.speed < 1 or not 1 <= gpu.share <= WHOLE:
                 raise InputError(
                     f"GPU {index} has speed {gpu.speed} and share {gpu.share}; give thousandths, "
@@ -151,10 +152,7 @@ class Fleet:
     @property
     def gpus_per_node(self) -> int:
         """GPUs of the largest node."""
-        counts = [0] * self.nodes
-        for gpu in self.gpus:
-            counts[gpu.node] += 1
-        return max(counts)
+        return max(Counter(gpu.node for gpu in self.gpus).values())
 
 
 @final
@@ -230,10 +228,8 @@ class DeviceStates:
         self.owners: list[list[int]] = [[] for _ in fleet.gpus]
         self.parts: list[list[Part]] = [[] for _ in fleet.gpus]
         self.memory_left = [gpu.free_bytes for gpu in fleet.gpus]
-        self._size = [0] * fleet.nodes
-        for gpu in fleet.gpus:
-            self._size[gpu.node] += 1
-        self._busy = [0] * fleet.nodes
+        self._size = Counter(gpu.node for gpu in fleet.gpus)
+        self._busy = [0] * fleet.nodes  # GPUs of every node
 
     def admits(self, gpu: int, part: Part) -> bool:
         """True if a GPU has room for one more part."""
@@ -293,7 +289,7 @@ class DeviceStates:
     def row(self) -> tuple[int, int, int, int, int]:
         """Idle, partly busy and full nodes; idle and busy GPUs."""
         idle, busy = self._busy.count(0), sum(self._busy)
-        full = sum(0 < busy == size for busy, size in zip(self._busy, self._size, strict=True))
+        full = sum(0 < count == self._size[node] for node, count in enumerate(self._busy))
         return idle, len(self._busy) - idle - full, full, len(self.owners) - busy, busy
 
     def _use_memory(self, gpu: int, nbytes: int) -> None:

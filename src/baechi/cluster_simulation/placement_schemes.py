@@ -1,14 +1,4 @@
-"""Placement schemes: the choice of GPUs for a job.
-
-| scheme | takes |
-|---|---|
-| `count` | any free GPUs, only counted (`fleet.DeviceCounter`) |
-| `first-fit` | the first GPUs that have room, in order |
-| `consolidated` | the first node with room for all, else whole nodes and a rest under one switch |
-| `random` | any GPUs with room |
-| `best-fit` | the node that would have the least left; else as few nodes as possible |
-| `least-loaded` | the GPUs with the fewest jobs |
-| `baechi` | for a job with a graph what `baechi.solve` decides on what is left: see `Baechi` |
+"""Placement schemes: the choice of GPUs for a job. Without one, GPUs are counted.
 
 A job whose graph is placed has the rate of the predicted step, the predicted peaks as its memory,
 and keeps each GPU as busy as the op times there say. The rate is that on GPUs without other jobs;
@@ -21,6 +11,7 @@ import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Final, final
 
 from baechi.cluster_simulation.contention import WHOLE, WORK, Part
@@ -68,12 +59,9 @@ class WholeScheme(Scheme):
         """So many of at least as many free GPUs, which are given in order."""
 
 
-def _by_node(devices: DeviceStates, gpus: Sequence[int]) -> list[list[int]]:
-    """GPUs by their node, in order."""
-    nodes: dict[int, list[int]] = {}
-    for gpu in gpus:
-        nodes.setdefault(devices.fleet.gpus[gpu].node, []).append(gpu)
-    return list(nodes.values())
+def _by_node(devices: DeviceStates, free: list[int]) -> list[list[int]]:
+    gpus = devices.fleet.gpus
+    return [list(row) for _, row in groupby(free, key=lambda gpu: gpus[gpu].node)]
 
 
 @final
@@ -104,10 +92,8 @@ class Consolidated(WholeScheme):
         if count <= per_node:
             return next((row[:count] for row in rows if len(row) >= count), None)
         whole, rest = divmod(count, per_node)
-        switches: dict[int, list[list[int]]] = {}
-        for row in rows:
-            switches.setdefault(devices.fleet.gpus[row[0]].switch, []).append(row)
-        for nodes in switches.values():
+        for _, switch in groupby(rows, key=lambda row: devices.fleet.gpus[row[0]].switch):
+            nodes = list(switch)
             idle = [
                 row
                 for row in nodes
@@ -216,12 +202,9 @@ class Baechi(Scheme):
         """On at most `most` GPUs, those with the most memory: of one node if that is enough."""
         alone = self._alone(job, devices, left[0])
         least = alone.parts[0].memory_bytes if alone is not None else 0
-        nodes: dict[int, list[_Residual]] = {}
-        for row in left:
-            nodes.setdefault(row.gpu.node, []).append(row)
+        nodes = [list(rows) for _, rows in groupby(left, key=lambda row: row.gpu.node)]
         offers = [
-            sorted(rows, key=lambda row: (-row.nbytes, row.index))[:most]
-            for rows in (*nodes.values(), left)
+            sorted(rows, key=lambda row: (-row.nbytes, row.index))[:most] for rows in (*nodes, left)
         ]
         enough = [rows for rows in offers if _total(rows) >= least]
         if not enough:

@@ -29,7 +29,7 @@ from baechi.units import format_bytes
 from baechi.validation import check_count
 
 # Events without an arrival or an end between two looks at the remaining work.
-_STILL: Final = 10_000
+_STALL_EVENTS: Final = 10_000
 
 
 def simulate_cluster(
@@ -202,7 +202,7 @@ class _Simulation:
         Preemptions may cost jobs all that they get done.
         """
         self._still += 1
-        if self._still % _STILL:
+        if self._still % _STALL_EVENTS:
             return False
         left = [run.remaining(now) for run in self._runs if not run.done]
         here = sum(left), min(left, default=0)

@@ -133,7 +133,7 @@ def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
         )
 
     columns = ("job_id", "num_gpu", "submit_time", "duration")
-    return _entries(_rows(text, path, columns), read)
+    return _csv(text, path, columns, read)
 
 
 def _helios(text: str, path: Path) -> Iterator[_Entry]:
@@ -151,7 +151,7 @@ def _helios(text: str, path: Path) -> Iterator[_Entry]:
         )
 
     columns = ("job_id", "gpu_num", "submit_time", "duration")
-    return _from_zero(_entries(_rows(text, path, columns), read))
+    return _from_zero(_csv(text, path, columns, read))
 
 
 def _philly(text: str, path: Path) -> Iterator[_Entry]:
@@ -162,7 +162,8 @@ def _philly(text: str, path: Path) -> Iterator[_Entry]:
         raise InputError(f"{path} is no JSON: {error}.") from error
     if not isinstance(log, list):
         raise InputError(f"{path} holds a {type(log).__name__}; a Philly log is a list.")
-    return _from_zero(_entries(enumerate(log, start=1), _of_philly))
+    numbered = enumerate(log, start=1)
+    return _from_zero((number, _job_or_error(_of_philly, entry)) for number, entry in numbered)
 
 
 def _of_philly(entry: Any) -> Job:
@@ -204,10 +205,10 @@ def _pai(text: str, path: Path) -> Iterator[_Entry]:
     first = text.split("\n", 1)[0]
     if "job_id" in first and "num_gpu" in first:
         columns = ("job_id", "num_gpu", "submit_time", "duration")
-        return _entries(_rows(text, path, columns), _of_pai)
+        return _csv(text, path, columns, _of_pai)
     header = None if "job_name" in first else _PAI_TASKS
     needed = ("job_name", "inst_num", "start_time", "end_time", "plan_gpu")
-    return _from_zero(_added_up(_entries(_rows(text, path, needed, header), _of_task)))
+    return _from_zero(_added_up(_csv(text, path, needed, _of_task, header)))
 
 
 def _of_pai(row: _Row) -> Job:
@@ -279,32 +280,39 @@ FORMATS: Final[dict[str, Callable[[str, Path], Iterator[_Entry]]]] = {
 }
 
 
-def _rows(
-    text: str, path: Path, columns: tuple[str, ...], header: tuple[str, ...] | None = None
-) -> Iterator[tuple[int, _Row | _BadEntryError]]:
-    """The rows of a CSV file with their line; a header that lacks columns is an error.
+def _csv(
+    text: str,
+    path: Path,
+    columns: tuple[str, ...],
+    read: Callable[[_Row], Job],
+    header: tuple[str, ...] | None = None,
+) -> Iterator[_Entry]:
+    """The entries of a CSV file with their line; a header that lacks columns is an error.
 
     Each line is read by itself, so that a quote that does not end spoils one line and not the rest.
     """
     lines = list(enumerate(text.splitlines(), start=1))
     if header is None:
         header = tuple(map(str.strip, _fields(lines.pop(0)[1]) or ())) if lines else ()
-    missing = [column for column in columns if column not in header]
+    names = header
+    missing = [column for column in columns if column not in names]
     if missing:
         raise InputError(
-            f"{path} has columns {', '.join(header) or 'none'}; it lacks {', '.join(missing)}. "
+            f"{path} has columns {', '.join(names) or 'none'}; it lacks {', '.join(missing)}. "
             "Is it of another format?"
         )
-    for number, line in lines:
-        if not line.strip():
-            continue
+
+    def job(line: str) -> Job:
         row = _fields(line)
         if row is None:
-            yield number, _BadEntryError("a quote does not end, or ends within a field")
-        elif len(row) != len(header):
-            yield number, _BadEntryError(f"{len(row)} fields instead of {len(header)}")
-        else:
-            yield number, dict(zip(header, map(str.strip, row), strict=True))
+            raise _BadEntryError("a quote does not end, or ends within a field")
+        if len(row) != len(names):
+            raise _BadEntryError(f"{len(row)} fields instead of {len(names)}")
+        return read(dict(zip(names, map(str.strip, row), strict=True)))
+
+    for number, line in lines:
+        if line.strip():
+            yield number, _job_or_error(job, line)
 
 
 def _fields(line: str) -> list[str] | None:
@@ -313,13 +321,6 @@ def _fields(line: str) -> list[str] | None:
         return next(csv.reader([line], strict=True), [])
     except csv.Error:
         return None
-
-
-def _entries(
-    rows: Iterable[tuple[int, _T | _BadEntryError]], read: Callable[[_T], Job]
-) -> Iterator[_Entry]:
-    for line, row in rows:
-        yield line, row if isinstance(row, _BadEntryError) else _job_or_error(read, row)
 
 
 def _job_or_error(read: Callable[[_T], Job], source: _T) -> Job | _BadEntryError | _NoGpuError:
@@ -347,7 +348,6 @@ def _from_zero(entries: Iterable[_Entry]) -> Iterator[_Entry]:
 
 
 def _number_in(row: _Row, column: str) -> float:
-    """A number from 0."""
     try:
         value = float(row[column])
     except ValueError:
@@ -358,7 +358,6 @@ def _number_in(row: _Row, column: str) -> float:
 
 
 def _gpus_in(row: _Row, column: str) -> int:
-    """A whole number from 1."""
     value = _number_in(row, column)
     if value != int(value) or value < 1:
         raise _BadEntryError(f"{column} is {row[column]}; it must be a whole number from 1")
@@ -366,7 +365,6 @@ def _gpus_in(row: _Row, column: str) -> int:
 
 
 def _name_in(row: _Row, column: str) -> str:
-    """A text that is not empty."""
     if not row[column]:
         raise _BadEntryError(f"{column} is empty")
     return row[column]

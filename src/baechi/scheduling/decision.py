@@ -29,7 +29,7 @@ from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.scheduling.claims import WHOLE_MILLI, Claim, Room
 from baechi.scheduling.device_sets import Candidate, Demand, candidates, parts
-from baechi.scheduling.request import Wish, meant
+from baechi.scheduling.request import Wish, resolved
 from baechi.scheduling.snapshot import Snapshot, claims_of
 from baechi.units import format_bytes
 from baechi.validation import check_is
@@ -128,13 +128,13 @@ def explore(
     if not graph.ops:
         raise InputError("the graph has no ops; there is nothing to place.")
     rooms = snapshot.rooms(wish.share_milli)
-    wish = meant(wish, graph, snapshot.site, rooms)
+    wish = resolved(wish, graph, snapshot.site, rooms)
     found: list[Decision] = []
     untried: list[Candidate] = []
     left = _TRIED[wish.effort] if tried is None else tried
     for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
-        size, promise_ns = len(candidate.rooms), candidate.promise_ns
-        if any(row.used <= size and row.step_ns <= promise_ns for row in found):
+        size, bound_ns = len(candidate.rooms), candidate.bound_ns
+        if any(row.used <= size and row.step_ns <= bound_ns for row in found):
             continue
         if left == 0 and found:
             break
@@ -148,14 +148,13 @@ def explore(
         if placement is None:
             untried.append(candidate)
         else:
-            found.append(
-                _used(problem, placement, [row.share_milli for row in chosen], snapshot.version)
-            )
+            shares = [row.share_milli for row in chosen]
+            found.append(_decided(problem, placement, shares, snapshot.version))
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
-    found = _worth(found)
+    found = _pareto(found)
     if wish.effort in _POLISH:
-        found = _worth([*found, *(_polished(graph, row, wish) for row in found)])
+        found = _pareto([*found, *(_polished(graph, row, wish) for row in found)])
     return tuple(found)
 
 
@@ -170,7 +169,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
     """
     rooms = snapshot.rooms(wish.share_milli)
     snapshot.part(rooms)
-    wish = meant(wish, graph, snapshot.site, rooms)
+    wish = resolved(wish, graph, snapshot.site, rooms)
     nothing = replace(Demand.of(graph), total_bytes=0, largest_bytes=0, single_bytes=0)
     rows = list(candidates(nothing, snapshot.site, rooms, wish))
     if not rows:
@@ -255,7 +254,7 @@ def _solved(
     First the dense packings, which take milliseconds; then, unless the effort is fast, the full
     solver, which takes up to a second before it gives up.
     """
-    ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.promise_ns))
+    ranked = sorted(untried, key=lambda row: (-row.memory_bytes, len(row.rooms), row.bound_ns))
     sets = [row.rooms for row in ranked[:_SOLVED]]
     if untried:
         whole = parts(snapshot.site, rooms, wish)[:_SOLVED]
@@ -270,9 +269,8 @@ def _solved(
         for chosen, problem in problems:
             placement = solver(problem)
             if placement is not None:
-                return [
-                    _used(problem, placement, [row.share_milli for row in chosen], snapshot.version)
-                ]
+                shares = [row.share_milli for row in chosen]
+                return [_decided(problem, placement, shares, snapshot.version)]
     return []
 
 
@@ -289,10 +287,12 @@ def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
     placement = find(problem, _POLISH[wish.effort])
     if placement is None:
         return decision
-    return _used(problem, placement, decision.shares, decision.version)
+    return _decided(problem, placement, decision.shares, decision.version)
 
 
-def _used(problem: Problem, placement: Placement, shares: Sequence[int], version: int) -> Decision:
+def _decided(
+    problem: Problem, placement: Placement, shares: Sequence[int], version: int
+) -> Decision:
     """The decision with only the devices that are used."""
     timeline = replay(problem, placement.devices, placement.order)
     peaks = timeline.peaks()
@@ -314,7 +314,7 @@ def _used(problem: Problem, placement: Placement, shares: Sequence[int], version
     )
 
 
-def _worth(found: Sequence[Decision]) -> list[Decision]:
+def _pareto(found: Sequence[Decision]) -> list[Decision]:
     """The Pareto list by number of devices and step."""
     rows: list[Decision] = []
     for row in sorted(found, key=lambda row: (row.used, row.step_ns)):

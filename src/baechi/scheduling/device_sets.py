@@ -42,12 +42,12 @@ class Candidate:
 
     Attributes:
         rooms: Indices of the rooms, ascending.
-        promise_ns: Bound on the step, see the module.
+        bound_ns: Bound on the step, see the module.
         memory_bytes: Their memory together.
     """
 
     rooms: tuple[int, ...]
-    promise_ns: int
+    bound_ns: int
     memory_bytes: int
 
 
@@ -144,8 +144,8 @@ def candidates(
             if size > WIDE and found:
                 return
             found = True
-            promise = max(int(1 / rates[last]), chains[last])
-            yield Candidate(tuple(sorted(rows[:size])), promise, totals[last])
+            bound_ns = max(int(1 / rates[last]), chains[last])
+            yield Candidate(tuple(sorted(rows[:size])), bound_ns, totals[last])
 
     # The fastest single devices that hold all: no decision is slower than the best of them.
     single = [
@@ -163,7 +163,7 @@ def candidates(
                 for row in prefixes(members):
                     offered.setdefault(len(row.rooms), []).append(row)
             for size, found in offered.items():
-                found.sort(key=lambda row: (row.promise_ns, -row.memory_bytes, row.rooms))
+                found.sort(key=lambda row: (row.bound_ns, -row.memory_bytes, row.rooms))
                 by_size.setdefault(size, []).extend(found[:_OFFERED])
     # One of each size, then the second of each, and so on; powers of two before what is between.
     sizes = sorted(by_size, key=lambda size: (size & (size - 1) != 0, size))

@@ -57,7 +57,7 @@ class Wish:
             raise InputError(f"constraints is {self.constraints!r}; give a baechi.Constraints.")
 
 
-def meant(wish: Wish, graph: OpGraph, site: Site, rooms: Sequence[Room]) -> Wish:
+def resolved(wish: Wish, graph: OpGraph, site: Site, rooms: Sequence[Room]) -> Wish:
     """The same wish, with constraints that hold on every set of rooms.
 
     A MIG device that is excluded or forbidden stands for its instances; a device that is forbidden

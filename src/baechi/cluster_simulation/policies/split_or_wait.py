@@ -1,4 +1,4 @@
-"""Taking a place now, split if need be, unless waiting for the next ends is sooner."""
+"""A choice between a place now, split if need be, and waiting for the next ends."""
 
 from typing import Final, final
 
@@ -11,7 +11,7 @@ _LOOKS: Final = 3  # of the next ends
 
 @final
 class SplitOrWait(Policy):
-    """Takes what is left, split if need be, unless waiting for the next ends is sooner.
+    """Takes the first place, split if need be, unless waiting for the next ends is sooner.
 
     A job that is offered a place compares when it would end there with when it would end in the
     place that it would get once the next running jobs have ended. Both assume that nothing else
