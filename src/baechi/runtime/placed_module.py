@@ -210,6 +210,9 @@ class PlacedModule(nn.Module):
     does. Methods of the model that call it, such as `generate`, call the placed one.
     """
 
+    _model: nn.Module
+    _methods: Methods
+
     def __init__(self, model: nn.Module, specialize: Specialize | None, limit: int) -> None:
         super().__init__()
         # The model itself is no submodule: names must stay the model's own.
@@ -231,7 +234,7 @@ class PlacedModule(nn.Module):
 
     def __dir__(self) -> list[str]:
         own = super().__dir__()  # type: ignore[no-untyped-call]
-        return sorted({*own, *dir(self.__dict__["_model"])})
+        return sorted({*own, *dir(self._model)})
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -239,7 +242,7 @@ class PlacedModule(nn.Module):
         except AttributeError:
             if name.startswith("__") or "_model" not in self.__dict__:
                 raise
-            return self.__dict__["_methods"].routed(getattr(self.__dict__["_model"], name), self)
+            return self._methods.routed(getattr(self._model, name), self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         model = self.__dict__.get("_model")
@@ -259,12 +262,12 @@ class PlacedModule(nn.Module):
         """
         self._check_open()
         with self._lock.side_by_side():
-            call = canonical_call(model := self.__dict__["_model"], args, kwargs)
-            special = self._specializations.find(call_key(model, call), call)
+            call = canonical_call(self._model, args, kwargs)
+            special = self._specializations.find(call_key(self._model, call), call)
             if special is not None and (special is self._latest or special.executable.is_settled):
                 self._latest = special
                 return special.executable(call, self._meter)
-        executable = self._special(model, call).executable
+        executable = self._special(self._model, call).executable
         with self._lock.side_by_side():
             return executable(call, self._meter)
 
@@ -426,7 +429,7 @@ class PlacedModule(nn.Module):
             special.executable.close()
         self._closed = True
         self._move_back()
-        return cast(nn.Module, self.__dict__["_model"])
+        return self._model
 
     def _move_back(self) -> None:
         for tensor, device in self._original_devices:
@@ -435,16 +438,16 @@ class PlacedModule(nn.Module):
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""
         self.training = check_is(mode, bool, "mode")
-        self.__dict__["_model"].train(mode)
+        self._model.train(mode)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own state, under its own names."""
-        return self.__dict__["_model"].state_dict(*args, **kwargs)
+        return self._model.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Load the model's own state, in place."""
-        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
+        return self._model.load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> NoReturn:  # noqa: ARG002
         raise ExecutionError(
@@ -454,7 +457,7 @@ class PlacedModule(nn.Module):
         )
 
     def __repr__(self) -> str:
-        kind, n = type(self.__dict__["_model"]).__name__, len(self._specializations)
+        kind, n = type(self._model).__name__, len(self._specializations)
         return f"PlacedModule({kind}, {n} specialization{'s' if n != 1 else ''})"
 
     def __reduce__(self) -> NoReturn:
@@ -468,4 +471,4 @@ class PlacedModule(nn.Module):
 
 def _forwarded(name: str) -> Callable[..., Any]:
     """A method that is the model's own."""
-    return lambda self, *args: getattr(self.__dict__["_model"], name)(*args)
+    return lambda self, *args: getattr(self._model, name)(*args)

@@ -167,4 +167,5 @@ class SharingGuard:
             t.untyped_storage().data_ptr() if t.layout is torch.strided and t.numel() else None
             for t in (tensors if self._apart else ())
         ]
-        return not any(memory[i] == memory[j] is not None for i, j in self._apart)
+        shared = (memory[i] for i, j in self._apart if memory[i] == memory[j])
+        return all(address is None for address in shared)

@@ -18,12 +18,10 @@ from baechi.torch_support.torch_internals import abandon_pool
 
 @final
 class CudaRecorder:
-    """Captures CUDA graphs for one lane.
+    """Captures CUDA graphs for one lane, by default on a stream of its own.
 
-    Args:
-        place: The GPU.
-        stream: Where to capture; by default a stream of its own. Each stream on which matrices are
-            multiplied costs a workspace of cuBLAS, which stays (32 MiB on an H100).
+    Each stream on which matrices are multiplied costs a workspace of cuBLAS, which stays (32 MiB on
+    an H100).
     """
 
     _failed: ClassVar[list[torch.cuda.CUDAGraph]] = []
@@ -39,9 +37,7 @@ class CudaRecorder:
     def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
         """Capture what the function launches; the replay launches it on the current stream.
 
-        Args:
-            function: The function to capture.
-            rank: Its place in the order of a step; one that comes late gets a pool of its own.
+        Its rank is its place in the order of a step; one that comes late gets a pool of its own.
 
         Raises:
             RuntimeError: It cannot be captured.
