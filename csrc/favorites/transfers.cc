@@ -37,8 +37,7 @@ TransferGraph::TransferGraph(const Transfers& t)
   std::partial_sum(into.begin(), into.end(), into.begin());
   std::partial_sum(from.begin(), from.end(), from.begin());
   src.resize(edges), dst.resize(edges), original.resize(edges), cost.resize(edges);
-  out.resize(edges), in.resize(edges);
-  std::iota(in.begin(), in.end(), 0);
+  out.resize(edges);
   std::vector<int32_t> next = into;
   for (size_t e = 0; e < edges; ++e) {
     const int32_t at = next[t.dst[e]]++;

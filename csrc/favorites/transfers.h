@@ -27,7 +27,7 @@ struct Flow {
 struct TransferGraph {
   std::size_t ops, edges;
   Vector times;
-  std::vector<int32_t> into, from, out, in, src, dst;
+  std::vector<int32_t> into, from, out, src, dst;
   std::vector<int32_t> original;  // of every edge, the caller's number
   std::vector<int32_t> sinks;     // ops without children
   Vector cost;

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import clusters, graphs, layered
 
-from baechi import Cluster, Device, InputError, Link, Op, OpGraph, Tensor
+from baechi import MSCT, Cluster, Device, InputError, Link, Op, OpGraph, Tensor
 from baechi.placers.linear_programs import Highs
 from baechi.placers.sct import favorite_children, first_order, relax
 from baechi.placers.sct_program import favorite_program
@@ -152,7 +152,7 @@ def test_where_a_solver_stops_the_first_order_method_goes_on_and_says_so():
 def test_unknown_solvers_are_refused():
     known = "'first-order', 'highs', 'cvxopt', 'mosek'"
     with pytest.raises(InputError, match=f"solver 'simplex' is unknown; it must be one of {known}"):
-        favorite_children(Problem(OpGraph(()), CLUSTER), "simplex")
+        MSCT(solver="simplex")
 
 
 @pytest.mark.parametrize("solver", SOLVERS)

@@ -9,11 +9,10 @@ efforts with their cost: `"fast"` runs m-ETF, HEFT and a quick contiguous split,
 
 With more than `_MANY_DEVICES` devices, m-ETF and HEFT run first; the other placers and the search
 use only the devices that the best of them use. Above `_BALANCED_OPS` ops placers get only the
-coarse graph unless the effort is thorough, and searches of large graphs end when their evaluations
-are used up, long before they converge.
+coarse graph unless the effort is thorough.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Final, final
 
@@ -87,7 +86,12 @@ class Auto(Placer):
         usable = np.flatnonzero(problem.allowed.any(axis=1)).tolist()
         if 0 < len(usable) < n:
             return self._place_on(problem, usable)
-        candidates = list(_singles(problem))
+        kinds, devices = device_kinds(problem), problem.cluster.devices
+        candidates = [
+            (f"single/{devices[device].name}", SingleDevice(device).place(problem))
+            for device in problem.free_devices
+            if kinds[device] == device
+        ]
         if n > _MANY_DEVICES:
             candidates += portfolio(problem, (METF(), HEFT()), "fast", coarsely=False)
             found = [placement for _, placement in candidates if placement is not None]
@@ -123,7 +127,7 @@ class Auto(Placer):
             fast = tuple(p for p in placers if isinstance(p, kinds))
             if n > _SMALL_OPS:
                 fast = tuple(_HASTY if isinstance(p, Contiguous) else p for p in fast)
-            return portfolio(problem, fast, "fast", coarsely=_is_large(problem))
+            return portfolio(problem, fast, "fast", coarsely=n > _BALANCED_OPS)
         if len(problem.graph.ops) > _PACKED_OPS:
             # `solve` packs where nothing else fits.
             placers = tuple(p for p in placers if not isinstance(p, Packing))
@@ -164,15 +168,12 @@ def portfolio(
                 placement = placed_in(problem, devices, fine.order, placement.placer, stats)
             candidates.append((f"{placer.name}/coarse", placement))
     fits = any(placement is not None for _, placement in candidates)
-    if not fits or effort == "thorough" or (effort == "balanced" and not _is_large(problem)):
+    few = len(problem.graph.ops) <= _BALANCED_OPS
+    if not fits or effort == "thorough" or (effort == "balanced" and few):
         candidates += [
             (f"{placer.name}/fine", timed(problem, placer.place(problem))) for placer in placers
         ]
     return candidates
-
-
-def _is_large(problem: Problem) -> bool:
-    return len(problem.graph.ops) > _BALANCED_OPS
 
 
 def best(candidates: list[tuple[str, Placement | None]], name: str) -> Placement | None:
@@ -187,11 +188,3 @@ def best(candidates: list[tuple[str, Placement | None]], name: str) -> Placement
     }
     stats = FrozenDict({**chosen.stats, **table, "chosen": label})
     return replace(chosen, placer=name, stats=stats)
-
-
-def _singles(problem: Problem) -> Iterator[tuple[str, Placement | None]]:
-    kinds = device_kinds(problem)
-    for index in problem.free_devices:
-        if kinds[index] == index:
-            name = problem.cluster.devices[index].name
-            yield f"single/{name}", SingleDevice(index).place(problem)

@@ -133,7 +133,13 @@ class Highs(LinearSolver):
         solver.passModel(_highs_model(program))
         if start is not None:
             solver.setOptionValue("simplex_strategy", _PRIMAL_SIMPLEX)
-            solver.crossover(_highs_solution(program, start))
+            solution = highspy.HighsSolution()
+            solution.col_value = start.tolist()
+            terms = program.value * start[program.column]
+            rows = np.bincount(program.row, terms, minlength=len(program.limit))
+            solution.row_value = rows.tolist()
+            solution.value_valid = True
+            solver.crossover(solution)
         solver.run()
         status = solver.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
@@ -171,15 +177,6 @@ def _highs_model(program: LinearProgram) -> "highspy.HighsLp":
     matrix.index_ = columns.astype(np.int32)
     matrix.value_ = values
     return lp
-
-
-def _highs_solution(program: LinearProgram, start: NDArray[np.float64]) -> "highspy.HighsSolution":
-    terms = program.value * start[program.column]
-    solution = highspy.HighsSolution()
-    solution.col_value = start.tolist()
-    solution.row_value = np.bincount(program.row, terms, minlength=len(program.limit)).tolist()
-    solution.value_valid = True
-    return solution
 
 
 @final

@@ -19,6 +19,7 @@ backtracking.
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, Final, final
 
 import numpy as np
@@ -78,21 +79,18 @@ def arrangements(problem: Problem, patience: int = PATIENT) -> Iterator[Placemen
     """
     if is_hopeless(problem):
         return
-    found = False
     held = sum(problem.group_persistent)
     singles = [
         SingleDevice(device)
         for device in problem.free_devices
         if held <= problem.pool_memory[problem.device_pool[device]]
     ]
-    for placer in (*singles, MTopo(), MTopo(capped=False), METF()):
-        placement = placer.place(problem)
+    greedy = (*singles, MTopo(), MTopo(capped=False), METF())
+    found = False
+    for placement in chain((placer.place(problem) for placer in greedy), packings(problem)):
         if placement is not None:
             found = True
             yield placement
-    for placement in packings(problem):
-        found = True
-        yield placement
     if not found:
         yield from backtracked(problem, Packing.name, patience)
 

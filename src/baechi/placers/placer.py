@@ -1,10 +1,8 @@
 """Base class of placers, and what they share: loads of groups, orders of ops, evaluation.
 
-Some placers first give every group a device and then evaluate the result with the clock. They
-estimate memory by loads of groups that add up on a device. The part of its outputs that a group
-holds at a time depends on the order of the ops, so there are static loads with several shares of
-the outputs (`group_loads`), and loads at several moments of an order (`live_loads`); the clock
-computes the exact need of an assignment (`in_both_orders`, `shortest_assignment`).
+Some placers first give every group a device. They estimate memory by loads of groups that add up on
+a device: with several shares of the outputs (`group_loads`), or at several moments of an order of
+the ops (`live_loads`). The clock computes the exact need (`in_both_orders`, `shortest_assignment`).
 """
 
 import random

@@ -80,7 +80,10 @@ class MSCT(ListScheduler):
 
     def __post_init__(self) -> None:
         ListScheduler.__post_init__(self)
-        check_solver(self.solver)
+        names = ("first-order", *SOLVERS)
+        if not isinstance(self.solver, LinearSolver) and self.solver not in names:
+            known = ", ".join(repr(name) for name in names)
+            raise InputError(f"solver {self.solver!r} is unknown; it must be one of {known}.")
         if not isinstance(self.tolerance, int | float) or not self.tolerance >= 0:
             raise InputError(f"tolerance is {self.tolerance!r}; it must be a share of at least 0.")
 
@@ -106,18 +109,6 @@ class MSCT(ListScheduler):
             self.name,
             stats,
         )
-
-
-def check_solver(solver: str | LinearSolver) -> None:
-    """Check that this is a solver, or the name of one.
-
-    Raises:
-        InputError: Any other.
-    """
-    names = ("first-order", *SOLVERS)
-    if not isinstance(solver, LinearSolver) and solver not in names:
-        known = ", ".join(repr(name) for name in names)
-        raise InputError(f"solver {solver!r} is unknown; it must be one of {known}.")
 
 
 def rho(problem: Problem) -> float:
@@ -179,9 +170,8 @@ def favorite_children(
     """The favorite child of every op; the arguments are those of `MSCT`.
 
     Raises:
-        InputError: The solver is unknown, not installed, or has no licence.
+        InputError: The solver is not installed or has no licence.
     """
-    check_solver(solver)
     program = favorite_program(problem)
     if not program.free.any():
         shares = np.zeros(len(program.src))

@@ -32,9 +32,8 @@ from baechi.records.placement import Placement
 from baechi.units import format_bytes
 from baechi.validation import INT64_MAX, FrozenDict
 
-# Special values for a device: all of them, and none.
+# Stands for all devices.
 EVERY: Final = -1
-_NONE: Final = -2
 # Minimum number of device choices to try if the number of devices is limited.
 _CHOICES: Final = {"fast": 2, "balanced": 6, "thorough": 24}
 # Maximum number of devices listed in an error.
@@ -230,14 +229,10 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
     """The smallest extra memory on one device with which `solve` is known to succeed; that device.
 
-    Found by bisection up to the need of the whole graph on that device: `solve` succeeds with it,
-    and fails with one byte less, there or on one of `_COMPARED` other devices, though it might
-    succeed with still less. For more than `_EXACT_OPS` ops it is a multiple of a unit, and a solve
-    with the least effort, and less patience, fails with one unit less there; every effort succeeds
-    where that one does.
-
-    Under constraints it may be that no single device can help. Then the device is -1, and every
-    device needs that much more; `None` if not even that helps.
+    Found by bisection up to the need of the whole graph there (`docs/solver.md`, "Infeasible
+    problems"): to the byte up to `_EXACT_OPS` ops, else to a unit and with fast solves. Under
+    constraints it may be that no single device can help. Then the device is -1, and every device
+    needs that much more; `None` if not even that helps.
     """
 
     def arranged(units: int, device: int) -> bool:
@@ -260,10 +255,10 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     units = -(-most // unit)
     if device < 0:
         helping = (other for other in (*different, EVERY) if solved_fast(units, other))
-        device = next(helping, _NONE)
-        if device == _NONE:
+        helped = next(helping, None)
+        if helped is None:
             return None
-        units = smallest_extra(solved_fast, units, device)
+        units, device = smallest_extra(solved_fast, units, helped), helped
     if device != EVERY:
         for other in different:
             if arranged(units - 1, other):

@@ -21,9 +21,6 @@ too, but groups that merely touch do not merge. No group becomes larger than a s
 memory, so that every group fits on a device and leaves room for others. Groups with different
 allowed devices (colors) are not joined.
 
-A round's sets may form cycles. Kahn's algorithm finds them; when it is stuck, it splits the set of
-the first remaining part and continues, so only sets that block the order are split.
-
 Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion.
 Differences from the paper: fusion never makes a cycle, group size is limited, and branches survive.
 Graphs coarser than this are not easier to place (`docs/solver.md`). Complexity: O((ops + tensors)
@@ -132,11 +129,10 @@ class Coarse:
         """The first fine group's name in every part's group; `None` where a part is alone."""
         groups, ops = self.group_of.tolist(), self.problem.graph.ops
         sizes = Counter(groups)
-        names: dict[int, str] = {}
+        names: dict[int, str | None] = {}
         for group, row in zip(groups, self.members, strict=True):
-            for name in (ops[op].group for op in row):
-                if name is not None and sizes[group] > 1:
-                    names.setdefault(group, name)
+            if sizes[group] > 1 and names.get(group) is None:
+                names[group] = next(filter(None, (ops[op].group for op in row)), None)
         return [names.get(group) for group in groups]
 
     def expand(self, placement: Placement) -> Placement:

@@ -1,22 +1,8 @@
-"""The one clock: time and memory of a placement.
+"""The one clock: time and memory of a placement, by the rules of `docs/cost-model.md`.
 
 `Timeline` keeps the account, and `simulate` is a fold of its `commit` over a placement's order, so
-a placer and the simulator compute the same numbers. The rules:
-
-- A device runs one op at a time, in commit order. An op starts when its device is free, its
-  producers have ended and its inputs have arrived.
-- An input that is not in the device's memory is sent from its producer's device once the producer
-  has ended and the send port there and the receive port here are free, and holds both until it
-  arrives. An op's missing inputs are sent in the order (producer's end, tensor index), when the op
-  is committed. Each of these transfers keeps the receiving device busy for the link's overhead, so
-  the op takes that much longer. Between devices of one pool a tensor costs only the link's latency,
-  without a transfer and its overhead.
-- Memory of a pool at a time: the persistent bytes of all groups placed there, tensors produced
-  there (from their producer's start to the end of their last consumer there and of their last
-  transfer out), copies received (from their transfer's start to the end of their last consumer
-  there), and the workspace of running ops. Tensors that are kept, or that have no consumer, stay
-  until the end of the step. Intervals are half-open, [start, end).
-- Constraints limit the devices of each group, the number of devices in use, and the usable memory.
+a placer and the simulator compute the same numbers. Constraints limit the devices of each group,
+the number of devices in use, and the usable memory.
 
 The implementation is `csrc/clock/timeline.cc`; an independent, slow one is
 `tests/support/oracle.py`. `memory_profile` and `peak_holdings` follow the rules for memory once
