@@ -39,7 +39,7 @@ from baechi.torch_support.saved_tensors import unhooked
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
-from baechi.tracing.ladder import traced_for
+from baechi.tracing.ladder import trace
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -203,7 +203,8 @@ class _Maker:
         say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-        traced = traced_for(model, args, kwargs, gradients=gradients)
+        with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
+            traced = trace(model, args, kwargs)
         graph, placement = self._solved(traced, homes, say)
         unsplit = Unsplit(model) if self.verify else None
         placed = apply(

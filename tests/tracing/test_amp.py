@@ -148,7 +148,7 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
-    """If this fails, torch is mended: see whether `rungs._RECURRENT` can go."""
+    """If this fails, torch is mended: `workarounds.RECURRENT` can go."""
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         exported = torch.export.export(layer, (x,), strict=False).module()

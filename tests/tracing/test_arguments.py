@@ -10,7 +10,7 @@ from placed import again_at_random, at_random
 from torch import Tensor, nn
 
 import baechi
-from baechi.tracing.containers import Watched
+from baechi.tracing.pytrees import ObjectChanges
 
 
 @dataclass
@@ -99,13 +99,13 @@ def test_an_argument_that_is_returned_is_the_callers_own() -> None:
 @pytest.mark.parametrize("kind", [list, dict])
 def test_what_holds_the_same_in_another_order_has_changed(kind: type) -> None:
     held = [1.5, 2.5] if kind is list else {"a": 1.5, "b": 2.5}
-    watched = Watched([held])
-    assert not watched.changes()
+    changes = ObjectChanges([held])
+    assert not changes.found()
     if kind is list:
         held.reverse()
     else:
         held["a"] = held.pop("a")
-    assert [number for number, *_ in watched.changes()] == [0]
+    assert [number for number, *_ in changes.found()] == [0]
 
 
 class Options(dict[str, Any]):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.guards import Attributes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -38,7 +38,7 @@ def test_a_model_with_a_ctc_loss_is_split(rows: bool) -> None:
 
 
 def test_torch_still_lacks_the_shapes() -> None:
-    """If this fails, torch is mended: `workarounds.ctc_loss` may go."""
+    """If this fails, torch is mended: `workarounds.ctc_losses_known` may go."""
     with FakeTensorMode():
         scores, targets = torch.zeros(9, 2, 5), torch.ones(2, 3, dtype=torch.int64)
         lengths = torch.tensor([9, 8]), torch.tensor([3, 2])

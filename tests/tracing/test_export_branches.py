@@ -129,7 +129,7 @@ def test_who_asked_last_is_told_where_the_eager_branch_cannot_be_traced() -> Non
     traced = baechi.trace(Careful(), (torch.ones(3),))
     first, last = traced.attempts
     assert "data-dependent" in first.reason
-    assert last.rung == "torch.export (non-strict), exporting said to Careful.forward"
+    assert last.rung == "torch.export (non-strict), export branches of Careful.forward"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 2.0))
 
 
@@ -145,7 +145,7 @@ class TwoCareful(nn.Module):
 def test_all_are_told_at_last() -> None:
     traced = baechi.trace(TwoCareful(), (torch.ones(3),))
     assert len(traced.attempts) == 3
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
 
 
@@ -169,7 +169,7 @@ class Relies(nn.Module):
 
 def test_what_fails_after_an_answer_is_tried_without_answers() -> None:
     traced = baechi.trace(Relies(), (torch.ones(3),))
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
 
 
@@ -182,7 +182,7 @@ class Conditional(nn.Module):
 
 def test_a_compiler_inside_of_the_export_is_given_way() -> None:
     traced = baechi.trace(Conditional(), (torch.ones(3),))
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     for x in (torch.ones(3), -torch.ones(3)):
         assert torch.equal(traced.module.graph_module(x)[0], Conditional()(x))
 

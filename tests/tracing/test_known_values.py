@@ -103,11 +103,11 @@ def drawn_in_place(_: Tensor) -> bool:
 def test_what_depends_on_more_is_told_and_checked(ask: Callable[[Tensor], bool]) -> None:
     x = torch.zeros(2, 5)
     traced = baechi.trace(Branching(ask), (x,))
-    assert traced.rung == "torch.export (non-strict), values told"
+    assert traced.rung == "torch.export (non-strict), truth values of the example"
     assert "data-dependent" in traced.attempts[0].reason
     assert torch.equal(traced.module.graph_module(x)[0], x + 2)
     if ask is not drawn:
-        with pytest.raises(RuntimeError, match="would now hear True"):
+        with pytest.raises(RuntimeError, match="would now read True"):
             traced.module.graph_module(x + 1000)
 
 

@@ -74,7 +74,7 @@ def test_rungs_that_fail_print_nothing() -> None:
 def test_a_model_that_no_rung_takes_says_why_for_each() -> None:
     with pytest.raises(baechi.TraceError, match="Compared cannot be traced") as caught:
         baechi.trace(Compared(), (torch.randn(2, 4),))
-    for rung in ("non-strict", "opaque", "values told"):
+    for rung in ("non-strict", "opaque", "truth values"):
         assert rung in str(caught.value)
 
 

@@ -9,7 +9,7 @@ import torch
 import zoo
 from torch import nn
 
-from baechi.tracing.workarounds.recurrent_weights import compact
+from baechi.tracing.workarounds import compact
 
 
 class Layer(nn.LSTM):

@@ -199,7 +199,7 @@ def test_who_asks_for_the_value_of_what_it_counts_hears_when_it_changes() -> Non
 
     placed = again_at_random(baechi.trace(Middle(asking), (X,)), seed=0, devices=2)
     assert torch.equal(placed(X), Middle(asking)(X))
-    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+    with pytest.raises(baechi.ExecutionError, match="would now read True"):
         placed(X)
 
 
@@ -378,7 +378,7 @@ def guarded(_: Any, x: Tensor) -> Tensor:
 def test_a_check_in_a_block_without_gradients_is_made() -> None:
     placed = again_at_random(baechi.trace(Middle(guarded), (X,)), seed=0, devices=2)
     assert_equal_steps(Middle(guarded), placed, [(X,), (X + 1,)])
-    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+    with pytest.raises(baechi.ExecutionError, match="would now read True"):
         placed(X * 1e9)
 
 

@@ -6,10 +6,10 @@ from placed import at_random, one_thread, step
 from torch import Tensor, nn
 
 import baechi
+from baechi.tracing.guards import CHECK
 from baechi.tracing.subgraph import extract
-from baechi.tracing.value_guards import CHECK
 
-RUNG = "torch.export (non-strict), values told"
+RUNG = "torch.export (non-strict), truth values of the example"
 
 
 class Careful(nn.Module):
@@ -100,7 +100,7 @@ def test_who_takes_another_branch_is_told_which() -> None:
     corner = torch.zeros(3, 4)
     corner[0, 0] = float("inf")  # and so is a row of activations
     for other in ((x * float("nan"), mask), (x + corner, mask), (x, ~mask)):
-        with pytest.raises(baechi.ExecutionError, match=r"would now hear .*submodule") as caught:
+        with pytest.raises(baechi.ExecutionError, match=r"would now read .*submodule") as caught:
             placed(*other)
         assert "test_value_guards.py" in str(caught.value)
     assert torch.equal(placed(x, mask), wanted)
@@ -126,7 +126,7 @@ def test_on_a_gpu_the_host_checks() -> None:
     part = extract(module.graph_module, rows, [], device=torch.device("cuda"))
     assert "torch.ops.aten._assert_async" not in part.function.__self__.code
     assert part.function(torch.zeros(3)) == ()
-    with pytest.raises(RuntimeError, match=r"heard False .* would now hear True.*submodule"):
+    with pytest.raises(RuntimeError, match=r"read False .* would now read True.*submodule"):
         part.function(torch.tensor([float("nan"), 0.0, 0.0]))
 
 

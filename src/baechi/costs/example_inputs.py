@@ -21,7 +21,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from baechi.tracing.alias_analysis import Value
-from baechi.tracing.fx_operators import node_arguments, operator_name
+from baechi.tracing.fx_nodes import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in

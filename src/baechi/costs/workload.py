@@ -32,10 +32,10 @@ from baechi.records.efficiency import Kernel
 from baechi.torch_support.memory_meter import Meter
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
-from baechi.tracing.fake_tensor_leaks import taken_out
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
+from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.subgraph import extract, leaf_copies, opaque_leaves
 
 SEEN: Final = "shapes alone do not run it: counted on the values of the example"
@@ -82,7 +82,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     left: dict[str, Sequence[fx.Node]] = {}
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
-        taken_out(module.graph_module) if whole else contextlib.nullcontext(),
+        fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),

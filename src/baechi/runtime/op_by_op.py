@@ -15,9 +15,8 @@ from torch import fx
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.fx_nodes import op_name, operator_name, source_line
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name, source_line
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
 

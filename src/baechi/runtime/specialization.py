@@ -20,9 +20,9 @@ from baechi.torch_support.module_internals import global_hooks, hooks_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import named_state
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.containers import is_container
 from baechi.tracing.faithfulness import HOOKS
 from baechi.tracing.partition import attribute
+from baechi.tracing.pytrees import is_container
 
 
 @final

@@ -32,7 +32,7 @@ from baechi.torch_support.compiler_internals import (
 )
 from baechi.torch_support.torch_devices import fp32_precisions, torch_threads
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.op_names import op_name, source_line
+from baechi.tracing.fx_nodes import op_name, source_line
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 

@@ -24,10 +24,10 @@ from baechi.runtime.executable import Executable
 from baechi.runtime.op_by_op import Difference, Operators, Values, difference
 from baechi.torch_support.autograd_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.workarounds.recurrent_weights import compact
+from baechi.tracing.workarounds import compact
 
 
 @final
@@ -73,11 +73,11 @@ def verify(
         InputError: The model draws random numbers, and its devices draw others than its present
             one.
     """
-    told = module.gradients
+    mode = module.gradients
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(executable.training if told is None else told),
+        torch.set_grad_enabled(executable.training if mode is None else mode),
         torch.random.fork_rng(gpus),
     ):
         _Verification(unsplit, executable, module, call, torch.initial_seed()).run(every)

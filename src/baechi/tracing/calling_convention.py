@@ -8,7 +8,7 @@ out, so that every rung of the tracing ladder traces the same flat function.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.tracing.ambient_modes import Autocast
-from baechi.tracing.containers import Watched
-from baechi.tracing.pytrees import Parts, Structure, flatten, is_plain, paths
+from baechi.tracing.guards import Autocast
+from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, is_tensor, paths
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -115,7 +114,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    signature = signature_of(model.forward)
+    signature = _signature_of(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
@@ -126,8 +125,8 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
     if model._forward_hooks or model._forward_pre_hooks:  # which see how it is called
         positional, named = tuple(args), dict(kwargs or {})
     else:
-        positional, named = canonical_arguments(signature, bound)
-    parts = Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
+        positional, named = _canonical_arguments(signature, bound)
+    parts = Parts(is_tensor, look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
         if type(tensor) is not torch.Tensor and _has_own_operators(type(tensor)):
@@ -136,20 +135,19 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
                 "whose own __torch_function__ a placed model would not run. Give its values, "
                 "x.as_subclass(torch.Tensor)."
             )
-    for constant in structure.constants:
-        if not is_plain(constant):
-            raise InputError(
-                f"an argument of {type(model).__name__}.forward holds a "
-                f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
-                f"frozen into the trace. {_TAKEN_APART}"
-            )
+    strange = _strange(structure)
+    if strange:
+        raise InputError(
+            f"an argument of {type(model).__name__}.forward holds a {strange}, which cannot be "
+            f"looked into: its tensors would be frozen into the trace. {_TAKEN_APART}"
+        )
     return Call(tuple(parts.tensors), structure, Autocast.current(), tuple(parts.objects))
 
 
 def flat_model(
     model: nn.Module,
     call: Call,
-    around: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> tuple[nn.Module, list[Structure]]:
     """The model as a module from flat tensors to flat tensors, for every rung to trace.
 
@@ -170,22 +168,18 @@ def flat_model(
         args, kwargs = structure.fill(tensors)
         parts = Parts(_is_traceable, look_into=True)
         parts.arguments(args, kwargs)
-        watched = Watched(parts.objects)
-        if around is None:
+        changes = ObjectChanges(parts.objects)
+        with around(model):
             result = model(*args, **kwargs)
-        else:
-            with around(model):
-                result = model(*args, **kwargs)
-        left = (result, watched.changes())
-        outputs, shell = flatten(left, _is_traceable, objects=True, given=watched.objects)
-        for constant in shell.constants:
-            if not is_plain(constant):
-                raise TypeError(
-                    f"forward returns a {type(constant).__name__}, which cannot be looked into. "
-                    f"{_TAKEN_APART}"
-                )
+        left = Parts(_is_traceable, look_into=True, given=changes.objects)
+        shell = left.structure((result, changes.found()))
+        strange = _strange(shell)
+        if strange:
+            raise TypeError(
+                f"forward returns a {strange}, which cannot be looked into. {_TAKEN_APART}"
+            )
         returned.append(shell)
-        return tuple(outputs)
+        return tuple(left.tensors)
 
     # fx reads the arguments from the code object of the class's forward: varargs would be one.
     names = [f"x{i}" for i in range(len(call.tensors))]
@@ -198,11 +192,17 @@ def flat_model(
     return module, returned
 
 
+def _strange(structure: Structure) -> str:
+    """The class of a leaf that a trace cannot hold; empty if there is none."""
+    rows = (type(leaf).__name__ for leaf in structure.constants if not is_plain(leaf))
+    return next(rows, "")
+
+
 def _is_traceable(value: Any) -> bool:
     return isinstance(value, torch.Tensor | torch.fx.Proxy)
 
 
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
     """Without `self`; cached by function, since every call needs it."""
     function = getattr(forward, "__func__", None)
     return inspect.signature(forward) if function is None else _signature_of_method(function)
@@ -213,7 +213,7 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(MethodType(function, object()))
 
 
-def canonical_arguments(
+def _canonical_arguments(
     signature: inspect.Signature, bound: inspect.BoundArguments
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As many arguments by name as the signature allows, in the signature's order."""

@@ -22,7 +22,7 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.tracing.fx_operators import node_arguments
+from baechi.tracing.fx_nodes import node_arguments
 
 _CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
 _CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")

@@ -11,17 +11,18 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import final
+from types import FunctionType
+from typing import Any, final
 
 import torch
 from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
-from baechi.tracing.alias_analysis import Facts
-from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.op_names import op_key, op_name, source_line, unique
+from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 
@@ -240,12 +241,12 @@ class _Lowering:
             inside = [s for s in inside if self._parts.home(s) in (op, None)]
             own = owned[op]
             anchor = self._anchor(nodes)
-            name = unique(op_name(anchor), names)
+            name = _unique(op_name(anchor), names)
             ops.append(
                 TracedOp(
                     name=name,
                     nodes=tuple(node.name for node in nodes),
-                    key=op_key(self._module, self._facts, nodes),
+                    key=_key(self._module, self._facts, nodes),
                     parameters=tuple(own.names),
                     trained_bytes=own.trained,
                     frozen_bytes=own.frozen,
@@ -350,20 +351,14 @@ class _Lowering:
         if node.op != "call_module":
             return []
         leaf = self._module.get_submodule(str(node.target))
-        rows = []
-        for tensor in [*leaf.parameters(), *leaf.buffers()]:
-            storage = next(
-                (
-                    self._facts.nodes[other].values[0].storage
-                    for other in self._parts.program
-                    if other.op == "get_attr"
-                    and self._facts.nodes[other].values
-                    and attribute(self._module, str(other.target)) is tensor
-                ),
-                -1,
+        return [
+            (
+                self._owner.get(id(tensor), str(node.target)),
+                tensor,
+                self._parts.storage_of.get(id(tensor), -1),
             )
-            rows.append((self._owner.get(id(tensor), str(node.target)), tensor, storage))
-        return rows
+            for tensor in (*leaf.parameters(), *leaf.buffers())
+        ]
 
     def _readers(self, node: fx.Node, storage: int) -> list[int]:
         if node.op == "call_module":
@@ -397,3 +392,73 @@ def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) 
     for owner, op in rows:
         if op not in linked and owner in home:
             union.union([home[owner], op])
+
+
+def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
+    """Operators, arguments and shapes of an operator as text; names left out.
+
+    Reads of the model's state are marked: they come from memory, not from an earlier operator.
+    """
+    local = {node: i for i, node in enumerate(nodes)}
+
+    def show(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in local:
+                return f"%{local[argument]}"
+            if argument.op == "get_attr" and not facts.nodes[argument].values:
+                return _show_graph(attribute(module, str(argument.target)))
+            values = " ".join(map(_show_value, facts.nodes[argument].values))
+            return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
+        return repr(argument)
+
+    rows = []
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
+            continue
+        target = _show_target(node.target)
+        if node.op == "call_module":
+            leaf = module.get_submodule(target)
+            state = [*leaf.parameters(), *leaf.buffers()]
+            target = f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
+        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
+        rows.append(f"{node.op} {target}{arguments}")
+    return "; ".join(rows)
+
+
+def _show_target(target: Any) -> str:
+    if isinstance(target, FunctionType):  # its text would have its address
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
+
+
+def _show_graph(graph: Any) -> str:
+    """The graph that an operator runs, such as a block under autocast; names left out."""
+    if not isinstance(graph, fx.GraphModule):
+        return repr(graph)
+    local = {node: i for i, node in enumerate(graph.graph.nodes)}
+    rows = []
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = attribute(graph, str(node.target))
+            rows.append(_show_graph(value) if isinstance(value, nn.Module) else str(value.shape))
+        else:
+            target = "" if node.op == "placeholder" else _show_target(node.target)
+            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{local[n]}")
+            rows.append(f"{target}{arguments}")
+    return f"{{{'; '.join(rows)}}}"
+
+
+def _show_value(value: Value) -> str:
+    grad = "'" if value.requires_grad else ""
+    return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken already; it is taken then."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}#{count}"
+    taken.add(candidate)
+    return candidate

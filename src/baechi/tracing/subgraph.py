@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from baechi.tracing.value_guards import CHECK, check
+from baechi.tracing.guards import CHECK, check
 
 
 @final

@@ -23,8 +23,8 @@ from baechi.runtime.autograd.step_outputs import Sharing, sharing_of
 from baechi.runtime.autograd.step_state import Sizes
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
+from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name
 from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many

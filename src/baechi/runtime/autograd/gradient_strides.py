@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from baechi.tracing.alias_analysis import NodeFacts, Value
-from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.fx_nodes import operator_name
 
 # Of operators, of functions of Python and of torch, and of methods; in place or not.
 _SUMS: Final = frozenset({"add", "iadd", "radd", "sub", "isub", "rsub"})

@@ -1,18 +1,32 @@
-"""Custom autograd functions as nodes of a traced graph, each with its own backward.
+"""Workarounds for defects of torch, seen with torch 2.11 to 2.13; each with what ends it.
 
-A tracer inlines their forward, and autograd would then differentiate that: what a backward written
-by hand says is lost. So while a tracer runs, `apply` records the function itself.
+Custom autograd functions (https://github.com/pytorch/pytorch/issues/106388)
+    A tracer inlines their forward, and autograd would then differentiate that: what a backward
+    written by hand says is lost. So while a tracer runs, `apply` records the function itself, as a
+    node. `test_torch_still_loses_the_backward` fails when torch is mended.
 
-Seen with torch 2.13: https://github.com/pytorch/pytorch/issues/106388. To be removed when
-`test_custom_functions.py::test_torch_still_loses_the_backward` fails on the oldest torch that
-we take.
+CTC losses with tensors for lengths (https://github.com/pytorch/pytorch/issues/183396)
+    Fake tensors lack their shapes. What such a loss keeps for its backward depends on the longest
+    target; here it is as long as all targets together, or as a row of them, which is a bound. The
+    loss itself has the right shape. `test_torch_still_lacks_the_shapes` fails when torch is mended.
+
+Recurrent layers under autocast
+    Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
+    `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
+
+Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
+    A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
+    then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
-from torch import fx
+from torch import fx, nn
+from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch as _held
@@ -23,7 +37,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 @final
 class CustomFunctions:
-    """Those of one capture, as targets of fx nodes."""
+    """The custom autograd functions of one capture, as targets of fx nodes."""
 
     # Whose `apply` to replace: the base's, as `apply = Mine.apply` may have been taken long ago.
     BASE: Final[Any] = _SingleLevelFunction
@@ -42,9 +56,9 @@ class CustomFunctions:
         traced = proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
         if not traced or function.__module__.startswith("torch._library"):  # behind one operator
             return _apply(function, *args, **kwargs)
-        if function is CheckpointFunction and proxy is None:
-            return _run_checkpointed(*args)
         if function is CheckpointFunction:
+            if proxy is None:
+                return _run_checkpointed(*args)
             raise RuntimeError(
                 f"the backward of the autograd function {function.__name__} would be lost"
             )
@@ -101,3 +115,40 @@ def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
     flows = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
     with torch.set_grad_enabled(flows and torch.is_grad_enabled()):
         return run(*args)
+
+
+@contextmanager
+def ctc_losses_known() -> Iterator[None]:
+    """Let fake tensors run `torch.nn.functional.ctc_loss`."""
+    kernels = {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes}
+    with patch.dict(fake_impls.op_implementations_dict, kernels):
+        yield
+
+
+def _ctc_shapes(
+    _mode: Any, _func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    steps, batch = (1, *log_probs.shape[:-1])[-2:]
+    longest = targets.shape[-1]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+# Whose fake kernels know nothing of autocast.
+RECURRENT: Final = frozenset(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
+def compact(model: nn.Module) -> None:
+    """Put the weights of every recurrent layer that is on one GPU into one piece again.
+
+    Parameters stay the same objects.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            places = {parameter.device for parameter in module.parameters()}
+            if len(places) == 1 and places.pop().type == "cuda":
+                with torch.inference_mode(False):
+                    module.flatten_parameters()

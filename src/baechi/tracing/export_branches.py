@@ -9,7 +9,7 @@ Both functions return a flag of `torch.compiler` (2.11 to 2.13), which `torch.ex
 is a number whose truth value depends on the calling code: replacing the functions would miss code
 that imported them by name, and `torch._dynamo.is_compiling` and the like, which return the flag.
 
-Where the eager branch cannot be traced, the last caller before the error gets True (`concede`).
+Where the eager branch cannot be traced, the last caller before the error gets True (`give_way`).
 
 A tracer runs a model on fake tensors, where reading a value is an error. A model that checks
 whether positions that it just made are in order gets the value of a real run: integers and booleans
@@ -41,7 +41,7 @@ class EagerBranches:
     """The answers given to a model's code in one trace, over all its attempts."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[CodeType, int], str] = {}
+        self._exporting: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
         self._known = KnownValues()
         self.nested = False  # whether there is a compiler inside, which reads what is around it
@@ -49,17 +49,17 @@ class EagerBranches:
 
     def __str__(self) -> str:
         """The functions that see an export, for the list of attempts."""
-        told = "the model" if self._all else ", ".join(dict.fromkeys(self._told.values()))
-        return f", exporting said to {told}" if told else ""
+        names = "the model" if self._all else ", ".join(dict.fromkeys(self._exporting.values()))
+        return f", export branches of {names}" if names else ""
 
-    def concede(self) -> bool:
+    def give_way(self) -> bool:
         """After an error, let one more caller see the export, then all; False if all do already."""
         if self._all or not (self._last or self._known.answered or self.nested):
             return False
-        if self.nested or self._last is None or self._last in self._told:
+        if self.nested or self._last is None or self._last in self._exporting:
             self._all = True
         else:
-            self._told[self._last] = self._last[0].co_qualname
+            self._exporting[self._last] = self._last[0].co_qualname
         return True
 
     @contextmanager
@@ -114,7 +114,7 @@ class EagerBranches:
     def answer(self, code: CodeType, instruction: int) -> bool:
         """The answer for one instruction of the code that checks for an export."""
         self._last = code, instruction
-        return self._last in self._told
+        return self._last in self._exporting
 
 
 @final
