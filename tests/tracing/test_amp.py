@@ -12,7 +12,10 @@ from torch import nn
 import baechi
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet_train", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "resnet_train", "recurrent"],
+)
 def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     reference = copy.deepcopy(model)
@@ -125,7 +128,11 @@ def test_a_gradient_scaler_scales_clips_and_steps_as_on_the_unsplit_model() -> N
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gpt2", torch.bfloat16), ("resnet_train", torch.bfloat16), ("towers", torch.float16)],
+    [
+        ("gpt2", torch.bfloat16),
+        pytest.param("resnet_train", torch.bfloat16, marks=pytest.mark.slow),
+        ("towers", torch.float16),
+    ],
 )
 def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dtype) -> None:
     model, args, kwargs = zoo.MODELS[name]()

@@ -74,7 +74,7 @@ def heat(model: nn.Module) -> None:
     model.temperature = 7.0
 
 
-CHANGES = [disable, switch, rescale, drop_less, forget_faster, heat]
+CHANGES = [switch, rescale, drop_less, forget_faster, heat, disable]  # the last hides the first
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
 
@@ -95,17 +95,17 @@ def two() -> list[nn.Module]:
     return [models[0], again]
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_is_set_later_is_what_runs(change: Callable[[nn.Module], None]) -> None:
+def test_what_is_set_later_is_what_runs() -> None:
     models = two()
-    first = [placed.step(model, (X,), {}) for model in models]
-    for model in models:
-        change(model)
-    second = [placed.step(model, (X,), {}) for model in models]
-    for unsplit, actual in (first, second):
-        assert not unsplit.differs_from(actual)
-    assert first[0].differs_from(second[0])
-    assert len(models[1]._specializations) == 2
+    before = [placed.step(model, (X,), {}) for model in models]
+    for n, change in enumerate(CHANGES, start=2):
+        for model in models:
+            change(model)
+        after = [placed.step(model, (X,), {}) for model in models]
+        assert not after[0].differs_from(after[1]), change
+        assert after[0].differs_from(before[0]), change
+        assert len(models[1]._specializations) == n
+        before = after
 
 
 def test_what_is_set_back_runs_what_was_placed_first() -> None:
@@ -137,14 +137,23 @@ def test_what_is_new_stays_on_the_placed_module_and_changes_nothing() -> None:
     assert not hasattr(module.unplace(), "note")
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_apply_refuses_with_what_was_changed(change: Callable[[nn.Module], None]) -> None:
+def test_apply_refuses_with_what_was_changed() -> None:
     model = Model()
     module = placed.at_random(model, (X,), devices=2)
     module(X)
-    change(model)
+    switch(model)
     with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* was .* and is "):
         module(X)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_is_seen(change: Callable[[nn.Module], None]) -> None:
+    model = Model()
+    attributes = Attributes(model)
+    assert attributes.hold()
+    change(model)
+    assert not attributes.hold()
+    assert " was " in attributes.changed()
 
 
 def test_the_limit_says_which_attribute_keeps_changing() -> None:
@@ -273,10 +282,18 @@ def test_what_hides_or_replaces_what_was_there_is_what_runs(
     assert len(module._specializations) == 2
 
 
-@pytest.mark.parametrize("change", HIDING)
-def test_apply_refuses_what_hides_an_attribute_of_the_class(change: Callable[[Any], None]) -> None:
+def test_apply_refuses_what_hides_an_attribute_of_the_class() -> None:
     model = Classy()
     module = placed.at_random(model, (X,), devices=2)
-    change(model)
+    hide_forward(model)
     with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* and is "):
         module(X)
+
+
+@pytest.mark.parametrize("change", HIDING)
+def test_what_hides_an_attribute_of_the_class_is_named(change: Callable[[Any], None]) -> None:
+    model = Classy()
+    attributes = Attributes(model)
+    change(model)
+    assert not attributes.hold()
+    assert " and is " in attributes.changed()

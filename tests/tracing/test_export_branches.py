@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,16 @@ def without_padding(name: str) -> zoo.Example:
     return model, args, {key: value for key, value in kwargs.items() if "mask" not in key}
 
 
+@cache
+def traced_without_padding(name: str) -> tuple[zoo.Example, baechi.Traced]:
+    model, args, kwargs = example = without_padding(name)
+    return example, baechi.trace(model, args, kwargs)
+
+
+def nightly(*row: object) -> Any:
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def readers(traced: baechi.Traced) -> Iterator[torch.fx.Node]:
     for node in traced.module.graph_module.graph.nodes:
         if "scaled_dot_product_attention" in str(node.target):
@@ -27,10 +38,16 @@ def readers(traced: baechi.Traced) -> Iterator[torch.fx.Node]:
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [("llama", True), ("gpt2", True), ("mixtral", True), ("vit", False), ("clip", None)],
+    [
+        ("llama", True),
+        ("gpt2", True),
+        nightly("mixtral", True),
+        nightly("vit", False),
+        nightly("clip", None),
+    ],
 )
 def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -> None:
-    found = list(readers(baechi.trace(*without_padding(name))))
+    found = list(readers(traced_without_padding(name)[1]))
     assert found
     for node in found:
         masked, is_causal = [*node.args[3:], None][0], [*node.args[5:], False][0]
@@ -39,7 +56,7 @@ def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -
         assert causal is None or bool(is_causal or node.kwargs.get("is_causal")) is causal
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", nightly("bert")])
 def test_a_padding_mask_stays(name: str) -> None:
     """Its values may be others in the next call, whatever they are in the example."""
     model, args, kwargs = zoo.MODELS[name]()
@@ -57,11 +74,12 @@ def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list
     return [logits.detach(), *map(torch.clone, gradients)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "vit", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", *map(nightly, ("mixtral", "vit", "t5"))])
 def test_one_device_gives_the_same_bits(name: str) -> None:
-    model, args, kwargs = example = without_padding(name)
+    example, traced = traced_without_padding(name)
+    model = example[0]
     expected = loss_and_gradients(model, model, example)
-    placed = placed_alone(baechi.trace(model, args, kwargs), training=True)
+    placed = placed_alone(traced, training=True)
     actual = loss_and_gradients(placed, model, example)
     placed.unplace()
     assert len(actual) == len(expected)

@@ -18,8 +18,8 @@ def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
     ends: Any = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 63, "pad_token_id": 0}
     if name == "gpt2":
-        return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, **ends)).eval()
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, **ends)).eval()
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ends)).eval()
 
@@ -34,10 +34,10 @@ def ids() -> torch.Tensor:
     return torch.arange(2, 12).reshape(2, 5)
 
 
-GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8}
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 5}
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_a_static_cache_needs_two_shapes(name: str, ids: torch.Tensor) -> None:
     model = model_of(name)
     module = split(model, max_shapes=2)

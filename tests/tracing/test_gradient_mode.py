@@ -34,8 +34,9 @@ def seen(model: nn.Module, modes: list[bool]) -> list[Any]:
     return [*rows, [parameter.grad for parameter in model.parameters()]]
 
 
-@pytest.mark.parametrize("modes", [[True, False, True], [False, True, False]], ids=str)
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("modes", "verify"), [([True, False, True], False), ([False, True, False], True)], ids=str
+)
 def test_each_mode_has_its_branch(modes: list[bool], verify: bool) -> None:
     torch.manual_seed(0)
     model = Asks()

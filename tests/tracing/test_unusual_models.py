@@ -426,8 +426,12 @@ class Asking(nn.Module):
 def test_symbolic_tracing_refuses_by_name(ask: Callable[[Tensor], Any], said: str) -> None:
     with pytest.raises(baechi.TraceError, match=said):
         baechi.trace(Asking(ask), (X,))
-    model = nn.Sequential(nn.Linear(4, 4), Asking(ask), nn.Identity())
-    assert baechi.trace(model, (X,)).rung == "module granularity, opaque leaves"
+
+
+def test_what_symbolic_tracing_refuses_stays_whole_in_a_submodule() -> None:
+    ask = Asking(lambda x: x * 2 if isinstance(x, Tensor) else x)
+    traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), ask, nn.Identity()), (X,))
+    assert traced.rung == "module granularity, opaque leaves"
 
 
 class Encoder(nn.Module):
@@ -435,7 +439,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(8, 8)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.last(self.encoder(x, src_key_padding_mask=padding))

@@ -7,7 +7,7 @@ A tracer runs the model's Python on tensors without values. After each run:
   search covers the attributes of the model's modules, with the lists, dicts and objects in them,
   the lists and dicts of their classes and of the files that define these, and functions with
   `functools.lru_cache` in all imported files: a model calls those of other files, and through
-  decorators. It takes one pass over these names, some 50 ms where `transformers` is imported.
+  decorators. It takes one pass over these names, some 20 ms where `transformers` is imported.
 - A tensor that is there and is no buffer is real to a tracer, so a write would happen once too
   often: it is undone.
 - A parameter, buffer or submodule that it makes would be made in each call: it is refused.
@@ -302,14 +302,19 @@ def _cached_functions(rows: list[Any]) -> list[Any]:
     found: dict[int, Any] = {}
     seen: set[int] = set()
     while values:
-        value = values.pop()
-        if type(value) is functools._lru_cache_wrapper:
-            found[id(value)] = value
-        elif type(value) in _WRAPPERS and id(value) not in seen:
-            seen.add(id(value))
-            values.append(getattr(value, "__wrapped__", None))
-            cells = getattr(value, "__closure__", None) or ()
-            values += [cell.cell_contents for cell in cells if _is_filled(cell)]
+        inner: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if kind is functools._lru_cache_wrapper:
+                found[id(value)] = value
+            elif kind is FunctionType and not (value.__closure__ or value.__dict__):
+                continue  # most are: it wraps nothing
+            elif kind in _WRAPPERS and id(value) not in seen:
+                seen.add(id(value))
+                inner.append(getattr(value, "__wrapped__", None))
+                cells = getattr(value, "__closure__", None) or ()
+                inner += [cell.cell_contents for cell in cells if _is_filled(cell)]
+        values = inner
     return list(found.values())
 
 
