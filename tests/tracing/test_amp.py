@@ -26,13 +26,6 @@ def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) 
     assert not expected.differs_from(actual)
 
 
-def lazily(model: nn.Module) -> baechi.PlacedModule:
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    return baechi.place(
-        model, devices, placer="round-robin", costs="estimate", progress=False, verify=True
-    )
-
-
 class Casts(nn.Module):
     """A cast that changes nothing without autocast, and a part that stays in full precision."""
 
@@ -51,7 +44,7 @@ class Casts(nn.Module):
 def test_each_state_of_autocast_is_planned_for_itself() -> None:
     """A cast that changed nothing when the model was traced is not in the trace."""
     model, x = Casts(), torch.randn(4, 8)
-    module = lazily(model)
+    module = placed.lazily(model, verify=True)
     for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             expected, actual = model(x), module(x)

@@ -75,7 +75,6 @@ def heat(model: nn.Module) -> None:
 
 
 CHANGES = [switch, rescale, drop_less, forget_faster, heat, disable]  # the last hides the first
-DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
 
 def two() -> list[nn.Module]:
@@ -84,15 +83,7 @@ def two() -> list[nn.Module]:
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Model())
-    again = baechi.place(
-        models[1],
-        DEVICES,
-        placer="round-robin",
-        costs="estimate",
-        progress=False,
-        threads_per_device=1,
-    )
-    return [models[0], again]
+    return [models[0], placed.lazily(models[1])]
 
 
 def test_what_is_set_later_is_what_runs() -> None:
@@ -157,9 +148,7 @@ def test_each_change_is_seen(change: Callable[[nn.Module], None]) -> None:
 
 
 def test_the_limit_says_which_attribute_keeps_changing() -> None:
-    module = baechi.place(
-        Model(), DEVICES, costs="estimate", progress=False, placer="single", max_shapes=2
-    )
+    module = placed.lazily(Model(), placer="single", max_shapes=2)
     for value in (1.0, 2.0):
         module.temperature = value
         module(X)
@@ -267,9 +256,7 @@ def test_what_hides_or_replaces_what_was_there_is_what_runs(
 ) -> None:
     unsplit, model = Classy(), Classy()
     model.load_state_dict(unsplit.state_dict())
-    module = baechi.place(
-        model, DEVICES, placer="single", costs="estimate", progress=False, threads_per_device=1
-    )
+    module = placed.lazily(model, placer="single")
     assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
     for one in (unsplit, model):
         change(one)

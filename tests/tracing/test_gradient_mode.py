@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed import EXACT, assert_same_values, at_random
+from placed import EXACT, assert_same_values, at_random, lazily
 from torch import nn
 
 import baechi
@@ -43,14 +43,7 @@ def test_each_mode_has_its_branch(modes: list[bool], verify: bool) -> None:
     with torch_threads(1):
         expected = seen(model, modes)
         model.zero_grad()
-        placed = baechi.place(
-            model,
-            {"cpu:0": "1GiB", "cpu:1": "1GiB"},
-            costs="estimate",
-            max_shapes=2,
-            verify=verify,
-            progress=False,
-        )
+        placed = lazily(model, max_shapes=2, verify=verify)
         assert_same_values(seen(placed, modes), expected, **EXACT)
     placed.unplace()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed import again_at_random, place_on, step
+from placed import again_at_random, lazily, place_on, step
 from torch import Tensor, nn
 
 import baechi
@@ -16,7 +16,6 @@ import baechi
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
-DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
 
 class Middle(nn.Module):
@@ -51,17 +50,6 @@ def within(function: Callable[[Any, Tensor], Any]) -> Middle:
     model = Middle(lambda model, x: model.inside(x))
     model.inside = Inside(function)
     return model
-
-
-def lazily(model: nn.Module) -> baechi.PlacedModule:
-    return baechi.place(
-        model,
-        DEVICES,
-        placer="round-robin",
-        costs="estimate",
-        progress=False,
-        threads_per_device=1,
-    )
 
 
 def assert_equal_steps(one: nn.Module, two: nn.Module, calls: Sequence[Any]) -> None:

@@ -20,10 +20,10 @@ from typing import Any, final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from baechi.torch_support.autograd_internals import version_of
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, TorchDispatchMode
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
 from baechi.tracing.guards import CHECK
 from baechi.tracing.pytrees import Parts, Structure, is_tensor, tensors_in
@@ -120,13 +120,13 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
         with torch.random.fork_rng(devices=[]):
-            facts = _Recorder(module, cache(_copied)).record(inputs)
+            facts = _Recorder(module, cache(copy_of)).record(inputs)
         facts.real = True
         return facts
 
 
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, so that the model's own buffers stay as they are."""
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that needs a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -184,13 +184,15 @@ class _Recorder(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         self._saved, self._current = [], n
-        before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
+        before = [
+            (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
+        ]
         drawing = _Drawing() if _is_python(n) else None
         with drawing or nullcontext():
             result = super().run_node(n)
         if n.op == "output":
             return result
-        written = {self._storage(t) for t, version in before if t._version != version}
+        written = {self._storage(t) for t, version in before if version_of(t) != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
         parts = Parts(is_tensor)
         structure = parts.structure(result)
@@ -279,7 +281,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             self.drew |= _operator_draws(func, schema_arguments(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -297,7 +299,7 @@ def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
     rates = (arguments.get(name, 1) for name in _PROBABILITIES)
     if any(not isinstance(rate, torch.Tensor) and rate == 0 for rate in rates):
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         seeded = torch.Tag.nondeterministic_seeded in target.tags
         return (
             seeded

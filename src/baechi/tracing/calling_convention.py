@@ -17,6 +17,8 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
+from baechi.torch_support.module_internals import hooks_of
+from baechi.torch_support.tracer_internals import has_own_operators
 from baechi.tracing.guards import Autocast
 from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, is_tensor, paths
 
@@ -72,13 +74,6 @@ class Call:
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
 
 
-def _has_own_operators(kind: Any) -> bool:
-    """True if a class of tensors overrides torch's functions (`__torch_function__`)."""
-    own = kind.__torch_function__
-    usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-    return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
-
-
 def _shown(constant: Any) -> str | int:
     """Equal for equal constants; an object that can be called, as a module, equals itself alone."""
     if callable(constant) and not isinstance(constant, _FUNCTIONS):
@@ -122,14 +117,14 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
             "Give what one real call of the model gets."
         ) from None
-    if model._forward_hooks or model._forward_pre_hooks:  # which see how it is called
+    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
         positional, named = tuple(args), dict(kwargs or {})
     else:
         positional, named = _canonical_arguments(signature, bound)
     parts = Parts(is_tensor, look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
-        if type(tensor) is not torch.Tensor and _has_own_operators(type(tensor)):
+        if type(tensor) is not torch.Tensor and has_own_operators(type(tensor)):
             raise InputError(
                 f"an argument of {type(model).__name__}.forward is a {type(tensor).__name__}, "
                 "whose own __torch_function__ a placed model would not run. Give its values, "

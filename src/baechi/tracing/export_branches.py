@@ -27,13 +27,18 @@ from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from baechi.torch_support.autograd_internals import version_of
+from baechi.torch_support.compiler_internals import refusals
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    untraced,
+)
 
 
 @final
@@ -107,7 +112,7 @@ class EagerBranches:
         ):
             try:
                 yield
-            except TorchDynamoException:  # of one inside, as in `torch.cond`: it reads all of this
+            except refusals():  # of one inside, as in `torch.cond`: it reads all of this
                 self.nested = True
                 raise
 
@@ -185,7 +190,7 @@ class KnownValues(TorchFunctionMode):
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's value, if it is known."""
         version, value = self._known.get(tensor, (None, None))
-        return value if version is not None and version == tensor._version else None
+        return value if version is not None and version == version_of(tensor) else None
 
     def __torch_function__(
         self,
@@ -207,7 +212,7 @@ class KnownValues(TorchFunctionMode):
                 values = _rows(_computed(func, *given))
                 for row, value in zip(_rows(result), values, strict=True):
                     if _is_knowable(row) and _form(value) == _form(row):
-                        self._known[row] = (row._version, value)
+                        self._known[row] = (version_of(row), value)
         return result
 
     def _given(
@@ -263,6 +268,6 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of the function outside the tracer, on copies, since it may write into them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with untraced():
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         return func(*args, **kwargs)

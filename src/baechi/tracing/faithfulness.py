@@ -18,12 +18,12 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.jit._script import RecursiveScriptModule
 
 from baechi.errors import TraceError
+from baechi.torch_support.module_internals import global_hooks, hooks_of
+from baechi.torch_support.tracer_internals import FakeTensor, FunctionBase, RecursiveScriptModule
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import GradientMode
 from baechi.tracing.workarounds import CustomFunctions
@@ -59,14 +59,14 @@ def refuse_unfaithful(model: nn.Module) -> None:
                 "to trace; put the module that was scripted in its place."
             )
     for kind in HOOKS:
-        if getattr(nn.modules.module, f"_global{kind}"):
+        if global_hooks(kind):
             raise TraceError(
                 f"torch has hooks on all modules ({_words(kind)}), which a placed model would not "
                 "run. Remove them before tracing."
             )
     for name, module in model.named_modules():
         for kind in _BACKWARD:
-            for hook in getattr(module, kind).values():
+            for hook in hooks_of(module, kind).values():
                 raise TraceError(
                     f"{_title(model, name)} has a {_words(kind)[:-1]}, {_name(hook)}, which a "
                     f"placed model would not run. {_INSTEAD}; hooks on the placed module itself, "
@@ -99,7 +99,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:
-                hooks = getattr(module, kind)
+                hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
                     if not getattr(hook, "__module__", "").startswith(_INSIDE):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
@@ -110,8 +110,10 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             function = _here(checked, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, function))
 
-        apply = classmethod(functions.apply)  # which leaves alone what is not being traced
-        stack.enter_context(patch.object(CustomFunctions.BASE, "apply", apply, create=True))
+        # Of the base, as `apply = Mine.apply` may have been taken long ago; it leaves alone what is
+        # not being traced.
+        apply = classmethod(functions.apply)
+        stack.enter_context(patch.object(FunctionBase, "apply", apply, create=True))
         for name in ("register_hook", "retain_grad"):
             replace(torch.Tensor, name, _refused)
         for owner in (torch, torch.random):

@@ -7,12 +7,14 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from baechi.torch_support.tracer_internals import OpOverload
+
 _TORCH: Final = str(Path(torch.__file__).parent)
 
 
 def operator_name(node: fx.Node) -> str:
     """`embedding` for `aten.embedding.default`, `torch.nn.functional.embedding`, `.embedding`."""
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return node.target._schema.name.partition("::")[2]
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
 
@@ -22,7 +24,7 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
 
     Where names are unknown, as of a method's arguments, positions replace them.
     """
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return schema_arguments(node.target, node.args, node.kwargs)
     owner = node.graph.owning_module
     assert owner is not None  # a traced graph belongs to its module
@@ -36,7 +38,7 @@ def node_arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def schema_arguments(
-    target: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call by name, in the schema's order, defaults included."""
     schema = target._schema.arguments

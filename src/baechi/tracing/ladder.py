@@ -17,7 +17,7 @@ from torch import nn
 from baechi.errors import InputError, TraceError
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts, propagate, quiet
+from baechi.tracing.alias_analysis import Facts, copy_of, propagate, quiet
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.faithfulness import refuse_unfaithful
 from baechi.tracing.graph_rewrites import read_once
@@ -162,8 +162,7 @@ def _kept(call: Call, facts: Facts) -> Call:
     rows = []
     for node, tensor in zip(placeholders, call.tensors, strict=True):
         if any(value.storage in facts.written for value in facts.nodes[node].values):
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            rows.append(copies.setdefault(id(tensor), copy))
+            rows.append(copies.setdefault(id(tensor), copy_of(tensor)))
         else:
             rows.append(tensor)
     return replace(call, tensors=tuple(rows))

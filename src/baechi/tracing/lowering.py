@@ -9,7 +9,7 @@ Complexity: O(nodes + edges), with a sort.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, final
@@ -60,16 +60,15 @@ def lower(
     model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     """The operators and tensors of a flat graph, and what runs of them."""
-    lowering = _Lowering(model, module, facts)
+    parts = Partition(module, facts)
+    lowering = _Lowering(model, module, facts, parts)
     rows = lowering.tensors()
-    nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
-    travelling = lowering.partition.travelling
-    traced = TracedModule(
-        model, module, facts, call, returned, nodes, travelling, Attributes(model)
-    )
     ops = lowering.ops(rows)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
+    nodes = tuple(map(tuple, parts.nodes_of_op))
+    attributes = Attributes(model)
+    traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
 
 
@@ -90,10 +89,12 @@ class _Owned:
 class _Lowering:
     """The operators and tensors of one partition."""
 
-    def __init__(self, model: nn.Module, module: fx.GraphModule, facts: Facts) -> None:
+    def __init__(
+        self, model: nn.Module, module: fx.GraphModule, facts: Facts, parts: Partition
+    ) -> None:
         self._module = module
         self._facts = facts
-        self.partition = self._parts = Partition(module, facts)
+        self._parts = parts
         named = [*model.named_buffers(), *model.named_parameters()]
         self._owner = {id(tensor): name for name, tensor in named}
         values = (value for fact in facts.nodes.values() for value in fact.values)
@@ -145,7 +146,10 @@ class _Lowering:
             source = self._parts.is_source(storage)
             # A buffer that travels stays where it lives: kept, so that its bytes count once.
             readers = sorted(consumers[storage])
-            differentiable = self._differentiable(storage)
+            # Of a returned view to the view, and not to its base.
+            differentiable = any(
+                value.requires_grad and value.storage == storage for value in self._results(home)
+            )
             tensor = TracedTensor(
                 home,
                 tuple(readers),
@@ -214,18 +218,14 @@ class _Lowering:
         """True if a gradient flows back through its results, even if a write introduced it."""
         return any(value.storage in self._graded for value in self._facts.nodes[node].values)
 
-    def _differentiable(self, storage: int) -> bool:
-        """True if a gradient flows back; for a returned view, to the view and not to its base."""
-        op = self._parts.home(storage)
-        if op is None:
-            return False
-        return any(
-            value.requires_grad
-            for node in self._parts.nodes_of_op[op]
-            if node.op not in ("placeholder", "get_attr")
-            for value in self._facts.nodes[node].values
-            if value.storage == storage
-        )
+    def _results(self, op: int) -> Iterator[Value]:
+        """The values that an operator computes."""
+        for node in self._parts.nodes_of_op[op]:
+            if node.op not in ("placeholder", "get_attr"):
+                yield from self._facts.nodes[node].values
+
+    def _has_backward(self, op: int) -> bool:
+        return any(value.requires_grad for value in self._results(op))
 
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
         tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
@@ -253,7 +253,7 @@ class _Lowering:
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
-                    differentiable=self._has_backward(nodes),
+                    differentiable=self._has_backward(op),
                     random=any(fact.random for fact in facts),
                     group=groups.get(op),
                     source=source_line(anchor),
@@ -263,15 +263,6 @@ class _Lowering:
             )
         return tuple(ops)
 
-    def _has_backward(self, nodes: Sequence[fx.Node]) -> bool:
-        """True if a result of an operator's nodes needs a gradient."""
-        return any(
-            value.requires_grad
-            for node in nodes
-            for value in self._facts.nodes[node].values
-            if node.op not in ("get_attr", "placeholder")
-        )
-
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
         """The state each op owns, and the groups of ops that share a parameter or a counter.
 
@@ -280,7 +271,7 @@ class _Lowering:
         `linked` are the ops that read another's result, or whose results are read.
         """
         n = len(self._parts.nodes_of_op)
-        backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
+        backward = set(filter(self._has_backward, range(n)))
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}

@@ -25,13 +25,19 @@ from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from baechi.errors import TraceError
+from baechi.torch_support.autograd_internals import version_of
+from baechi.torch_support.module_internals import buffers_of, parameters_of, submodules_of
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    tracers_ended,
+    untraced,
+)
 from baechi.tracing.guards import model_line
 from baechi.tracing.pytrees import is_container
 
@@ -55,17 +61,17 @@ def buffers_in_place(
     Raises:
         RuntimeError: The new value has another shape or type; or nothing shall be kept.
     """
-    owners = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
+    owners = [(path, module, dict(buffers_of(module))) for path, module in model.named_modules()]
     rows: list[tuple[str, Any, Any]] = []
     try:
         yield
     finally:
         for path, module, before in owners:
             for name, buffer in before.items():
-                value = module._buffers.get(name)
+                value = buffers_of(module).get(name)
                 if value is not buffer:
                     rows.append((f"{path}.{name}".lstrip("."), buffer, value))
-                    module._buffers[name] = buffer
+                    buffers_of(module)[name] = buffer
     for name, buffer, value in rows:
         if not keep or buffer is None or _form(value) != _form(buffer):
             raise RuntimeError(f"forward replaces buffer {name!r}, which would be lost")
@@ -92,20 +98,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     """
     before = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
     known = _state_of(model)
-    loose = [(t, t._version, t.detach().clone()) for t in _loose(model)]
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    hooks = nn.modules.module._global_buffer_registration_hooks
-    hooks_before = set(hooks)
+    loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        with fakes_removed(model):
+        with tracers_ended(), fakes_removed(model):
             yield
     finally:
-        for key in hooks.keys() - hooks_before:  # an export that fails leaves one (torch 2.11)
-            del hooks[key]
-        if hooks_off is None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
         _undo_writes(loose)
         made = [
             f"{path}.{name}".lstrip(".")
@@ -122,7 +119,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 def _registered(module: nn.Module) -> list[dict[str, Any]]:
     """Its parameters, buffers and submodules."""
-    return [module._parameters, module._buffers, module._modules]
+    return [parameters_of(module), buffers_of(module), submodules_of(module)]
 
 
 def _state_of(module: nn.Module) -> set[int]:
@@ -161,7 +158,7 @@ def _restore(module: nn.Module, before: tuple[Any, ...], known: set[int]) -> lis
 def _undo_writes(rows: Iterable[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
     """Give tensors the values that they had at a version, if they were written since."""
     for tensor, version, value in rows:
-        if tensor._version != version:
+        if version_of(tensor) != version:
             tensor.detach().copy_(value)
 
 
@@ -225,9 +222,9 @@ class OutsideTensors(TorchFunctionMode):
         writes = _may_write(func, kwargs)
         for tensor in real if writes else ():
             if id(tensor) not in self._written:
-                with _disable_current_modes(), torch._C.DisableTorchFunction():
+                with untraced():
                     copy = tensor.detach().clone()
-                self._written[id(tensor)] = tensor, tensor._version, copy
+                self._written[id(tensor)] = tensor, version_of(tensor), copy
         result = func(*args, **kwargs)
         graded = [tensor for tensor in real if tensor.requires_grad]
         if torch.is_grad_enabled() and graded:

@@ -22,11 +22,11 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import distinct_storages
-from baechi.tracing.alias_analysis import Facts, named_state, propagate
+from baechi.torch_support.tracer_internals import TorchDispatchMode
+from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate
 from baechi.tracing.calling_convention import Call, flat_model
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
@@ -110,8 +110,8 @@ def _truth_values(
     """
     flat, _ = flat_model(model, call)
     state = named_state(flat)
-    copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
-    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
+    copies = {name: copy_of(tensor) for name, tensor in state.items()}
+    inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
     with torch.random.fork_rng(gpus), TruthValues() as values:
         torch.func.functional_call(flat, copies, inputs)

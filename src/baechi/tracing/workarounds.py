@@ -26,21 +26,23 @@ from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._subclasses import fake_impls
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import _SingleLevelFunction
-from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch as _held
-from torch.fx.experimental.proxy_tensor import track_tensor_tree
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
+
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    FunctionBase,
+    below_export,
+    export_mode,
+    fake_kernels,
+    held_function,
+    track_tensor_tree,
+)
 
 
 @final
 class CustomFunctions:
     """The custom autograd functions of one capture, as targets of fx nodes."""
-
-    # Whose `apply` to replace: the base's, as `apply = Mine.apply` may have been taken long ago.
-    BASE: Final[Any] = _SingleLevelFunction
 
     def __init__(self) -> None:
         self._targets: dict[type, Callable[..., Any]] = {}
@@ -65,24 +67,18 @@ class CustomFunctions:
         if proxy is not None:
             target = self._target(function)
             return proxy.tracer.create_proxy("call_function", target, args, kwargs)
-        key = torch._C._TorchDispatchModeKey.PROXY
-        mode: Any = torch._ops._get_dispatch_mode_pre_dispatch(key)  # type: ignore[no-untyped-call]
+        mode = export_mode()
         if mode is None:
             return _apply(function, *args, **kwargs)
         return self._record(mode, function, *args, **kwargs)
 
     def _record(self, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        # As torch's own `allow_in_pre_dispatch_graph`: below the tracer, for the shapes alone.
-        pre = torch._C.DispatchKey.PreDispatch
-        include = torch._C._dispatch_tls_local_include_set().remove(pre)
-        exclude = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
-        with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
+        with below_export():
             result = _apply(function, *args, **kwargs)
         self._target(function)
         name = str(list(self._targets).index(function))
         args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
-        # The only function that the verifier of torch.export lets pass.
-        node = mode.tracer.create_proxy("call_function", _held, (name, *args), kwargs)
+        node = mode.tracer.create_proxy("call_function", held_function, (name, *args), kwargs)
         track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
         return result
 
@@ -92,7 +88,7 @@ class CustomFunctions:
         # Regions without gradients, or with autocast, are modules of their own.
         for part in module.modules():
             if isinstance(part, fx.GraphModule):
-                for node in part.graph.find_nodes(op="call_function", target=_held):
+                for node in part.graph.find_nodes(op="call_function", target=held_function):
                     name, *args = node.args
                     node.target, node.args = targets[int(name)], tuple(args)
                 part.recompile()
@@ -107,7 +103,7 @@ class CustomFunctions:
 
 
 def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
-    return super(_SingleLevelFunction, function).apply(*args, **kwargs)
+    return super(FunctionBase, function).apply(*args, **kwargs)
 
 
 def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
@@ -121,7 +117,7 @@ def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
 def ctc_losses_known() -> Iterator[None]:
     """Let fake tensors run `torch.nn.functional.ctc_loss`."""
     kernels = {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes}
-    with patch.dict(fake_impls.op_implementations_dict, kernels):
+    with patch.dict(fake_kernels, kernels):
         yield
 
 
