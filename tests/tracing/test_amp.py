@@ -14,7 +14,11 @@ import baechi
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "resnet_train", "recurrent"],
+    [
+        "gpt2",
+        "recurrent",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "resnet_train")),
+    ],
 )
 def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()

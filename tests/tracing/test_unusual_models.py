@@ -221,7 +221,9 @@ class Tables:
         return cosines.__wrapped__(n)
 
 
-@pytest.mark.parametrize("where", ["file", "class", "model"])
+@pytest.mark.parametrize(
+    "where", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("class", "model"))]
+)
 def test_cached_functions_keep_no_tensor_of_a_tracer(where: str) -> None:
     table = {
         "file": cosines,
@@ -407,7 +409,10 @@ class Asking(nn.Module):
     ("ask", "said"),
     [
         (lambda x: x * 2 if isinstance(x, Tensor) else x, "asks for the type of"),
-        (lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
+        pytest.param(
+            *(lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
+            marks=pytest.mark.slow,
+        ),
         (lambda x: (x, torch.zeros(())), "returns a tensor that it makes"),
     ],
 )
@@ -467,7 +472,13 @@ def set_function(model: nn.Module) -> None:
     model.act = nn.functional.gelu
 
 
-@pytest.mark.parametrize("change", [set_class_attribute, set_tensor, set_function])
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_function,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (set_class_attribute, set_tensor)),
+    ],
+)
 def test_attributes_of_classes_tensors_and_functions_are_seen(change: Callable[..., None]) -> None:
     unsplit, placed = Scaled(), lazily(Scaled())
     assert_equal_steps(unsplit, placed, [(X,)])

@@ -143,6 +143,7 @@ def flat_model(
     model: nn.Module,
     call: Call,
     around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    check: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> tuple[nn.Module, list[Structure]]:
     """The model as a module from flat tensors to flat tensors, for every rung to trace.
 
@@ -150,6 +151,7 @@ def flat_model(
         model: The model.
         call: The call whose structure it takes.
         around: A context for each run of the model's forward.
+        check: Is called with the tensors and the outputs of each run.
 
     Returns:
         The module, whose `forward` has one argument per tensor of the call and whose only
@@ -173,6 +175,8 @@ def flat_model(
             raise TypeError(
                 f"forward returns a {strange}, which cannot be looked into. {_TAKEN_APART}"
             )
+        if check is not None:
+            check(tensors, left.tensors)
         returned.append(shell)
         return tuple(left.tensors)
 

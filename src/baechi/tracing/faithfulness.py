@@ -264,15 +264,9 @@ def _assigned(name: str) -> property:
 def refuse_new_leaves(
     call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse what begins to need a gradient in forward, and whose gradient the caller would see.
+    """Refuse an argument or a leaf in the result that begins to need a gradient in forward.
 
-    Args:
-        call: The call that is traced.
-        inputs: The tracer's tensors for its tensors, after forward.
-        outputs: The results of forward.
-
-    Raises:
-        TraceError: It is an argument, or a result that is a leaf.
+    The caller would see that gradient. The tensors are the tracer's, after forward.
     """
     for name, given, tensor in zip(call.names, call.tensors, inputs, strict=True):
         if tensor.requires_grad and tensor.is_leaf and not given.requires_grad:

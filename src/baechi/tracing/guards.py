@@ -71,11 +71,7 @@ class Autocast:
 
 @final
 class GradientMode:
-    """The caller's mode in one trace, and whether the model's code read it.
-
-    Args:
-        on: Whether the caller has gradients on.
-    """
+    """The caller's mode in one trace, and whether the model's code read it."""
 
     def __init__(self, on: bool) -> None:
         self._on = on
@@ -116,15 +112,10 @@ _OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: che
 
 @final
 class _Row:
-    """Plain attributes of one module, and the values that they have now.
-
-    Args:
-        path: The module's.
-        owner: The module's own dict; or the module, for attributes of its class.
-        names: Of the attributes.
-    """
+    """Plain attributes of one module, and the values that they have now."""
 
     def __init__(self, path: str, owner: Any, names: Iterable[str]) -> None:
+        # The owner is the module's own dict; or the module, for attributes of its class.
         self.path, self.owner, self.names = path, owner, tuple(names)
         self._read = _reader(owner, self.names)
         values = self._read(owner)
@@ -168,9 +159,6 @@ class Attributes:
     these. A tensor counts by its identity, since a placed model reads its contents. Other objects
     are not looked into. Attributes that come later count if they hide one of the class, as
     `layer.forward = f` does.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -320,11 +308,7 @@ class TruthValues(TorchFunctionMode):
         return answer
 
     def _replay(self, tensor: torch.Tensor) -> bool:
-        """The next truth value, with its check in the trace.
-
-        Raises:
-            RuntimeError: The trace reads another truth value than the real run.
-        """
+        """The next truth value, with its check in the trace."""
         shape, answer = next(self._rest, (None, False))
         if shape != tensor.shape:
             raise RuntimeError("forward asks for other values when it is traced than when it runs")
@@ -338,9 +322,6 @@ def check(truth: torch.Tensor, words: str = "an assertion of the model failed") 
 
     There a check that fails would end all that the process does with CUDA, and already made-up
     inputs may fail it.
-
-    Raises:
-        RuntimeError: It is not true.
     """
     if not truth:
         raise RuntimeError(words)

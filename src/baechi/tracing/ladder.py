@@ -133,11 +133,7 @@ def _lowered(
 
 
 def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:
-    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value.
-
-    Raises:
-        RuntimeError: There is one.
-    """
+    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value."""
     names = {f"model.{name}": name for name in captured.replaced}
     graph = captured.module.graph
     olds = {

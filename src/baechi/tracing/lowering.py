@@ -114,8 +114,7 @@ class _Lowering:
                 if source is None:
                     continue
                 homes = {
-                    v.storage: self._parts.home(v.storage)
-                    for v in self._facts.nodes[argument].values
+                    v.storage: self._parts.home(v.storage) for v in self._parts.values(argument)
                 }
                 for storage, home in homes.items():
                     if home is not None and home != op:
@@ -135,7 +134,7 @@ class _Lowering:
         consumers, tokens = self._reads_between_ops()
         shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
-            for value in self._facts.nodes[node].values:
+            for value in self._parts.values(node):
                 shapes[value.storage].add(value.shape)
         kept = shapes.keys()
         rows: list[tuple[TracedTensor, int | None]] = []
@@ -174,11 +173,7 @@ class _Lowering:
     ) -> tuple[int, ...]:
         """The bytes each reader sends back to an operator: one gradient per value that it reads.
 
-        Args:
-            op: The producer of the values.
-            readers: Their readers.
-            storages: Those of the values; any if None.
-            differentiable: Whether anything is sent.
+        The values are those in some storages, or all of the operator's.
         """
         if not differentiable:
             return ()
@@ -186,7 +181,7 @@ class _Lowering:
         for node in self._parts.nodes_of_op[op]:
             values = [
                 value
-                for value in self._facts.nodes[node].values
+                for value in self._parts.values(node)
                 if value.storage in self._graded and (storages is None or value.storage in storages)
             ]
             nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
@@ -200,7 +195,7 @@ class _Lowering:
         found = set()
         for node in self._parts.output.all_input_nodes:
             op = self._parts.op_of.get(node)
-            homes = {self._parts.home(v.storage) for v in self._facts.nodes[node].values}
+            homes = {self._parts.home(v.storage) for v in self._parts.values(node)}
             if op is not None and op not in homes and node.op != "get_attr":
                 found |= {op} if self._needs_gradient(node) else set()
         return found
@@ -216,13 +211,13 @@ class _Lowering:
 
     def _needs_gradient(self, node: fx.Node) -> bool:
         """True if a gradient flows back through its results, even if a write introduced it."""
-        return any(value.storage in self._graded for value in self._facts.nodes[node].values)
+        return any(value.storage in self._graded for value in self._parts.values(node))
 
     def _results(self, op: int) -> Iterator[Value]:
         """The values that an operator computes."""
         for node in self._parts.nodes_of_op[op]:
             if node.op not in ("placeholder", "get_attr"):
-                yield from self._facts.nodes[node].values
+                yield from self._parts.values(node)
 
     def _has_backward(self, op: int) -> bool:
         return any(value.requires_grad for value in self._results(op))
@@ -328,17 +323,17 @@ class _Lowering:
     def _join_split_views(self, union: UnionFind) -> None:
         """A view that could not join its base's operator at least shares its device."""
         for node, op in self._parts.op_of.items():
-            for value in self._facts.nodes[node].values:
+            for value in self._parts.values(node):
                 home = self._parts.home(value.storage)
                 if home is not None and home != op:
                     union.union([home, op])
 
     def _state_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, int]]:
         """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
-        if node.op == "get_attr" and self._facts.nodes[node].values:
+        if node.op == "get_attr" and self._parts.values(node):
             tensor = attribute(self._module, str(node.target))
             name = self._owner.get(id(tensor), str(node.target))
-            return [(name, tensor, self._facts.nodes[node].values[0].storage)]
+            return [(name, tensor, self._parts.values(node)[0].storage)]
         if node.op != "call_module":
             return []
         leaf = self._module.get_submodule(str(node.target))
@@ -365,7 +360,7 @@ class _Lowering:
         """The node that names the operator: the first that makes a storage, else the first."""
         for node in nodes:
             makes = any(
-                self._facts.storages[v.storage].node is node for v in self._facts.nodes[node].values
+                self._facts.storages[v.storage].node is node for v in self._parts.values(node)
             )
             if makes and node.op != "get_attr":
                 return node

@@ -16,12 +16,13 @@ Complexity: O(nodes + edges), with a sort.
 
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, final
 
 import networkx
 from torch import fx, nn
 
-from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.alias_analysis import Facts, Value
 
 
 @final
@@ -99,7 +100,7 @@ class Partition:
             facts = self._facts.nodes[node]
             touched = set(facts.writes) | {v.storage for v in facts.values}
             for argument in node.all_input_nodes:
-                touched |= {v.storage for v in self._facts.nodes[argument].values}
+                touched |= {v.storage for v in self.values(argument)}
             if node.op == "call_module":
                 leaf = self._module.get_submodule(str(node.target))
                 own = {id(tensor) for tensor in (*leaf.parameters(), *leaf.buffers())}
@@ -108,6 +109,10 @@ class Partition:
                 self.touches[storage].append(position)
             for storage in facts.writes:
                 self.last_write[storage] = position
+
+    def values(self, node: fx.Node) -> tuple[Value, ...]:
+        """The tensors that a node yields."""
+        return self._facts.nodes[node].values
 
     def is_source(self, storage: int) -> bool:
         """True if it belongs to a parameter, a buffer or a constant."""
@@ -126,7 +131,7 @@ class Partition:
                 continue
             inputs = [self.position[argument] for argument in node.all_input_nodes]
             roots = {self._union.find(p) for p in inputs}
-            values = self._facts.nodes[node].values
+            values = self.values(node)
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
             is_view = bool(inputs) and not made and not self._facts.nodes[node].writes
             passes_on = not values and not self._facts.nodes[node].random
@@ -173,7 +178,7 @@ class Partition:
 
     def travels(self, node: fx.Node) -> bool:
         """True if a get_attr's value may be sent: not trained, never written, no submodule."""
-        values = self._facts.nodes[node].values
+        values = self.values(node)
         if not values or any(v.storage in self.last_write for v in values):
             return False
         value = attribute(self._module, str(node.target))
@@ -241,7 +246,4 @@ class Partition:
 
 def attribute(module: nn.Module, target: str) -> Any:
     """The value behind a get_attr node's dotted target."""
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(target)(module)

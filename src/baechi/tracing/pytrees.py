@@ -138,11 +138,7 @@ Change = tuple[int, Contents, tuple[Any, ...]]  # of an object, by its number
 
 @final
 class ObjectChanges:
-    """Objects of a call with what they hold now, to find what it changes.
-
-    Args:
-        objects: All objects that `Parts` found.
-    """
+    """The objects of a call, as `Parts` finds them, with what they hold now."""
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self.objects = tuple(objects)

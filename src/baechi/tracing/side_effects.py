@@ -176,11 +176,7 @@ def _loose(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
-    """Refuse parameters of submodules that stay whole which are not registered.
-
-    Raises:
-        TraceError: There is one; its gradient would be lost.
-    """
+    """Refuse parameters of submodules that stay whole which are not registered: no gradient."""
     known = {id(tensor) for tensor in model.parameters()}
     parts = {id(part): part for leaf in leaves for part in leaf.modules()}.values()
     # A recurrent layer of torch has a list of its parameters, or of what stands for them.
@@ -267,9 +263,6 @@ def fakes_removed(model: nn.Module) -> Iterator[None]:
     """Run the model's Python on a tracer's tensors inside; none of them is left in it after that.
 
     Except parameters, buffers and submodules that forward makes: `unchanged` reports these.
-
-    Args:
-        model: The model, or a module that holds it.
     """
     known = {id(row) for module in model.modules() for row in _registered(module)}
     rows = [row for row in (*_holders(model), *_tables(model)) if id(row) not in known]

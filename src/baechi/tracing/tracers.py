@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -73,8 +73,7 @@ def _non_strict(
                 stack.enter_context(outside)
             yield
 
-    flat, returned = flat_model(model, call, around)
-    _check_leaves(flat, call)
+    flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with watched(model, mode) as functions, closing(outside):
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
@@ -87,27 +86,10 @@ def _non_strict(
     return Capture(without_effectless(module), returned[-1], tuple(replaced))
 
 
-def _check_leaves(flat: nn.Module, call: Call) -> None:
-    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
-    run = flat.forward
-
-    @wraps(run)
-    def forward(*tensors: torch.Tensor) -> Any:
-        outputs = run(*tensors)
-        refuse_new_leaves(call, tensors, outputs)
-        return outputs
-
-    flat.forward = forward
-
-
 def _truth_values(
     mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call
 ) -> Capture:
-    """Trace with the truth values of a real run of the example.
-
-    Raises:
-        RuntimeError: It reads none.
-    """
+    """Trace with the truth values of a real run of the example."""
     flat, _ = flat_model(model, call)
     state = named_state(flat)
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
@@ -134,11 +116,7 @@ class _ModuleTracer(fx.Tracer):
         self.path: list[str] = []
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node with the model's own line, as nodes of `torch.export` have it.
-
-        Raises:
-            RuntimeError: fx would lose what it does, or the mode that it runs in.
-        """
+        """A node with the model's own line, as nodes of `torch.export` have it."""
         if _modes() != self._modes:
             raise RuntimeError("forward switches gradients or autocast, which fx would lose")
         if target in _AUTOGRAD:
@@ -276,11 +254,7 @@ def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
 
 
 def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all.
-
-    Raises:
-        RuntimeError: There is one.
-    """
+    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all."""
     for node in module.graph.find_nodes(op="get_attr"):
         if str(node.target).startswith(_MADE):
             if any(value.storage in facts.written for value in facts.nodes[node].values):

@@ -48,11 +48,7 @@ class CustomFunctions:
         self._targets: dict[type, Callable[..., Any]] = {}
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        """`Function.apply` while a tracer runs.
-
-        Raises:
-            RuntimeError: The function cannot be kept.
-        """
+        """`Function.apply` while a tracer runs."""
         leaves = pytree.tree_leaves((args, kwargs))
         proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
         traced = proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
@@ -138,10 +134,7 @@ RECURRENT: Final = frozenset(
 
 
 def compact(model: nn.Module) -> None:
-    """Put the weights of every recurrent layer that is on one GPU into one piece again.
-
-    Parameters stay the same objects.
-    """
+    """Put the weights of each recurrent layer on one GPU into one piece; parameters stay."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
             places = {parameter.device for parameter in module.parameters()}
