@@ -330,21 +330,15 @@ class _Lowering:
 
     def _state_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, int]]:
         """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
+        target = str(node.target)
+        tensors: list[torch.Tensor] = []
         if node.op == "get_attr" and self._parts.values(node):
-            tensor = attribute(self._module, str(node.target))
-            name = self._owner.get(id(tensor), str(node.target))
-            return [(name, tensor, self._parts.values(node)[0].storage)]
-        if node.op != "call_module":
-            return []
-        leaf = self._module.get_submodule(str(node.target))
-        return [
-            (
-                self._owner.get(id(tensor), str(node.target)),
-                tensor,
-                self._parts.storage_of.get(id(tensor), -1),
-            )
-            for tensor in (*leaf.parameters(), *leaf.buffers())
-        ]
+            tensors = [attribute(self._module, target)]
+        elif node.op == "call_module":
+            leaf = self._module.get_submodule(target)
+            tensors = [*leaf.parameters(), *leaf.buffers()]
+        storage_of = self._parts.storage_of
+        return [(self._owner.get(id(t), target), t, storage_of.get(id(t), -1)) for t in tensors]
 
     def _readers(self, node: fx.Node, storage: int) -> list[int]:
         if node.op == "call_module":
@@ -358,10 +352,9 @@ class _Lowering:
 
     def _anchor(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """The node that names the operator: the first that makes a storage, else the first."""
+        storages = self._facts.storages
         for node in nodes:
-            makes = any(
-                self._facts.storages[v.storage].node is node for v in self._parts.values(node)
-            )
+            makes = any(storages[v.storage].node is node for v in self._parts.values(node))
             if makes and node.op != "get_attr":
                 return node
         return nodes[0]
