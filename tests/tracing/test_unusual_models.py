@@ -447,6 +447,8 @@ def test_an_encoder_that_drops_padding_drops_it() -> None:
         with torch.set_grad_enabled(gradients):
             assert torch.equal(placed(x, padding), unsplit(x, padding))
         assert rung in placed.traced.rung
+    lines = {op.source.partition(":")[0] for op in placed.traced.ops if op.source}
+    assert lines == {"test_unusual_models.py"}, "not the lines of what watches the encoder"
 
 
 # What changes after the trace.

@@ -9,7 +9,8 @@ from torch import fx
 
 from baechi.torch_support.tracer_internals import OpOverload
 
-_TORCH: Final = str(Path(torch.__file__).parent)
+# Beginnings of lines of a stack in torch and in what watches it here.
+_NOT_THE_MODELS: Final = tuple(f'File "{Path(file).parent}' for file in (torch.__file__, __file__))
 
 
 def operator_name(node: fx.Node) -> str:
@@ -66,11 +67,11 @@ def _own_path(path: str) -> str:
 def source_line(node: fx.Node) -> str:
     """`modeling_gpt2.py:680 in forward: hidden_states = ...`, from the tracer's own record.
 
-    The innermost line that is not torch's own, such as that of a layer in `torch.nn`.
+    The innermost line that is neither torch's own, such as that of a layer in `torch.nn`, nor ours.
     """
     lines = str(node.meta.get("stack_trace") or "").strip().splitlines()
     places = [i for i, line in enumerate(lines) if line.strip().startswith('File "')]
-    own = [i for i in places if not lines[i].strip().startswith(f'File "{_TORCH}')]
+    own = [i for i in places if not lines[i].strip().startswith(_NOT_THE_MODELS)]
     places = own or places
     if not places:
         return ""
