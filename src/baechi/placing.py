@@ -39,7 +39,7 @@ from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_devic
 from baechi.torch_support.torch_internals import unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
-from baechi.tracing.ladder import traced_for
+from baechi.tracing.ladder import trace
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -197,7 +197,8 @@ class _Planner:
             self._say(f"tracing {type(model).__name__} for {call.shapes}")
             args, kwargs = call.structure.fill(call.tensors)
             call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-            traced = traced_for(model, args, kwargs, gradients=gradients)
+            with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
+                traced = trace(model, args, kwargs)
             graph, placement = self._solved(traced, homes)
             unsplit = Unsplit(model) if self.verify else None
             placed = apply(

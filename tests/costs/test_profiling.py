@@ -19,7 +19,7 @@ from baechi.costs.op_benchmark import Addition, Bench
 from baechi.costs.profile_cache import Measured
 from baechi.costs.profiling import _additions
 from baechi.torch_support.memory_meter import Meter
-from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.fx_nodes import operator_name
 
 
 def test_a_deep_model_is_measured_as_its_distinct_layers() -> None:

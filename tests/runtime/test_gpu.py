@@ -19,7 +19,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.cuda_graphs import WARM_UP
 from baechi.runtime.verification import Unsplit, verify
 from baechi.torch_support.graph_capture import CudaRecorder
-from baechi.tracing.workarounds.recurrent_weights import compact
+from baechi.tracing.workarounds import compact
 
 pytestmark = pytest.mark.gpu
 
@@ -300,7 +300,7 @@ def test_a_truth_value_that_is_no_more_is_told_and_cuda_lives_on(cuda_graphs: An
     for _ in range(WARM_UP + 2):
         for one, other in zip(step(reference, (x,), {}), step(placed, (x,), {}), strict=True):
             torch.testing.assert_close(other, one, **TOLERANCES)
-        with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+        with pytest.raises(baechi.ExecutionError, match="would now read True"):
             placed(x * float("nan"))
     profile = baechi.profile(placed.traced, "cuda:0", cache=False, progress=False)
     assert len(profile.costs) == len(placed.traced.ops)

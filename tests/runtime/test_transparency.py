@@ -262,7 +262,7 @@ def test_a_detached_branch_gets_no_gradient() -> None:
     ("name", "rung"),
     [
         ("gpt2", "torch.export (non-strict)"),
-        ("mixtral", "torch.export (non-strict), exporting said to _can_use_grouped_mm"),
+        ("mixtral", "torch.export (non-strict), export branches of _can_use_grouped_mm"),
         ("masked_transformer", "module granularity, opaque leaves"),
         ("data_dependent", "module granularity, opaque leaves"),
     ],

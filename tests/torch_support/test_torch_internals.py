@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from baechi.torch_support import operator_internals as operators
 from baechi.torch_support import torch_internals as internals
+from baechi.torch_support import tracer_internals as tracers
 from baechi.torch_support.storages import key_of
 
 
@@ -183,27 +183,110 @@ def test_operators_are_seen_with_what_their_schemas_say() -> None:
     seen: list[tuple[str, bool, float]] = []
 
     def see(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
-        assert isinstance(func, operators.OpOverload)
+        assert isinstance(func, tracers.OpOverload)
         assert not kwargs
         assert isinstance(args[0], torch.Tensor)
-        packet = operators.packet_of(func)
-        seen.append((packet.__name__, operators.writes_arguments(func), float(result.sum())))
+        packet = tracers.packet_of(func)
+        seen.append((packet.__name__, tracers.writes_arguments(func), float(result.sum())))
 
     x = torch.ones(2, 3)
-    with operators.Watch(see):
+    with tracers.Watch(see):
         x.t().add_(1)
     assert seen == [("t", False, 6), ("add_", True, 12)]
-    assert operators.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+    assert tracers.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
 
 
 def test_fake_tensors_have_shapes_and_no_memory() -> None:
-    with operators.FakeTensorMode(allow_non_fake_inputs=True):
+    with tracers.FakeTensorMode(allow_non_fake_inputs=True):
         made = torch.ones(1 << 40, 1 << 10) @ torch.ones(1 << 10, 2)
     assert made.shape == (1 << 40, 2)
 
 
+def test_operators_and_their_schemas() -> None:
+    add = torch.ops.aten.add.Tensor
+    assert isinstance(add, tracers.OpOverload)
+    assert isinstance(torch.ops.aten.add, tracers.OpOverloadPacket)
+    assert add._schema.name == "aten::add"
+    assert not add._schema.is_mutable
+    assert [row.name for row in add._schema.arguments] == ["self", "other", "alpha"]
+
+
+def test_fake_tensors_and_their_kernels() -> None:
+    with tracers.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(3), static_shapes=True)
+        assert isinstance(fake, tracers.FakeTensor)
+        assert isinstance(torch.ones(2), tracers.FakeTensor)
+        with tracers.untraced():
+            assert not isinstance(torch.ones(2), tracers.FakeTensor)
+    assert torch.ops.aten.empty_like.default in tracers.fake_kernels
+
+
+def test_dispatch_sees_operators() -> None:
+    class Names(tracers.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
+        ) -> object:
+            seen.append(str(func))
+            return func(*args, **kwargs or {})
+
+    seen: list[str] = []
+    with Names():
+        torch.ones(2).exp_()
+    assert "aten.exp_.default" in seen
+
+
+def test_the_base_of_autograd_functions() -> None:
+    assert "apply" in dir(tracers.FunctionBase)
+    assert issubclass(torch.autograd.Function, tracers.FunctionBase)
+    assert callable(super(tracers.FunctionBase, torch.autograd.Function).apply)
+
+
+def test_recording_below_an_export() -> None:
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            modes.append(tracers.export_mode())
+            with tracers.below_export():
+                hidden = x.sin()
+            assert hidden.shape == x.shape
+            node = modes[-1].tracer.create_proxy("call_function", tracers.held_function, ("0",), {})
+            tracers.track_tensor_tree(hidden, node, constant=None, tracer=modes[-1].tracer)
+            return hidden + 1
+
+    modes: list[object] = []
+    assert tracers.export_mode() is None
+    program = torch.export.export(Asks(), (torch.ones(2),), strict=False)
+    names = [str(node.target) for node in program.graph.nodes]
+    assert modes[0] is not None
+    assert not any("sin" in name for name in names)
+    assert any("held" in name or "custom_autograd" in name for name in names)
+
+
+def test_classes_with_operators_of_their_own() -> None:
+    class Own(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    assert tracers.has_own_operators(Own)
+    assert not tracers.has_own_operators(nn.Parameter)
+    assert not tracers.has_own_operators(type("Plain", (torch.Tensor,), {}))
+
+
+def test_what_a_failed_tracer_began_is_ended() -> None:
+    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
+    with tracers.tracers_ended():
+        torch._C._functorch._vmap_increment_nesting(2, "error")
+        torch._C._autograd._saved_tensors_hooks_disable("no")
+        nn.modules.module.register_module_buffer_registration_hook(lambda *_: None)
+    assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
+    with saved_tensors_hooks(torch.clone, torch.clone):
+        graded().exp()
+    assert not nn.modules.module._global_buffer_registration_hooks
+    assert tracers.RecursiveScriptModule.__mro__.count(torch.jit.ScriptModule) == 1
+
+
 @pytest.mark.gpu
 def test_a_spinning_stream_is_busy() -> None:
-    operators.spin(100_000_000)
+    internals.spin(100_000_000)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -12,7 +12,14 @@ from torch import nn
 import baechi
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet_train", "recurrent"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt2",
+        "recurrent",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "resnet_train")),
+    ],
+)
 def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) -> None:
     model, args, kwargs = {**zoo.MODELS, **zoo.AWKWARD}[name]()
     reference = copy.deepcopy(model)
@@ -21,13 +28,6 @@ def test_outputs_and_gradients_under_autocast_are_the_unsplit_models(name: str) 
         expected, actual = (placed.step(m, args, kwargs) for m in (reference, module))
     module.unplace()
     assert not expected.differs_from(actual)
-
-
-def lazily(model: nn.Module) -> baechi.PlacedModule:
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    return baechi.place(
-        model, devices, placer="round-robin", costs="estimate", progress=False, verify=True
-    )
 
 
 class Casts(nn.Module):
@@ -48,7 +48,7 @@ class Casts(nn.Module):
 def test_each_state_of_autocast_is_planned_for_itself() -> None:
     """A cast that changed nothing when the model was traced is not in the trace."""
     model, x = Casts(), torch.randn(4, 8)
-    module = lazily(model)
+    module = placed.lazily(model, verify=True)
     for dtype in (None, torch.bfloat16, torch.float16, None, torch.bfloat16):
         with torch.autocast("cpu", dtype, enabled=dtype is not None):
             expected, actual = model(x), module(x)
@@ -125,7 +125,11 @@ def test_a_gradient_scaler_scales_clips_and_steps_as_on_the_unsplit_model() -> N
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("gpt2", torch.bfloat16), ("resnet_train", torch.bfloat16), ("towers", torch.float16)],
+    [
+        ("gpt2", torch.bfloat16),
+        pytest.param("resnet_train", torch.bfloat16, marks=pytest.mark.slow),
+        ("towers", torch.float16),
+    ],
 )
 def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dtype) -> None:
     model, args, kwargs = zoo.MODELS[name]()
@@ -148,7 +152,7 @@ def test_a_model_in_half_precision_trains_as_unsplit(name: str, dtype: torch.dty
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self._flat_weights")
 def test_torch_still_exports_recurrent_layers_in_other_dtypes() -> None:
-    """If this fails, torch is mended: see whether `rungs._RECURRENT` can go."""
+    """If this fails, torch is mended: `workarounds.RECURRENT` can go."""
     layer, x = nn.LSTM(4, 4), torch.randn(3, 2, 4)
     with torch.autocast("cpu", torch.bfloat16):
         exported = torch.export.export(layer, (x,), strict=False).module()

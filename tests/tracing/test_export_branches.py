@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -19,6 +20,16 @@ def without_padding(name: str) -> zoo.Example:
     return model, args, {key: value for key, value in kwargs.items() if "mask" not in key}
 
 
+@cache
+def traced_without_padding(name: str) -> tuple[zoo.Example, baechi.Traced]:
+    model, args, kwargs = example = without_padding(name)
+    return example, baechi.trace(model, args, kwargs)
+
+
+def nightly(*row: object) -> Any:
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def readers(traced: baechi.Traced) -> Iterator[torch.fx.Node]:
     for node in traced.module.graph_module.graph.nodes:
         if "scaled_dot_product_attention" in str(node.target):
@@ -27,10 +38,16 @@ def readers(traced: baechi.Traced) -> Iterator[torch.fx.Node]:
 
 @pytest.mark.parametrize(
     ("name", "causal"),
-    [("llama", True), ("gpt2", True), ("mixtral", True), ("vit", False), ("clip", None)],
+    [
+        ("llama", True),
+        ("gpt2", True),
+        nightly("mixtral", True),
+        nightly("vit", False),
+        nightly("clip", None),
+    ],
 )
 def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -> None:
-    found = list(readers(baechi.trace(*without_padding(name))))
+    found = list(readers(traced_without_padding(name)[1]))
     assert found
     for node in found:
         masked, is_causal = [*node.args[3:], None][0], [*node.args[5:], False][0]
@@ -39,7 +56,7 @@ def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -
         assert causal is None or bool(is_causal or node.kwargs.get("is_causal")) is causal
 
 
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", nightly("bert")])
 def test_a_padding_mask_stays(name: str) -> None:
     """Its values may be others in the next call, whatever they are in the example."""
     model, args, kwargs = zoo.MODELS[name]()
@@ -57,11 +74,12 @@ def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list
     return [logits.detach(), *map(torch.clone, gradients)]
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "vit", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", *map(nightly, ("mixtral", "vit", "t5"))])
 def test_one_device_gives_the_same_bits(name: str) -> None:
-    model, args, kwargs = example = without_padding(name)
+    example, traced = traced_without_padding(name)
+    model = example[0]
     expected = loss_and_gradients(model, model, example)
-    placed = placed_alone(baechi.trace(model, args, kwargs), training=True)
+    placed = placed_alone(traced, training=True)
     actual = loss_and_gradients(placed, model, example)
     placed.unplace()
     assert len(actual) == len(expected)
@@ -129,7 +147,7 @@ def test_who_asked_last_is_told_where_the_eager_branch_cannot_be_traced() -> Non
     traced = baechi.trace(Careful(), (torch.ones(3),))
     first, last = traced.attempts
     assert "data-dependent" in first.reason
-    assert last.rung == "torch.export (non-strict), exporting said to Careful.forward"
+    assert last.rung == "torch.export (non-strict), export branches of Careful.forward"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 2.0))
 
 
@@ -145,7 +163,7 @@ class TwoCareful(nn.Module):
 def test_all_are_told_at_last() -> None:
     traced = baechi.trace(TwoCareful(), (torch.ones(3),))
     assert len(traced.attempts) == 3
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
 
 
@@ -169,7 +187,7 @@ class Relies(nn.Module):
 
 def test_what_fails_after_an_answer_is_tried_without_answers() -> None:
     traced = baechi.trace(Relies(), (torch.ones(3),))
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     assert torch.equal(traced.module.graph_module(torch.ones(3))[0], torch.full((3,), 6.0))
 
 
@@ -182,7 +200,7 @@ class Conditional(nn.Module):
 
 def test_a_compiler_inside_of_the_export_is_given_way() -> None:
     traced = baechi.trace(Conditional(), (torch.ones(3),))
-    assert traced.rung == "torch.export (non-strict), exporting said to the model"
+    assert traced.rung == "torch.export (non-strict), export branches of the model"
     for x in (torch.ones(3), -torch.ones(3)):
         assert torch.equal(traced.module.graph_module(x)[0], Conditional()(x))
 
@@ -220,3 +238,112 @@ def test_torch_still_cannot_trace_grouped_products_in_fp32() -> None:
     meta = [tensor.to("meta") for tensor in (rows, weights, ends)]
     with pytest.raises(RuntimeError, match="BF16"):
         torch._grouped_mm(meta[0], meta[1], offs=meta[2])
+
+
+class Branching(nn.Module):
+    """Asks something of its input, in a submodule, which could stay whole."""
+
+    def __init__(self, ask: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.ask = ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if self.ask(x) else x + 2
+
+
+def ordered(x: Tensor) -> bool:
+    positions = torch.arange(x.shape[1], device=x.device).unsqueeze(0).expand(2, -1)
+    steps = torch.diff(positions, prepend=positions[:, :1] - 1, dim=-1)
+    return bool(((steps != 1).cumsum(-1)[:, -1] == 0).all())
+
+
+def counted(x: Tensor) -> bool:
+    return torch.full((2,), x.shape[0]).sum().item() == 2 * x.shape[0]
+
+
+def listed(_: Tensor) -> bool:
+    return torch.tensor([3, 4]).flip(0).tolist() == [4, 3]
+
+
+def compared(_: Tensor) -> bool:
+    return torch.equal(torch.ones(3, dtype=torch.int64).cumsum(0), torch.arange(1, 4))
+
+
+def written(_: Tensor) -> bool:
+    """The values are those after what was written, if that is returned."""
+    return int(torch.zeros(2, dtype=torch.int64).add_(3)[0]) == 3
+
+
+@pytest.mark.parametrize("ask", [ordered, listed, written, nightly(counted), nightly(compared)])
+def test_what_depends_on_shapes_alone_is_known(ask: Callable[[Tensor], bool]) -> None:
+    x = torch.randn(2, 5)
+    assert ask(x)
+    traced = baechi.trace(Branching(ask), (x,))
+    assert traced.rung == "torch.export (non-strict)"
+    assert torch.equal(traced.module.graph_module(x)[0], x + 1)
+
+
+def of_the_input(x: Tensor) -> bool:
+    return bool((torch.arange(x.shape[1]) + x.to(torch.int64) > 100).any())
+
+
+def written_with_the_input(x: Tensor) -> bool:
+    zeros = torch.zeros(5, dtype=torch.int64)
+    zeros[2:] = x[0, 2:].to(torch.int64)
+    return bool((zeros > 100).any())
+
+
+def written_through_a_view(x: Tensor) -> bool:
+    zeros = torch.zeros(5, dtype=torch.int64)
+    part = zeros[2:]
+    part.copy_(x[0, 2:])
+    return bool((zeros > 100).any())
+
+
+def written_as_data(x: Tensor) -> bool:
+    zeros = torch.zeros(5, dtype=torch.int64)
+    zeros.data.copy_(x[0])
+    return bool((zeros > 100).any())
+
+
+def written_out(x: Tensor) -> bool:
+    zeros = torch.zeros(5, dtype=torch.int64)
+    torch.add(x[0].to(torch.int64), 1, out=zeros)
+    return bool((zeros > 100).any())
+
+
+def drawn(x: Tensor) -> bool:
+    return bool((torch.randint_like(torch.arange(x.shape[1]), 100) > 100).any())
+
+
+def drawn_in_place(_: Tensor) -> bool:
+    return bool((torch.zeros(5, dtype=torch.int64).random_(0, 100) > 100).any())
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *(of_the_input, written_through_a_view, written_as_data, drawn),
+        *(nightly(written_with_the_input), nightly(written_out)),
+    ],
+)
+def test_what_depends_on_more_is_told_and_checked(ask: Callable[[Tensor], bool]) -> None:
+    x = torch.zeros(2, 5)
+    traced = baechi.trace(Branching(ask), (x,))
+    assert traced.rung == "torch.export (non-strict), truth values of the example"
+    assert "data-dependent" in traced.attempts[0].reason
+    assert torch.equal(traced.module.graph_module(x)[0], x + 2)
+    if ask is not drawn:
+        with pytest.raises(RuntimeError, match="would now read True"):
+            traced.module.graph_module(x + 1000)
+
+
+def test_what_no_tracer_can_write_down_is_refused() -> None:
+    with pytest.raises(baechi.TraceError, match="data-dependent"):
+        baechi.trace(Branching(drawn_in_place), (torch.zeros(2, 5),))
+
+
+def test_memory_that_nobody_wrote_is_not_known() -> None:
+    model = Branching(lambda _: bool((torch.empty_like(torch.arange(5)) > 100).any()))
+    traced = baechi.trace(model, (torch.zeros(2, 5),))
+    assert "data-dependent" in traced.attempts[0].reason

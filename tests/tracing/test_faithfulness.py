@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from placed import EXACT, again_at_random, assert_same_values, at_random
+from placed import EXACT, again_at_random, assert_same_values, at_random, lazily
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
@@ -337,8 +337,19 @@ def two_steps(model: nn.Module, x: torch.Tensor) -> list[Any]:
     return [*rows, [p.grad for p in model.parameters()], dict(model.state_dict())]
 
 
+NEAR_DUPLICATES = {
+    *("forward hook of the model", "weight norm", "orthogonal", "spectral norm of old"),
+    *("autograd function by keyword", "autograd function without gradients", "data of a weight"),
+    *("reentrant checkpointing without gradients", "gradient inside without a graph"),
+}
+
+
+def nightly(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow) if name in NEAR_DUPLICATES else name
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("name", HONORED)
+@pytest.mark.parametrize("name", list(map(nightly, HONORED)))
 def test_what_is_honored_equals_the_unsplit_model(name: str) -> None:
     if "keyword" in name and not apply_takes_keywords():
         pytest.skip(f"torch {torch.__version__} itself refuses this")
@@ -359,7 +370,8 @@ def test_what_a_trace_would_lose_is_refused_by_name(name: str) -> None:
     assert torch._C._functorch.get_dynamic_layer_stack_depth() == depth
     # What works does so after it, too: saving for the backward was forbidden, or apply replaced.
     assert Sevenfold.apply(torch.ones(2, requires_grad=True)).requires_grad
-    baechi.trace(Middle(Sevenfold.apply), (torch.randn(3, 4),))
+    if name in ("saved tensors", "tensor hook", "gradient by torch.func"):
+        baechi.trace(Middle(Sevenfold.apply), (torch.randn(3, 4),))
 
 
 def test_hooks_on_all_modules_are_refused() -> None:
@@ -442,9 +454,8 @@ def test_tracing_leaves_hooks_as_they_were() -> None:
 
 
 def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
-    x, devices = torch.randn(3, 4), {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    model = seeded(Net)
-    placed = baechi.place(model, devices, costs="estimate", progress=False)
+    x, model = torch.randn(3, 4), seeded(Net)
+    placed = lazily(model)
     torch.testing.assert_close(placed(x), model(x), **EXACT)
     handle = model.a.register_forward_hook(lambda _m, _i, output: output * 2)
     torch.testing.assert_close(placed(x), model(x), **EXACT)

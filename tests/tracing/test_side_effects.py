@@ -1,12 +1,13 @@
 """What a forward leaves in its model: buffers are written, and nothing of a tracer stays."""
 
 import copy
+import functools
 from collections.abc import Callable
 
 import pytest
 import torch
 from placed import EXACT, again_at_random, assert_same_values
-from torch import nn
+from torch import Tensor, nn
 
 import baechi
 
@@ -117,3 +118,87 @@ def test_the_model_holds_no_fake_tensor_after_a_trace() -> None:
     baechi.trace(model, (X,))
     assert model.seen is None
     model(X)
+
+
+TABLES: dict[int, Tensor] = {}
+
+
+def cosines(n: int) -> Tensor:
+    return torch.arange(n, dtype=torch.float32)[:, None].cos()
+
+
+def hidden(function: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+    """A decorator of somebody else's, as transformers has one."""
+    cached = functools.lru_cache(maxsize=4)(function)
+
+    @functools.wraps(function)
+    def wrapper(n: int) -> Tensor:
+        return cached(n)
+
+    return wrapper
+
+
+class Remembers(nn.Module):
+    """Asks for a table of its input's length, which it remembers in one of several ways."""
+
+    of_all: dict[int, Tensor]
+
+    def __init__(self, way: str, *, whole: bool) -> None:
+        super().__init__()
+        self.way, self.whole = way, whole
+        self.own: dict[int, Tensor] = {}
+        self.cached = functools.cache(cosines)
+
+    @staticmethod
+    @hidden
+    def static(n: int) -> Tensor:
+        return cosines(n)
+
+    def table(self, n: int) -> Tensor:
+        if self.way == "static":
+            return self.static(n)
+        if self.way == "attribute":
+            return self.cached(n)
+        rows = {"dict": self.own, "class": type(self).of_all, "module": TABLES}[self.way]
+        if n not in rows:
+            rows[n] = cosines(n)
+        return rows[n]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * self.table(len(x))
+        if self.whole and int(x.argmax()) > 99:  # no tracer can tell
+            y = y + 1
+        return y + self.table(len(x))
+
+
+WAYS = ["static", "attribute", "dict", "class", "module"]
+
+
+@pytest.fixture(autouse=True)
+def _forgotten() -> None:
+    Remembers.of_all = {}
+    TABLES.clear()
+
+
+@pytest.mark.parametrize(
+    ("whole", "way"),
+    [
+        *((False, way) for way in WAYS),
+        (True, "dict"),
+        *(pytest.param(True, way, marks=pytest.mark.slow) for way in WAYS if way != "dict"),
+    ],
+)
+def test_no_tensor_of_a_tracer_is_remembered(way: str, whole: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Remembers(way, whole=whole))
+    traced = baechi.trace(model, (X,))
+    assert traced.rung.startswith("module granularity" if whole else "torch.export (non-strict)")
+    assert len(traced.attempts) == (2 if whole else 1)
+    baechi.estimate(traced, "cpu")
+    placed = again_at_random(traced, seed=0, devices=2)
+    y = placed(X)
+    Remembers.of_all = {}
+    TABLES.clear()
+    fresh = nn.Sequential(model[0], Remembers(way, whole=whole))
+    assert torch.equal(y, fresh(X))
+    assert torch.equal(model(X), y)
+    assert type(model[1].table(len(X))) is Tensor

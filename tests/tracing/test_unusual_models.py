@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from placed import again_at_random, place_on, step
+from placed import again_at_random, lazily, place_on, step
 from torch import Tensor, nn
 
 import baechi
@@ -16,7 +16,6 @@ import baechi
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
-DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
 
 class Middle(nn.Module):
@@ -51,17 +50,6 @@ def within(function: Callable[[Any, Tensor], Any]) -> Middle:
     model = Middle(lambda model, x: model.inside(x))
     model.inside = Inside(function)
     return model
-
-
-def lazily(model: nn.Module) -> baechi.PlacedModule:
-    return baechi.place(
-        model,
-        DEVICES,
-        placer="round-robin",
-        costs="estimate",
-        progress=False,
-        threads_per_device=1,
-    )
 
 
 def assert_equal_steps(one: nn.Module, two: nn.Module, calls: Sequence[Any]) -> None:
@@ -199,7 +187,7 @@ def test_who_asks_for_the_value_of_what_it_counts_hears_when_it_changes() -> Non
 
     placed = again_at_random(baechi.trace(Middle(asking), (X,)), seed=0, devices=2)
     assert torch.equal(placed(X), Middle(asking)(X))
-    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+    with pytest.raises(baechi.ExecutionError, match="would now read True"):
         placed(X)
 
 
@@ -233,7 +221,9 @@ class Tables:
         return cosines.__wrapped__(n)
 
 
-@pytest.mark.parametrize("where", ["file", "class", "model"])
+@pytest.mark.parametrize(
+    "where", ["file", *(pytest.param(way, marks=pytest.mark.slow) for way in ("class", "model"))]
+)
 def test_cached_functions_keep_no_tensor_of_a_tracer(where: str) -> None:
     table = {
         "file": cosines,
@@ -378,7 +368,7 @@ def guarded(_: Any, x: Tensor) -> Tensor:
 def test_a_check_in_a_block_without_gradients_is_made() -> None:
     placed = again_at_random(baechi.trace(Middle(guarded), (X,)), seed=0, devices=2)
     assert_equal_steps(Middle(guarded), placed, [(X,), (X + 1,)])
-    with pytest.raises(baechi.ExecutionError, match="would now hear True"):
+    with pytest.raises(baechi.ExecutionError, match="would now read True"):
         placed(X * 1e9)
 
 
@@ -419,15 +409,22 @@ class Asking(nn.Module):
     ("ask", "said"),
     [
         (lambda x: x * 2 if isinstance(x, Tensor) else x, "asks for the type of"),
-        (lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
+        pytest.param(
+            *(lambda x: x * 2 if torch.is_tensor(x) else x, "asks for the type of"),
+            marks=pytest.mark.slow,
+        ),
         (lambda x: (x, torch.zeros(())), "returns a tensor that it makes"),
     ],
 )
 def test_symbolic_tracing_refuses_by_name(ask: Callable[[Tensor], Any], said: str) -> None:
     with pytest.raises(baechi.TraceError, match=said):
         baechi.trace(Asking(ask), (X,))
-    model = nn.Sequential(nn.Linear(4, 4), Asking(ask), nn.Identity())
-    assert baechi.trace(model, (X,)).rung == "module granularity, opaque leaves"
+
+
+def test_what_symbolic_tracing_refuses_stays_whole_in_a_submodule() -> None:
+    ask = Asking(lambda x: x * 2 if isinstance(x, Tensor) else x)
+    traced = baechi.trace(nn.Sequential(nn.Linear(4, 4), ask, nn.Identity()), (X,))
+    assert traced.rung == "module granularity, opaque leaves"
 
 
 class Encoder(nn.Module):
@@ -435,7 +432,7 @@ class Encoder(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        self.encoder, self.last = nn.TransformerEncoder(layer, 2), nn.Linear(8, 8)
+        self.encoder, self.last = nn.TransformerEncoder(layer, 1), nn.Linear(8, 8)
 
     def forward(self, x: Tensor, padding: Tensor) -> Tensor:
         return self.last(self.encoder(x, src_key_padding_mask=padding))
@@ -450,6 +447,8 @@ def test_an_encoder_that_drops_padding_drops_it() -> None:
         with torch.set_grad_enabled(gradients):
             assert torch.equal(placed(x, padding), unsplit(x, padding))
         assert rung in placed.traced.rung
+    lines = {op.source.partition(":")[0] for op in placed.traced.ops if op.source}
+    assert lines == {"test_unusual_models.py"}, "not the lines of what watches the encoder"
 
 
 # What changes after the trace.
@@ -475,7 +474,13 @@ def set_function(model: nn.Module) -> None:
     model.act = nn.functional.gelu
 
 
-@pytest.mark.parametrize("change", [set_class_attribute, set_tensor, set_function])
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_function,
+        *(pytest.param(f, marks=pytest.mark.slow) for f in (set_class_attribute, set_tensor)),
+    ],
+)
 def test_attributes_of_classes_tensors_and_functions_are_seen(change: Callable[..., None]) -> None:
     unsplit, placed = Scaled(), lazily(Scaled())
     assert_equal_steps(unsplit, placed, [(X,)])

@@ -37,13 +37,13 @@ from baechi.errors import InputError
 from baechi.records.device_kinds import Calibration, DeviceKind, Kernel, find
 from baechi.records.op_costs import OpCost, Profile
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.operator_internals import FakeTensorMode, OpOverload, Watch
 from baechi.torch_support.torch_devices import fp32_precisions
+from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, Watch
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Value, quiet
-from baechi.tracing.fake_tensor_leaks import taken_out
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.pytrees import map_tensors, tensors_in
+from baechi.tracing.side_effects import fakes_removed
 from baechi.tracing.subgraph import leaf_copies, opaque_leaves
 from baechi.validation import check_is
 
@@ -166,7 +166,7 @@ def workloads(traced: Traced) -> dict[str, Workload]:
     left: dict[str, tuple[tuple[fx.Node, ...], bool]] = {}
     whole = opaque_leaves(module.graph_module, module.graph_module.graph.nodes)
     with (
-        taken_out(module.graph_module) if whole else contextlib.nullcontext(),
+        fakes_removed(module.graph_module) if whole else contextlib.nullcontext(),
         quiet(),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.enable_grad(),

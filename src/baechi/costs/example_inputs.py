@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from baechi.tracing.alias_analysis import Value
-from baechi.tracing.fx_operators import node_arguments, operator_name
+from baechi.tracing.fx_nodes import node_arguments, operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import map_tensors, tensors_in

@@ -32,7 +32,7 @@ from typing import Any, Final, final
 import torch
 
 from baechi.torch_support.graph_capture import CudaRecorder
-from baechi.torch_support.operator_internals import spin
+from baechi.torch_support.torch_internals import spin
 
 Run = Callable[[], Any]
 Preparation = Callable[[int], Sequence[Run]]

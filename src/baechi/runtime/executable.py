@@ -33,12 +33,12 @@ from baechi.torch_support.torch_devices import gpus_of
 from baechi.torch_support.torch_internals import gradient_hooks, is_checkpointed, is_hooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.containers import change
+from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
+from baechi.tracing.pytrees import change
 from baechi.tracing.subgraph import opaque_leaves
-from baechi.tracing.value_guards import told
-from baechi.tracing.workarounds.recurrent_weights import compact
+from baechi.tracing.workarounds import compact
 
 
 @final
@@ -160,8 +160,8 @@ class Executable:
 
         The mode of gradients must be the trace's if forward reads it.
         """
-        told = self.module.gradients
-        if told is not None and told != torch.is_grad_enabled():
+        mode = self.module.gradients
+        if mode is not None and mode != torch.is_grad_enabled():
             return False
         if not self._sharing_guard.allows(call.tensors):
             return False
@@ -204,7 +204,7 @@ class Executable:
         functions = (tape.function for tape in self._runner.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
-        rows += told(self.module.graph_module.graph)
+        rows += truth_values_of(self.module.graph_module.graph)
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:

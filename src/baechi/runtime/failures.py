@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from baechi.errors import ExecutionError
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.tracing.op_names import op_name, source_line
+from baechi.tracing.fx_nodes import op_name, source_line
 
 # A line of a traceback that torch has kept as text: in generated code, and what is there.
 _GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')

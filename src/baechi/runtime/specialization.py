@@ -17,8 +17,8 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.containers import is_container
 from baechi.tracing.faithfulness import HOOKS
+from baechi.tracing.pytrees import is_container
 
 
 @final

@@ -31,7 +31,7 @@ from baechi.torch_support.torch_internals import (
     refusals,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.op_names import op_name, source_line
+from baechi.tracing.fx_nodes import op_name, source_line
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 

@@ -28,11 +28,10 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_operators import operator_name
-from baechi.tracing.op_names import op_name, source_line
+from baechi.tracing.fx_nodes import op_name, operator_name, source_line
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
-from baechi.tracing.workarounds.recurrent_weights import compact
+from baechi.tracing.workarounds import compact
 
 # What these give is whatever was in memory.
 _UNWRITTEN: Final = ("empty", "new_empty")
@@ -79,11 +78,11 @@ def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool 
         InputError: The model draws random numbers, and its devices draw others than its present
             one.
     """
-    told = executable.module.gradients
+    mode = executable.module.gradients
     gpus = sorted({place.index for place in executable.places if place.type == "cuda"})
     with (
         torch.inference_mode(False),
-        torch.set_grad_enabled(executable.training if told is None else told),
+        torch.set_grad_enabled(executable.training if mode is None else mode),
         torch.random.fork_rng(gpus),
     ):
         _Verification(unsplit, executable, call).run(every)

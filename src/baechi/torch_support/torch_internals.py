@@ -240,6 +240,11 @@ def abandon_pool(device: int, pool: Any) -> None:
     torch._C._cuda_releasePool(device, pool)
 
 
+def spin(cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles of the device's clock."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
     """Copy every source into its target, with few launches."""
     torch._foreach_copy_(list(targets), list(sources))

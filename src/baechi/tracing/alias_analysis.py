@@ -11,21 +11,23 @@ Complexity: one fake run, 10 to 100 us a node.
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
+from functools import cache, cached_property, partial
 from types import FunctionType
 from typing import Any, final
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from baechi.tracing.fake_tensor_leaks import taken_out
-from baechi.tracing.fx_operators import node_arguments, schema_arguments
-from baechi.tracing.pytrees import Structure, flatten, tensors_in
-from baechi.tracing.value_guards import CHECK
+from baechi.torch_support.storages import key_of
+from baechi.torch_support.torch_internals import version_of
+from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, TorchDispatchMode
+from baechi.tracing.fx_nodes import node_arguments, schema_arguments
+from baechi.tracing.guards import CHECK
+from baechi.tracing.pytrees import Parts, Structure, is_tensor, tensors_in
+from baechi.tracing.side_effects import fakes_removed
 
 
 @final
@@ -87,6 +89,11 @@ class Facts:
     storages: list[Storage] = field(default_factory=list)
     real: bool = False
 
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """The storages that a node writes."""
+        return frozenset(storage for fact in self.nodes.values() for storage in fact.writes)
+
     def is_state(self, node: fx.Node) -> bool:
         """True if a node's value lies in a parameter or buffer: is one, or a view of one."""
         values = self.nodes[node].values
@@ -105,52 +112,39 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
     whole = module.graph.find_nodes(op="call_module")  # what such a submodule remembers, it reads
     try:
         with (
-            taken_out(module) if whole else nullcontext(),
+            fakes_removed(module) if whole else nullcontext(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
         ):
-            return _Recorder(module, _FakeWorld(mode)).record(inputs)
+            return _Recorder(module, partial(mode.from_tensor, static_shapes=True)).record(inputs)
     except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
         with torch.random.fork_rng(devices=[]):
-            facts = _Recorder(module, _RealWorld()).record(inputs)
+            facts = _Recorder(module, cache(copy_of)).record(inputs)
         facts.real = True
         return facts
 
 
-@final
-class _FakeWorld:
-    """Stand-ins that have shapes and storages but no memory."""
-
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self._mode = mode
-
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._mode.from_tensor(tensor, static_shapes=True)
-
-
-@final
-class _RealWorld:
-    """Stand-ins that are copies, so that the model's own buffers stay as they are."""
-
-    def __init__(self) -> None:
-        self._copies: dict[torch.Tensor, torch.Tensor] = {}
-
-    def stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor not in self._copies:
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            self._copies[tensor] = copy
-        return self._copies[tensor]
+def copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor that needs a gradient if the tensor does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 @final
 class _Recorder(fx.Interpreter):
-    """Runs a graph and writes down what each node does."""
+    """Runs a graph and writes down what each node does.
 
-    def __init__(self, module: fx.GraphModule, world: _FakeWorld | _RealWorld) -> None:
+    Args:
+        module: The graph.
+        stand_in: Gives for a tensor the one to run on, always the same.
+    """
+
+    def __init__(
+        self, module: fx.GraphModule, stand_in: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         # Values must live to the end: a storage's address is its name while it lives.
         super().__init__(module, garbage_collect_values=False)
-        self._world = world
+        self._stand_in = stand_in
         self._facts = Facts()
         self._storage_of: dict[int, int] = {}
         self._alive: list[torch.Tensor] = []
@@ -158,7 +152,7 @@ class _Recorder(fx.Interpreter):
         self._current: fx.Node | None = None
 
     def record(self, inputs: Sequence[torch.Tensor]) -> Facts:
-        stand_ins = [self._world.stand_in(tensor) for tensor in inputs]
+        stand_ins = [self._stand_in(tensor) for tensor in inputs]
         hooks = torch.autograd.graph.saved_tensors_hooks(self._on_save, lambda saved: saved)
         try:
             with torch.enable_grad(), hooks:
@@ -180,31 +174,36 @@ class _Recorder(fx.Interpreter):
         self, tensor: torch.Tensor, node: fx.Node | None = None, attribute: str | None = None
     ) -> int:
         storage = tensor.untyped_storage()
-        index = self._storage_of.get(storage._cdata)
+        key = key_of(storage)
+        index = self._storage_of.get(key)
         if index is None:
-            index = self._storage_of[storage._cdata] = len(self._facts.storages)
+            index = self._storage_of[key] = len(self._facts.storages)
             self._facts.storages.append(Storage(storage.nbytes(), node, attribute))
             self._alive.append(tensor)
         return index
 
     def run_node(self, n: fx.Node) -> Any:
         self._saved, self._current = [], n
-        before = [(t, t._version) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])]
+        before = [
+            (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
+        ]
         drawing = _Drawing() if _is_python(n) else None
         with drawing or nullcontext():
             result = super().run_node(n)
         if n.op == "output":
             return result
-        written = {self._storage(t) for t, version in before if t._version != version}
+        written = {self._storage(t) for t, version in before if version_of(t) != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
-        tensors, structure = flatten(result, lambda leaf: isinstance(leaf, torch.Tensor))
-        values = tuple(self._value(tensor, n) for tensor in tensors)
+        parts = Parts(is_tensor)
+        structure = parts.structure(result)
+        values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         saved = tuple(dict.fromkeys(self._saved))
         inner = list(self._inner(n))
         random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
         checks = any(str(node.target).startswith(CHECK) for node in inner)
-        facts = NodeFacts(values, structure, frozenset(written), saved, random, checks)
-        self._facts.nodes[n] = facts
+        self._facts.nodes[n] = NodeFacts(
+            values, structure, frozenset(written), saved, random, checks
+        )
         return result
 
     def _inner(self, node: fx.Node) -> Iterator[fx.Node]:
@@ -222,13 +221,13 @@ class _Recorder(fx.Interpreter):
 
     def fetch_attr(self, target: str) -> Any:
         value = super().fetch_attr(target)
-        return self._world.stand_in(value) if isinstance(value, torch.Tensor) else value
+        return self._stand_in(value) if isinstance(value, torch.Tensor) else value
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an opaque leaf on stand-ins for its parameters."""
         leaf = self.fetch_attr(target)
         state = named_state(leaf)
-        stand_ins = {name: self._world.stand_in(tensor) for name, tensor in state.items()}
+        stand_ins = {name: self._stand_in(tensor) for name, tensor in state.items()}
         for name, tensor in stand_ins.items():
             self._storage(tensor, attribute=f"{target}.{name}")
         return torch.func.functional_call(leaf, stand_ins, args, kwargs)
@@ -239,10 +238,10 @@ class _Recorder(fx.Interpreter):
             leaf = self.fetch_attr(str(n.target))
             if leaf.training:
                 for _, buffer in leaf.named_buffers():
-                    yield self._world.stand_in(buffer)
+                    yield self._stand_in(buffer)
         elif any(name in str(n.target) for name in _NORMALIZATIONS):
             arguments = node_arguments(n)
-            if _is_on(arguments, ("training", "use_input_stats")):
+            if arguments.get("training") or arguments.get("use_input_stats"):
                 for name in ("running_mean", "running_var"):
                     if isinstance(arguments.get(name), fx.Node):
                         yield self.env[arguments[name]]
@@ -282,7 +281,7 @@ class _Drawing(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.drew = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if isinstance(func, torch._ops.OpOverload):
+        if isinstance(func, OpOverload):
             self.drew |= _operator_draws(func, schema_arguments(func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
@@ -295,19 +294,20 @@ _RANDOM_FUNCTIONS = (
 
 
 def _operator_draws(target: Any, arguments: Mapping[str, Any]) -> bool:
-    switched_off = any(arguments.get(name, True) is False for name in _SWITCHES)
-    never = any(_is_zero(arguments.get(name, 1)) for name in _PROBABILITIES)
-    if isinstance(target, torch._ops.OpOverload):
+    if any(arguments.get(name, True) is False for name in _SWITCHES):
+        return False
+    rates = (arguments.get(name, 1) for name in _PROBABILITIES)
+    if any(not isinstance(rate, torch.Tensor) and rate == 0 for rate in rates):
+        return False
+    if isinstance(target, OpOverload):
         seeded = torch.Tag.nondeterministic_seeded in target.tags
-        named = "dropout" in target.__name__ or "dropout" in arguments
-        return (seeded or named or "dropout_p" in arguments) and not switched_off and not never
+        return (
+            seeded
+            or "dropout" in target.__name__
+            or bool({"dropout", "dropout_p"} & arguments.keys())
+        )
     name = getattr(target, "__name__", "")
-    named = "dropout" in name or name in _RANDOM_FUNCTIONS
-    return named and not switched_off and not never
-
-
-def _is_zero(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and bool(value == 0)
+    return "dropout" in name or name in _RANDOM_FUNCTIONS
 
 
 def _drops(module: torch.nn.Module) -> bool:
@@ -315,10 +315,6 @@ def _drops(module: torch.nn.Module) -> bool:
         isinstance(getattr(module, name, None), float) and getattr(module, name) > 0
         for name in _PROBABILITIES
     )
-
-
-def _is_on(arguments: Mapping[str, Any], names: tuple[str, ...]) -> bool:
-    return any(bool(arguments.get(name)) for name in names)
 
 
 def named_state(module: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ out, so that every rung of the tracing ladder traces the same flat function.
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.tracing.ambient_modes import Autocast
-from baechi.tracing.containers import Watched
-from baechi.tracing.pytrees import Parts, Structure, flatten, is_plain, paths
+from baechi.torch_support.torch_internals import hooks_of
+from baechi.torch_support.tracer_internals import has_own_operators
+from baechi.tracing.guards import Autocast
+from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, is_tensor, paths
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -73,13 +74,6 @@ class Call:
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
 
 
-def _has_own_operators(kind: Any) -> bool:
-    """True if a class of tensors overrides torch's functions (`__torch_function__`)."""
-    own = kind.__torch_function__
-    usual = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-    return own is not torch._C._disabled_torch_function_impl and own.__func__ is not usual
-
-
 def _shown(constant: Any) -> str | int:
     """Equal for equal constants; an object that can be called, as a module, equals itself alone."""
     if callable(constant) and not isinstance(constant, _FUNCTIONS):
@@ -115,7 +109,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the example keyword arguments are a {type(kwargs).__name__}; give a dict from names "
             'to values, such as `{"mask": mask}`.'
         )
-    signature = signature_of(model.forward)
+    signature = _signature_of(model.forward)
     try:
         bound = signature.bind(*args, **(kwargs or {}))
     except TypeError as error:
@@ -123,33 +117,33 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
             f"the arguments do not fit {type(model).__name__}.forward{signature}: {error}. "
             "Give what one real call of the model gets."
         ) from None
-    if model._forward_hooks or model._forward_pre_hooks:  # which see how it is called
+    if any(hooks_of(model, kind) for kind in ("_forward_hooks", "_forward_pre_hooks")):
         positional, named = tuple(args), dict(kwargs or {})
     else:
-        positional, named = canonical_arguments(signature, bound)
-    parts = Parts(lambda leaf: isinstance(leaf, torch.Tensor), look_into=True)
+        positional, named = _canonical_arguments(signature, bound)
+    parts = Parts(is_tensor, look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
-        if type(tensor) is not torch.Tensor and _has_own_operators(type(tensor)):
+        if type(tensor) is not torch.Tensor and has_own_operators(type(tensor)):
             raise InputError(
                 f"an argument of {type(model).__name__}.forward is a {type(tensor).__name__}, "
                 "whose own __torch_function__ a placed model would not run. Give its values, "
                 "x.as_subclass(torch.Tensor)."
             )
-    for constant in structure.constants:
-        if not is_plain(constant):
-            raise InputError(
-                f"an argument of {type(model).__name__}.forward holds a "
-                f"{type(constant).__name__}, which cannot be looked into: its tensors would be "
-                f"frozen into the trace. {_TAKEN_APART}"
-            )
+    strange = _strange(structure)
+    if strange:
+        raise InputError(
+            f"an argument of {type(model).__name__}.forward holds a {strange}, which cannot be "
+            f"looked into: its tensors would be frozen into the trace. {_TAKEN_APART}"
+        )
     return Call(tuple(parts.tensors), structure, Autocast.current(), tuple(parts.objects))
 
 
 def flat_model(
     model: nn.Module,
     call: Call,
-    around: Callable[[nn.Module], AbstractContextManager[None]] | None = None,
+    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    check: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> tuple[nn.Module, list[Structure]]:
     """The model as a module from flat tensors to flat tensors, for every rung to trace.
 
@@ -157,6 +151,7 @@ def flat_model(
         model: The model.
         call: The call whose structure it takes.
         around: A context for each run of the model's forward.
+        check: Is called with the tensors and the outputs of each run.
 
     Returns:
         The module, whose `forward` has one argument per tensor of the call and whose only
@@ -170,22 +165,20 @@ def flat_model(
         args, kwargs = structure.fill(tensors)
         parts = Parts(_is_traceable, look_into=True)
         parts.arguments(args, kwargs)
-        watched = Watched(parts.objects)
-        if around is None:
+        changes = ObjectChanges(parts.objects)
+        with around(model):
             result = model(*args, **kwargs)
-        else:
-            with around(model):
-                result = model(*args, **kwargs)
-        left = (result, watched.changes())
-        outputs, shell = flatten(left, _is_traceable, objects=True, given=watched.objects)
-        for constant in shell.constants:
-            if not is_plain(constant):
-                raise TypeError(
-                    f"forward returns a {type(constant).__name__}, which cannot be looked into. "
-                    f"{_TAKEN_APART}"
-                )
+        left = Parts(_is_traceable, look_into=True, given=changes.objects)
+        shell = left.structure((result, changes.found()))
+        strange = _strange(shell)
+        if strange:
+            raise TypeError(
+                f"forward returns a {strange}, which cannot be looked into. {_TAKEN_APART}"
+            )
+        if check is not None:
+            check(tensors, left.tensors)
         returned.append(shell)
-        return tuple(outputs)
+        return tuple(left.tensors)
 
     # fx reads the arguments from the code object of the class's forward: varargs would be one.
     names = [f"x{i}" for i in range(len(call.tensors))]
@@ -198,11 +191,17 @@ def flat_model(
     return module, returned
 
 
+def _strange(structure: Structure) -> str:
+    """The class of a leaf that a trace cannot hold; empty if there is none."""
+    rows = (type(leaf).__name__ for leaf in structure.constants if not is_plain(leaf))
+    return next(rows, "")
+
+
 def _is_traceable(value: Any) -> bool:
     return isinstance(value, torch.Tensor | torch.fx.Proxy)
 
 
-def signature_of(forward: Callable[..., Any]) -> inspect.Signature:
+def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:
     """Without `self`; cached by function, since every call needs it."""
     function = getattr(forward, "__func__", None)
     return inspect.signature(forward) if function is None else _signature_of_method(function)
@@ -213,7 +212,7 @@ def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(MethodType(function, object()))
 
 
-def canonical_arguments(
+def _canonical_arguments(
     signature: inspect.Signature, bound: inspect.BoundArguments
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """As many arguments by name as the signature allows, in the signature's order."""

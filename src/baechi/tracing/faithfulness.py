@@ -12,20 +12,21 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Final, NoReturn, final
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.jit._script import RecursiveScriptModule
 
 from baechi.errors import TraceError
-from baechi.tracing.ambient_modes import GradientMode
+from baechi.torch_support.torch_internals import hooks_of
+from baechi.torch_support.tracer_internals import FakeTensor, FunctionBase, RecursiveScriptModule
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.workarounds.autograd_functions import CustomFunctions
+from baechi.tracing.guards import GradientMode
+from baechi.tracing.workarounds import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
 _FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
@@ -58,14 +59,14 @@ def refuse_unfaithful(model: nn.Module) -> None:
                 "to trace; put the module that was scripted in its place."
             )
     for kind in HOOKS:
-        if getattr(nn.modules.module, f"_global{kind}"):
+        if hooks_of(None, kind):
             raise TraceError(
                 f"torch has hooks on all modules ({_words(kind)}), which a placed model would not "
                 "run. Remove them before tracing."
             )
     for name, module in model.named_modules():
         for kind in _BACKWARD:
-            for hook in getattr(module, kind).values():
+            for hook in hooks_of(module, kind).values():
                 raise TraceError(
                     f"{_title(model, name)} has a {_words(kind)[:-1]}, {_name(hook)}, which a "
                     f"placed model would not run. {_INSTEAD}; hooks on the placed module itself, "
@@ -98,34 +99,36 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
             for kind in _FORWARD:
-                hooks = getattr(module, kind)
+                hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
                     if not getattr(hook, "__module__", "").startswith(_INSIDE):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = _noting(hook, title, lost)
                         stack.callback(hooks.__setitem__, key, hook)
 
-        def replace(owner: Any, name: str, checked: Callable[[Callable[..., Any]], Any]) -> None:
-            own = getattr(owner, name)
-            stack.enter_context(patch.object(owner, name, _here(checked(own), own)))
+        def replace(owner: Any, name: str, checked: Callable[..., Any]) -> None:
+            function = _here(checked, getattr(owner, name))
+            stack.enter_context(patch.object(owner, name, function))
 
-        apply = classmethod(functions.apply)  # which leaves alone what is not being traced
-        stack.enter_context(patch.object(CustomFunctions.BASE, "apply", apply, create=True))
+        # Of the base, as `apply = Mine.apply` may have been taken long ago; it leaves alone what is
+        # not being traced.
+        apply = classmethod(functions.apply)
+        stack.enter_context(patch.object(FunctionBase, "apply", apply, create=True))
         for name in ("register_hook", "retain_grad"):
-            replace(torch.Tensor, name, _refused(f"Tensor.{name}"))
+            replace(torch.Tensor, name, _refused)
         for owner in (torch, torch.random):
             for name in _SEEDING & vars(owner).keys():
-                replace(owner, name, _refused_to_models(name))
-        replace(saved_tensors_hooks, "__enter__", _checked_enter)
+                replace(owner, name, _seeded)
+        replace(saved_tensors_hooks, "__enter__", _saving)
         # Every public way to compute gradients calls this function.
-        replace(torch.autograd, "_engine_run_backward", _engine)
+        replace(torch.autograd, "_engine_run_backward", _gradients)
         stack.enter_context(patch.object(torch.Tensor, "data", _Data(), create=True))
         for name in ("data", "grad", "requires_grad"):  # assigned to a proxy, it is the proxy's
             stack.enter_context(patch.object(fx.Proxy, name, _assigned(name), create=True))
-        replace(nn.TransformerEncoder, "forward", _unnested(mode))
-        replace(inference_mode, "__enter__", lambda _: _enter_no_grad)
-        replace(inference_mode, "__exit__", lambda _: _exit_no_grad)
-        stack.enter_context(mode.heard())
+        replace(nn.TransformerEncoder, "forward", partial(_unnested, mode))
+        replace(inference_mode, "__enter__", _enter_no_grad)
+        replace(inference_mode, "__exit__", _exit_no_grad)
+        stack.enter_context(mode.watched())
         yield functions
     if lost:
         raise TraceError(
@@ -146,11 +149,13 @@ def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[.
 
 
 def _here(checked: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
-    """`checked` in this thread, `own` in every other thread (which may be training)."""
+    """`checked(own, ...)` in this thread, `own` in every other thread (which may be training)."""
     tracer = threading.get_ident()
 
     def either(*args: Any, **kwargs: Any) -> Any:
-        return (checked if threading.get_ident() == tracer else own)(*args, **kwargs)
+        if threading.get_ident() == tracer:
+            return checked(own, *args, **kwargs)
+        return own(*args, **kwargs)
 
     return either
 
@@ -162,75 +167,68 @@ def _refuse(name: str) -> NoReturn:
     )
 
 
-def _refused(name: str) -> Callable[[Any], Callable[..., NoReturn]]:
-    return lambda _: lambda *args, **kwargs: _refuse(name)  # noqa: ARG005 (of any call)
+def _refused(own: Any, *_: Any, **__: Any) -> NoReturn:
+    _refuse(f"Tensor.{own.__name__}")
 
 
-def _refused_to_models(name: str) -> Callable[[Any], Callable[..., Any]]:
+def _seeded(own: Any, *args: Any, **kwargs: Any) -> Any:
     """Refused to all but torch itself, whose checkpointing does it, and Baechi."""
-
-    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            asker = sys._getframe(2).f_globals.get("__name__", "")
-            if str(asker).partition(".")[0] not in ("torch", "baechi"):
-                _refuse(f"torch.{name}")
-            return own(*args, **kwargs)
-
-        return run
-
-    return checked
+    caller = sys._getframe(2).f_globals.get("__name__", "")
+    if str(caller).partition(".")[0] not in ("torch", "baechi"):
+        _refuse(f"torch.{own.__name__}")
+    return own(*args, **kwargs)
 
 
-def _unnested(mode: GradientMode) -> Callable[[Any], Callable[..., Any]]:
+def _unnested(
+    mode: GradientMode,
+    own: Callable[..., Any],
+    encoder: Any,
+    src: Any,
+    mask: Any = None,
+    src_key_padding_mask: Any = None,
+    is_causal: Any = None,
+) -> Any:
     """Without gradients such an encoder may drop what is padding: it gives zeros there, then."""
-
-    def checked(own: Callable[..., Any]) -> Callable[..., Any]:
-        def forward(
-            encoder: Any,
-            src: Any,
-            mask: Any = None,
-            src_key_padding_mask: Any = None,
-            is_causal: Any = None,
-        ) -> Any:
-            layers = not encoder.layers[0].training and torch.backends.mha.get_fastpath_enabled()
-            given = src_key_padding_mask is not None and mask is None
-            if given and layers and getattr(encoder, "use_nested_tensor", False):
-                frozen = not any(parameter.requires_grad for parameter in encoder.parameters())
-                if not mode.ask() or frozen:
-                    raise RuntimeError(
-                        "a TransformerEncoder in evaluation mode drops padding where nothing needs "
-                        "a gradient, which no trace does: it has to stay whole. Make it with "
-                        "enable_nested_tensor=False"
-                    )
-            return own(encoder, src, mask, src_key_padding_mask, is_causal)
-
-        return forward
-
-    return checked
+    layers = not encoder.layers[0].training and torch.backends.mha.get_fastpath_enabled()
+    given = src_key_padding_mask is not None and mask is None
+    if given and layers and getattr(encoder, "use_nested_tensor", False):
+        frozen = not any(parameter.requires_grad for parameter in encoder.parameters())
+        if not mode.read() or frozen:
+            raise RuntimeError(
+                "a TransformerEncoder in evaluation mode drops padding where nothing needs a "
+                "gradient, which no trace does: it has to stay whole. Make it with "
+                "enable_nested_tensor=False"
+            )
+    return own(encoder, src, mask, src_key_padding_mask, is_causal)
 
 
-def _checked_enter(own: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def enter(hooks: Any) -> Any:
-        # torch's own, such as checkpointing's and `save_on_cpu`, change no value.
-        if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
-            _refuse("saved_tensors_hooks")
-        return own(hooks)
-
-    return enter
+def _saving(own: Callable[[Any], Any], hooks: Any) -> Any:
+    # torch's own, such as checkpointing's and `save_on_cpu`, change no value.
+    if type(hooks) is saved_tensors_hooks or not type(hooks).__module__.startswith("torch."):
+        _refuse("saved_tensors_hooks")
+    return own(hooks)
 
 
-def _engine(own: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
-        if accumulate_grad:
-            _refuse("backward()")
-        gradients = own(*args, accumulate_grad=accumulate_grad, **kwargs)
-        _, _, _, create_graph, *_ = args
-        if create_graph:
-            return gradients
-        # The tracer has recorded how they came about; nothing shall flow through that.
-        return tuple(None if grad is None else grad.detach() for grad in gradients)
+def _gradients(own: Callable[..., Any], *args: Any, accumulate_grad: bool, **kwargs: Any) -> Any:
+    if accumulate_grad:
+        _refuse("backward()")
+    gradients = own(*args, accumulate_grad=accumulate_grad, **kwargs)
+    _, _, _, create_graph, *_ = args
+    if create_graph:
+        return gradients
+    # The tracer has recorded how they came about; nothing shall flow through that.
+    return tuple(None if grad is None else grad.detach() for grad in gradients)
 
-    return run
+
+def _enter_no_grad(_: Any, block: Any) -> None:
+    """Inference mode lets gradients through in a trace; `torch.no_grad` does not."""
+    block.before = torch.is_grad_enabled()
+    if block.mode:
+        torch.set_grad_enabled(False)
+
+
+def _exit_no_grad(_: Any, block: Any, *__: Any) -> None:
+    torch.set_grad_enabled(block.before)
 
 
 @final
@@ -266,15 +264,9 @@ def _assigned(name: str) -> property:
 def refuse_new_leaves(
     call: Call, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
 ) -> None:
-    """Refuse what begins to need a gradient in forward, and whose gradient the caller would see.
+    """Refuse an argument or a leaf in the result that begins to need a gradient in forward.
 
-    Args:
-        call: The call that is traced.
-        inputs: The tracer's tensors for its tensors, after forward.
-        outputs: The results of forward.
-
-    Raises:
-        TraceError: It is an argument, or a result that is a leaf.
+    The caller would see that gradient. The tensors are the tracer's, after forward.
     """
     for name, given, tensor in zip(call.names, call.tensors, inputs, strict=True):
         if tensor.requires_grad and tensor.is_leaf and not given.requires_grad:
@@ -291,17 +283,6 @@ def refuse_new_leaves(
                 "sets itself: the placed model would give it no gradient. Let it return what it "
                 "computed, or let the caller set requires_grad."
             )
-
-
-def _enter_no_grad(self: Any) -> None:
-    """Inference mode lets gradients through in a trace; `torch.no_grad` does not."""
-    self.before = torch.is_grad_enabled()
-    if self.mode:
-        torch.set_grad_enabled(False)
-
-
-def _exit_no_grad(self: Any, *error: Any) -> None:  # noqa: ARG001 (of any exit)
-    torch.set_grad_enabled(self.before)
 
 
 def _words(kind: str) -> str:

@@ -22,7 +22,8 @@ from typing import Any, Final
 import torch
 from torch import fx
 
-from baechi.tracing.fx_operators import node_arguments
+from baechi.torch_support.tracer_internals import OpOverload
+from baechi.tracing.fx_nodes import node_arguments
 
 _CHECKS: Final = ("_guards_fn", "aten._assert_tensor_metadata.default")
 _CASTS: Final = ("aten.to.dtype", "aten.to.dtype_layout", "aten.to.device")
@@ -100,7 +101,7 @@ def _is_one_node(node: fx.Node) -> bool:
     target = node.target
     if node.op != "call_function":
         return False
-    if isinstance(target, torch._ops.OpOverload):
+    if isinstance(target, OpOverload):
         pointwise = torch.Tag.pointwise in target.tags and not target._schema.is_mutable
         return pointwise or target in _JOINS
     return target in _PYTHONS or target in _TORCHS

@@ -12,21 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from baechi.errors import InputError, TraceError
-from baechi.traced.operators import Attempt
+from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts, propagate, quiet
-from baechi.tracing.ambient_modes import GradientMode
-from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.alias_analysis import Facts, copy_of, propagate, quiet
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.faithfulness import refuse_unfaithful
 from baechi.tracing.graph_rewrites import read_once
-from baechi.tracing.lowering import lower
-from baechi.tracing.side_effects import refuse_old_buffers, unchanged
+from baechi.tracing.guards import Attributes, GradientMode
+from baechi.tracing.lowering import TracedModule, lower
+from baechi.tracing.side_effects import unchanged
 from baechi.tracing.tracers import Capture, ladder, own_modules
-from baechi.tracing.workarounds.ctc_loss import ctc_losses_known
+from baechi.tracing.workarounds import ctc_losses_known
 
 
 def trace(
@@ -46,17 +45,6 @@ def trace(
         InputError: The arguments do not fit the model's signature.
         TraceError: No rung could trace it; with the reason and the model's line for each.
     """
-    return traced_for(model, args, kwargs, gradients=torch.is_grad_enabled())
-
-
-def traced_for(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None,
-    *,
-    gradients: bool,
-) -> Traced:
-    """The result of `trace` for a caller who has gradients on or off."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     refuse_unfaithful(model)
@@ -64,9 +52,10 @@ def traced_for(
     if call.objects:  # the caller's own shall not change whenever the example runs
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
+    mode = GradientMode(torch.is_grad_enabled())
     with torch.inference_mode(False), torch.enable_grad():
         call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
-        return _climb(model, call, GradientMode(gradients))
+        return _climb(model, call, mode)
 
 
 def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
@@ -77,21 +66,24 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
         try:
             with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
-                traced = _finish(model, call, captured, (*attempts, Attempt(rung)), before)
-                return replace(traced, module=replace(traced.module, gradients=mode.told))
+                ops, tensors, module = _lowered(model, call, captured)
+                # Forward sets some attributes itself, whose values do not count.
+                module = replace(module, attributes=before.settled(), gradients=mode.observed)
+            name, taken = type(model).__name__, (*attempts, Attempt(rung))
+            return Traced(name, ops, tensors, taken, model.training, module)
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
     raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{_told_once(attempts)}\n"
+        f"{type(model).__name__} cannot be traced:\n{_distinct(attempts)}\n"
         "Check that the example arguments run through the model. Control flow that looks at "
         "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
         "forward may ask for truth values alone."
     )
 
 
-def _told_once(attempts: Sequence[Attempt]) -> str:
+def _distinct(attempts: Sequence[Attempt]) -> str:
     """The reason of every rung, equal ones once, with the model's line if it is known."""
     rungs: dict[str, list[Attempt]] = {}
     for attempt in attempts:
@@ -125,43 +117,48 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
     """Arguments that are distinct from the model's own tensors, even where these are passed."""
     own = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     own |= {id(value) for module in model.modules() for value in vars(module).values()}
-    given = {id(tensor): _versioned(tensor) for tensor in tensors}
+    # Autograd cannot follow one that was made in inference mode.
+    given = {id(t): t.clone() if t.is_inference() else t for t in tensors}
     for key in own & given.keys():
         given[key] = given[key].detach().requires_grad_(given[key].requires_grad)
     return tuple(given[id(tensor)] for tensor in tensors)
 
 
-def _versioned(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy that autograd can follow of one that was made in inference mode."""
-    return tensor.clone() if tensor.is_inference() else tensor
-
-
-def _finish(
-    model: nn.Module,
-    call: Call,
-    captured: Capture,
-    attempts: tuple[Attempt, ...],
-    before: Attributes,
-) -> Traced:
+def _lowered(
+    model: nn.Module, call: Call, captured: Capture
+) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     facts = propagate(read_once(captured.module), call.tensors)
-    refuse_old_buffers(captured.module, facts, captured.replaced)
-    call = _kept(call, captured.module, facts)
-    ops, tensors, module = lower(model, captured.module, facts, call, captured.returned)
-    module = replace(module, attributes=before.settled())  # but for what forward sets itself
-    name = type(model).__name__
-    return Traced(name, ops, tensors, attempts, model.training, module)
+    _refuse_old_buffers(captured, facts)
+    return lower(model, captured.module, facts, _kept(call, facts), captured.returned)
 
 
-def _kept(call: Call, module: fx.GraphModule, facts: Facts) -> Call:
+def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:
+    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value."""
+    names = {f"model.{name}": name for name in captured.replaced}
+    graph = captured.module.graph
+    olds = {
+        value.storage: names[str(node.target)]
+        for node in graph.find_nodes(op="get_attr")
+        if str(node.target) in names
+        for value in facts.nodes[node].values
+    }
+    for result in graph.output_node().all_input_nodes:
+        for value in facts.nodes[result].values:
+            if value.storage in olds:
+                raise RuntimeError(
+                    f"forward returns what buffer {olds[value.storage]!r} was before it replaces "
+                    "it; let it return a clone"
+                )
+
+
+def _kept(call: Call, facts: Facts) -> Call:
     """The example as it is before it runs: with copies of what forward writes into."""
-    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
-    given = zip(module.graph.find_nodes(op="placeholder"), call.tensors, strict=True)
+    placeholders = [node for node in facts.nodes if node.op == "placeholder"]
     copies: dict[int, torch.Tensor] = {}  # of one tensor one
     rows = []
-    for node, tensor in given:
-        if any(value.storage in written for value in facts.nodes[node].values):
-            copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-            rows.append(copies.setdefault(id(tensor), copy))
+    for node, tensor in zip(placeholders, call.tensors, strict=True):
+        if any(value.storage in facts.written for value in facts.nodes[node].values):
+            rows.append(copies.setdefault(id(tensor), copy_of(tensor)))
         else:
             rows.append(tensor)
     return replace(call, tensors=tuple(rows))

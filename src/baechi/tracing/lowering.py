@@ -9,19 +9,20 @@ Complexity: O(nodes + edges), with a sort.
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import final
+from types import FunctionType
+from typing import Any, final
 
 import torch
 from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
-from baechi.tracing.alias_analysis import Facts
-from baechi.tracing.attribute_guards import Attributes
+from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.op_names import op_key, op_name, source_line, unique
+from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
 from baechi.tracing.pytrees import Structure
 
@@ -59,16 +60,15 @@ def lower(
     model: nn.Module, module: fx.GraphModule, facts: Facts, call: Call, returned: Structure
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
     """The operators and tensors of a flat graph, and what runs of them."""
-    lowering = _Lowering(model, module, facts)
+    parts = Partition(module, facts)
+    lowering = _Lowering(model, module, facts, parts)
     rows = lowering.tensors()
-    nodes = tuple(map(tuple, lowering.partition.nodes_of_op))
-    travelling = lowering.partition.travelling
-    traced = TracedModule(
-        model, module, facts, call, returned, nodes, travelling, Attributes(model)
-    )
     ops = lowering.ops(rows)
     if str(call.autocast):  # the same operator costs something else
         ops = tuple(replace(op, key=f"{op.key} with {call.autocast}") for op in ops)
+    nodes = tuple(map(tuple, parts.nodes_of_op))
+    attributes = Attributes(model)
+    traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
 
 
@@ -89,10 +89,12 @@ class _Owned:
 class _Lowering:
     """The operators and tensors of one partition."""
 
-    def __init__(self, model: nn.Module, module: fx.GraphModule, facts: Facts) -> None:
+    def __init__(
+        self, model: nn.Module, module: fx.GraphModule, facts: Facts, parts: Partition
+    ) -> None:
         self._module = module
         self._facts = facts
-        self.partition = self._parts = Partition(module, facts)
+        self._parts = parts
         named = [*model.named_buffers(), *model.named_parameters()]
         self._owner = {id(tensor): name for name, tensor in named}
         values = (value for fact in facts.nodes.values() for value in fact.values)
@@ -112,8 +114,7 @@ class _Lowering:
                 if source is None:
                     continue
                 homes = {
-                    v.storage: self._parts.home(v.storage)
-                    for v in self._facts.nodes[argument].values
+                    v.storage: self._parts.home(v.storage) for v in self._parts.values(argument)
                 }
                 for storage, home in homes.items():
                     if home is not None and home != op:
@@ -133,7 +134,7 @@ class _Lowering:
         consumers, tokens = self._reads_between_ops()
         shapes: dict[int, set[tuple[int, ...]]] = defaultdict(set)  # of what the caller gets
         for node in self._parts.output.all_input_nodes:
-            for value in self._facts.nodes[node].values:
+            for value in self._parts.values(node):
                 shapes[value.storage].add(value.shape)
         kept = shapes.keys()
         rows: list[tuple[TracedTensor, int | None]] = []
@@ -144,7 +145,10 @@ class _Lowering:
             source = self._parts.is_source(storage)
             # A buffer that travels stays where it lives: kept, so that its bytes count once.
             readers = sorted(consumers[storage])
-            differentiable = self._differentiable(storage)
+            # Of a returned view to the view, and not to its base.
+            differentiable = any(
+                value.requires_grad and value.storage == storage for value in self._results(home)
+            )
             tensor = TracedTensor(
                 home,
                 tuple(readers),
@@ -169,11 +173,7 @@ class _Lowering:
     ) -> tuple[int, ...]:
         """The bytes each reader sends back to an operator: one gradient per value that it reads.
 
-        Args:
-            op: The producer of the values.
-            readers: Their readers.
-            storages: Those of the values; any if None.
-            differentiable: Whether anything is sent.
+        The values are those in some storages, or all of the operator's.
         """
         if not differentiable:
             return ()
@@ -181,7 +181,7 @@ class _Lowering:
         for node in self._parts.nodes_of_op[op]:
             values = [
                 value
-                for value in self._facts.nodes[node].values
+                for value in self._parts.values(node)
                 if value.storage in self._graded and (storages is None or value.storage in storages)
             ]
             nbytes = sum(math.prod(value.shape) * value.dtype.itemsize for value in values)
@@ -195,7 +195,7 @@ class _Lowering:
         found = set()
         for node in self._parts.output.all_input_nodes:
             op = self._parts.op_of.get(node)
-            homes = {self._parts.home(v.storage) for v in self._facts.nodes[node].values}
+            homes = {self._parts.home(v.storage) for v in self._parts.values(node)}
             if op is not None and op not in homes and node.op != "get_attr":
                 found |= {op} if self._needs_gradient(node) else set()
         return found
@@ -211,20 +211,16 @@ class _Lowering:
 
     def _needs_gradient(self, node: fx.Node) -> bool:
         """True if a gradient flows back through its results, even if a write introduced it."""
-        return any(value.storage in self._graded for value in self._facts.nodes[node].values)
+        return any(value.storage in self._graded for value in self._parts.values(node))
 
-    def _differentiable(self, storage: int) -> bool:
-        """True if a gradient flows back; for a returned view, to the view and not to its base."""
-        op = self._parts.home(storage)
-        if op is None:
-            return False
-        return any(
-            value.requires_grad
-            for node in self._parts.nodes_of_op[op]
-            if node.op not in ("placeholder", "get_attr")
-            for value in self._facts.nodes[node].values
-            if value.storage == storage
-        )
+    def _results(self, op: int) -> Iterator[Value]:
+        """The values that an operator computes."""
+        for node in self._parts.nodes_of_op[op]:
+            if node.op not in ("placeholder", "get_attr"):
+                yield from self._parts.values(node)
+
+    def _has_backward(self, op: int) -> bool:
+        return any(value.requires_grad for value in self._results(op))
 
     def ops(self, tensors: Sequence[tuple[TracedTensor, int | None]]) -> tuple[TracedOp, ...]:
         tensor_of = {storage: i for i, (_, storage) in enumerate(tensors) if storage is not None}
@@ -240,19 +236,19 @@ class _Lowering:
             inside = [s for s in inside if self._parts.home(s) in (op, None)]
             own = owned[op]
             anchor = self._anchor(nodes)
-            name = unique(op_name(anchor), names)
+            name = _unique(op_name(anchor), names)
             ops.append(
                 TracedOp(
                     name=name,
                     nodes=tuple(node.name for node in nodes),
-                    key=op_key(self._module, self._facts, nodes),
+                    key=_key(self._module, self._facts, nodes),
                     parameters=tuple(own.names),
                     trained_bytes=own.trained,
                     frozen_bytes=own.frozen,
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
                     saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
-                    differentiable=self._has_backward(nodes),
+                    differentiable=self._has_backward(op),
                     random=any(fact.random for fact in facts),
                     group=groups.get(op),
                     source=source_line(anchor),
@@ -262,15 +258,6 @@ class _Lowering:
             )
         return tuple(ops)
 
-    def _has_backward(self, nodes: Sequence[fx.Node]) -> bool:
-        """True if a result of an operator's nodes needs a gradient."""
-        return any(
-            value.requires_grad
-            for node in nodes
-            for value in self._facts.nodes[node].values
-            if node.op not in ("get_attr", "placeholder")
-        )
-
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
         """The state each op owns, and the groups of ops that share a parameter or a counter.
 
@@ -279,7 +266,7 @@ class _Lowering:
         `linked` are the ops that read another's result, or whose results are read.
         """
         n = len(self._parts.nodes_of_op)
-        backward = {op for op, row in enumerate(self._parts.nodes_of_op) if self._has_backward(row)}
+        backward = set(filter(self._has_backward, range(n)))
         owned = [_Owned() for _ in range(n)]
         users: dict[int | str, set[int]] = defaultdict(set)
         labels: dict[int | str, str] = {}
@@ -336,34 +323,22 @@ class _Lowering:
     def _join_split_views(self, union: UnionFind) -> None:
         """A view that could not join its base's operator at least shares its device."""
         for node, op in self._parts.op_of.items():
-            for value in self._facts.nodes[node].values:
+            for value in self._parts.values(node):
                 home = self._parts.home(value.storage)
                 if home is not None and home != op:
                     union.union([home, op])
 
     def _state_of(self, node: fx.Node) -> list[tuple[str, torch.Tensor, int]]:
         """(name, tensor, storage or -1) of every parameter, buffer and constant it stands for."""
-        if node.op == "get_attr" and self._facts.nodes[node].values:
-            tensor = attribute(self._module, str(node.target))
-            name = self._owner.get(id(tensor), str(node.target))
-            return [(name, tensor, self._facts.nodes[node].values[0].storage)]
-        if node.op != "call_module":
-            return []
-        leaf = self._module.get_submodule(str(node.target))
-        rows = []
-        for tensor in [*leaf.parameters(), *leaf.buffers()]:
-            storage = next(
-                (
-                    self._facts.nodes[other].values[0].storage
-                    for other in self._parts.program
-                    if other.op == "get_attr"
-                    and self._facts.nodes[other].values
-                    and attribute(self._module, str(other.target)) is tensor
-                ),
-                -1,
-            )
-            rows.append((self._owner.get(id(tensor), str(node.target)), tensor, storage))
-        return rows
+        target = str(node.target)
+        tensors: list[torch.Tensor] = []
+        if node.op == "get_attr" and self._parts.values(node):
+            tensors = [attribute(self._module, target)]
+        elif node.op == "call_module":
+            leaf = self._module.get_submodule(target)
+            tensors = [*leaf.parameters(), *leaf.buffers()]
+        storage_of = self._parts.storage_of
+        return [(self._owner.get(id(t), target), t, storage_of.get(id(t), -1)) for t in tensors]
 
     def _readers(self, node: fx.Node, storage: int) -> list[int]:
         if node.op == "call_module":
@@ -377,10 +352,9 @@ class _Lowering:
 
     def _anchor(self, nodes: Sequence[fx.Node]) -> fx.Node:
         """The node that names the operator: the first that makes a storage, else the first."""
+        storages = self._facts.storages
         for node in nodes:
-            makes = any(
-                self._facts.storages[v.storage].node is node for v in self._facts.nodes[node].values
-            )
+            makes = any(storages[v.storage].node is node for v in self._parts.values(node))
             if makes and node.op != "get_attr":
                 return node
         return nodes[0]
@@ -397,3 +371,73 @@ def _join_counters(union: UnionFind, owned: Sequence[_Owned], linked: Set[int]) 
     for owner, op in rows:
         if op not in linked and owner in home:
             union.union([home[owner], op])
+
+
+def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
+    """Operators, arguments and shapes of an operator as text; names left out.
+
+    Reads of the model's state are marked: they come from memory, not from an earlier operator.
+    """
+    local = {node: i for i, node in enumerate(nodes)}
+
+    def show(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            if argument in local:
+                return f"%{local[argument]}"
+            if argument.op == "get_attr" and not facts.nodes[argument].values:
+                return _show_graph(attribute(module, str(argument.target)))
+            values = " ".join(map(_show_value, facts.nodes[argument].values))
+            return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
+        return repr(argument)
+
+    rows = []
+    for node in nodes:
+        if node.op in ("placeholder", "get_attr"):
+            rows.append(f"{node.op}{[_show_value(v) for v in facts.nodes[node].values]}")
+            continue
+        target = _show_target(node.target)
+        if node.op == "call_module":
+            leaf = module.get_submodule(target)
+            state = [*leaf.parameters(), *leaf.buffers()]
+            target = f"{leaf!r} {[f'{t.dtype}{list(t.shape)}' for t in state]}"
+        arguments = fx.node.map_aggregate((node.args, dict(node.kwargs)), show)
+        rows.append(f"{node.op} {target}{arguments}")
+    return "; ".join(rows)
+
+
+def _show_target(target: Any) -> str:
+    if isinstance(target, FunctionType):  # its text would have its address
+        return f"{target.__module__}.{target.__qualname__}"
+    return str(target)
+
+
+def _show_graph(graph: Any) -> str:
+    """The graph that an operator runs, such as a block under autocast; names left out."""
+    if not isinstance(graph, fx.GraphModule):
+        return repr(graph)
+    local = {node: i for i, node in enumerate(graph.graph.nodes)}
+    rows = []
+    for node in graph.graph.nodes:
+        if node.op == "get_attr":
+            value = attribute(graph, str(node.target))
+            rows.append(_show_graph(value) if isinstance(value, nn.Module) else str(value.shape))
+        else:
+            target = "" if node.op == "placeholder" else _show_target(node.target)
+            arguments = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{local[n]}")
+            rows.append(f"{target}{arguments}")
+    return f"{{{'; '.join(rows)}}}"
+
+
+def _show_value(value: Value) -> str:
+    grad = "'" if value.requires_grad else ""
+    return f"{str(value.dtype)[6:]}{list(value.shape)}{list(value.stride)}{grad}"
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """The name, with a number if it is taken already; it is taken then."""
+    candidate, count = name, 1
+    while candidate in taken:
+        count += 1
+        candidate = f"{name}#{count}"
+    taken.add(candidate)
+    return candidate

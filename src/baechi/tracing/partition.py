@@ -14,15 +14,15 @@ state that its readers own.
 Complexity: O(nodes + edges), with a sort.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any, final
 
 import networkx
 from torch import fx, nn
 
-from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.alias_analysis import Facts, Value
 
 
 @final
@@ -53,6 +53,8 @@ class Partition:
     Attributes:
         program: The nodes that matter, in program order, without the output.
         output: The output node.
+        storage_of: The storage of every parameter, buffer and constant that a get_attr node names,
+            by the tensor's id.
         position: Place of every node in the program.
         touches: For every storage the positions that read or write it, ascending.
         last_write: For every storage that is written the position of the last write.
@@ -66,6 +68,11 @@ class Partition:
         self.program = [n for n in module.graph.nodes if n.op != "output"]
         self.output = next(n for n in module.graph.nodes if n.op == "output")
         self._drop_dead()
+        self.storage_of = {
+            id(attribute(module, str(node.target))): facts.nodes[node].values[0].storage
+            for node in self.program
+            if node.op == "get_attr" and facts.nodes[node].values
+        }
         self.position = {node: i for i, node in enumerate(self.program)}
         self._union = UnionFind(len(self.program))
         self._find_readers()
@@ -93,23 +100,19 @@ class Partition:
             facts = self._facts.nodes[node]
             touched = set(facts.writes) | {v.storage for v in facts.values}
             for argument in node.all_input_nodes:
-                touched |= {v.storage for v in self._facts.nodes[argument].values}
+                touched |= {v.storage for v in self.values(argument)}
             if node.op == "call_module":
-                touched |= set(self._leaf_storages(node))
+                leaf = self._module.get_submodule(str(node.target))
+                own = {id(tensor) for tensor in (*leaf.parameters(), *leaf.buffers())}
+                touched |= {self.storage_of[key] for key in own & self.storage_of.keys()}
             for storage in sorted(touched):
                 self.touches[storage].append(position)
             for storage in facts.writes:
                 self.last_write[storage] = position
 
-    def _leaf_storages(self, node: fx.Node) -> list[int]:
-        """The storages of an opaque leaf's parameters and buffers that other nodes name too."""
-        leaf = self._module.get_submodule(str(node.target))
-        own = {id(t) for t in [*leaf.parameters(), *leaf.buffers()]}
-        named = []
-        for other in self.program:
-            if other.op == "get_attr" and id(attribute(self._module, str(other.target))) in own:
-                named += [v.storage for v in self._facts.nodes[other].values]
-        return named
+    def values(self, node: fx.Node) -> tuple[Value, ...]:
+        """The tensors that a node yields."""
+        return self._facts.nodes[node].values
 
     def is_source(self, storage: int) -> bool:
         """True if it belongs to a parameter, a buffer or a constant."""
@@ -128,7 +131,7 @@ class Partition:
                 continue
             inputs = [self.position[argument] for argument in node.all_input_nodes]
             roots = {self._union.find(p) for p in inputs}
-            values = self._facts.nodes[node].values
+            values = self.values(node)
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
             is_view = bool(inputs) and not made and not self._facts.nodes[node].writes
             passes_on = not values and not self._facts.nodes[node].random
@@ -145,17 +148,7 @@ class Partition:
                 break
             for component in components:
                 self._union.union(component)
-        indegree = dict(graph.in_degree())
-        ready = [root for root, degree in indegree.items() if degree == 0]
-        heapq.heapify(ready)
-        self._roots: list[int] = []
-        while ready:
-            root = heapq.heappop(ready)
-            self._roots.append(root)
-            for after in graph.successors(root):
-                indegree[after] -= 1
-                if indegree[after] == 0:
-                    heapq.heappush(ready, after)
+        self._roots = list(networkx.lexicographical_topological_sort(graph))
 
     def _roots_that_run(self) -> set[int]:
         """All but get_attr nodes that merely name the state of the operators that read it.
@@ -185,7 +178,7 @@ class Partition:
 
     def travels(self, node: fx.Node) -> bool:
         """True if a get_attr's value may be sent: not trained, never written, no submodule."""
-        values = self._facts.nodes[node].values
+        values = self.values(node)
         if not values or any(v.storage in self.last_write for v in values):
             return False
         value = attribute(self._module, str(node.target))
@@ -216,11 +209,11 @@ class Partition:
         return [argument for argument in node.all_input_nodes if argument in self.position]
 
     def _number_ops(self) -> None:
-        self._op_of_root = {root: op for op, root in enumerate(self._roots)}
+        op_of_root = {root: op for op, root in enumerate(self._roots)}
         self.nodes_of_op: list[list[fx.Node]] = [[] for _ in self._roots]
         self.op_of: dict[fx.Node, int] = {}
         for position, node in enumerate(self.program):
-            op = self._op_of_root.get(self._union.find(position))
+            op = op_of_root.get(self._union.find(position))
             if op is not None:
                 self.nodes_of_op[op].append(node)
                 self.op_of[node] = op
@@ -253,7 +246,4 @@ class Partition:
 
 def attribute(module: nn.Module, target: str) -> Any:
     """The value behind a get_attr node's dotted target."""
-    value: Any = module
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
+    return attrgetter(target)(module)

@@ -1,52 +1,192 @@
 """Nested values as flat lists of tensors and structures.
 
 Tuples and what else pytree knows are opened by pytree. Lists, dicts and dataclasses, and objects of
-any class where they are looked into, are objects: one that is found twice stays one.
+any class where they are looked into, such as a cache of keys, are objects: one that is found twice
+stays one.
+
+A call may change the objects among its arguments. A trace runs on copies of them; their contents
+afterwards are what a call must leave in the caller's objects: tensors that it computed, numbers as
+they were in the trace.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import EllipsisType, NoneType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch.utils import _pytree as pytree
 
-from baechi.tracing.containers import Contents, can_hold, contents, empty, is_container, refill
-
-_PLAIN = (
-    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
-)
+_CONTAINERS: Final = (OrderedDict, dict, list, deque)  # a subclass before its base
+_EXACT: Final = frozenset((*_CONTAINERS, defaultdict))
 
 
 @final
+@dataclass(frozen=True)
+class Contents:
+    """The contents of an object.
+
+    Attributes:
+        keys: Of its items, if it is a dict.
+        n_items: The number of items among the values; the others are attributes.
+        names: Of its attributes; None if these are its items.
+    """
+
+    keys: tuple[Any, ...]
+    n_items: int
+    names: tuple[str, ...] | None
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """Of all values."""
+        return (*(self.keys or range(self.n_items)), *(self.names or ()))
+
+
+def is_container(value: Any) -> bool:
+    """True if it is a plain list, dict or deque, not of a subclass."""
+    return type(value) in _EXACT
+
+
+def _can_hold(value: Any) -> bool:
+    """True if the value can hold others, which `_contents` returns."""
+    if isinstance(value, _CONTAINERS):
+        return True
+    slotted = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    if not (slotted or hasattr(value, "__dict__")):
+        return False
+    try:
+        object.__new__(type(value))
+    except TypeError:  # it holds more than Python sees, as random.Random does
+        return False
+    return True
+
+
+def _contents(value: Any) -> tuple[Contents, tuple[Any, ...]]:
+    """The current contents of an object, and the values themselves: items, then attributes."""
+    keys: tuple[Any, ...] = ()
+    items: tuple[Any, ...] = ()
+    if isinstance(value, dict):
+        base = _dict_class(value)
+        keys, items = tuple(base.keys(value)), tuple(base.values(value))
+    elif isinstance(value, list | deque):
+        items = tuple(value)
+    if _is_its_own_dict(value):
+        return Contents(keys, len(items), None), items
+    attributes = {} if is_container(value) else _attributes(value)
+    return Contents(keys, len(items), tuple(attributes)), (*items, *attributes.values())
+
+
+def _dict_class(value: dict[Any, Any]) -> Any:
+    """The class whose methods no subclass has replaced."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
+
+
+def _is_its_own_dict(value: Any) -> bool:
+    """True if `value.x` is `value["x"]`, as in classes called AttrDict."""
+    return getattr(value, "__dict__", None) is value
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    own = getattr(value, "__dict__", None)
+    if own is None and dataclasses.is_dataclass(value):  # one with slots
+        names = (field.name for field in dataclasses.fields(value))
+        return {name: getattr(value, name) for name in names if hasattr(value, name)}
+    return dict(own or {})
+
+
+def _empty(like: Any) -> Any:
+    """A new object of the same class that holds nothing; its `__init__` does not run."""
+    kind = type(like)
+    base = next((base for base in _CONTAINERS if issubclass(kind, base)), object)
+    new: Any = base.__new__(kind)
+    if isinstance(like, defaultdict):
+        new.default_factory = like.default_factory
+    elif isinstance(like, deque):
+        deque.__init__(new, (), like.maxlen)
+    if _is_its_own_dict(like):
+        new.__dict__ = new
+    return new
+
+
+def _refill(value: Any, what: Contents, values: Sequence[Any]) -> None:
+    """Let an object hold this and nothing else; it stays the same object."""
+    items, attributes = values[: what.n_items], values[what.n_items :]
+    if isinstance(value, list | deque):
+        value.clear()
+        value.extend(items)
+    elif isinstance(value, dict):
+        base = _dict_class(value)
+        base.clear(value)
+        base.update(value, zip(what.keys, items, strict=True))
+    if what.names is None or is_container(value):
+        return
+    named = zip(what.names, attributes, strict=True)
+    own = getattr(value, "__dict__", None)
+    if own is None:
+        for name, attribute in named:
+            object.__setattr__(value, name, attribute)
+    else:
+        own.clear()
+        own.update(named)
+
+
+Change = tuple[int, Contents, tuple[Any, ...]]  # of an object, by its number
+
+
+@final
+class ObjectChanges:
+    """The objects of a call, as `Parts` finds them, with what they hold now."""
+
+    def __init__(self, objects: Sequence[Any]) -> None:
+        self.objects = tuple(objects)
+        self._before = [_contents(each) for each in self.objects]
+
+    def found(self) -> tuple[Change, ...]:
+        """The new contents of objects that now hold other values; tensors count by identity."""
+        now = [_contents(each) for each in self.objects]
+        return tuple(
+            (number, *after)
+            for number, (before, after) in enumerate(zip(self._before, now, strict=True))
+            if _differs(before, after)
+        )
+
+
+def _differs(
+    before: tuple[Contents, tuple[Any, ...]], after: tuple[Contents, tuple[Any, ...]]
+) -> bool:
+    if before[0] != after[0]:
+        return True
+    (one, form), (two, other) = (
+        pytree.tree_flatten(values, is_container) for values in (before[1], after[1])
+    )
+    return form != other or any(a is not b for a, b in zip(one, two, strict=True))
+
+
+def change(objects: Sequence[Any], changes: Iterable[Change]) -> None:
+    """Let the objects hold what they held after `changes`."""
+    for number, what, values in changes:
+        _refill(objects[number], what, values)
+
+
+@final
+@dataclass(frozen=True, slots=True)
 class _Slot:
     """The place of a tensor in a structure."""
 
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+    index: int
 
 
 @final
 @dataclass(frozen=True)
 class _Object:
-    """A list, a dict, or an object of any class such as a cache of keys, without its tensors."""
+    """A list, a dict, or an object of any class, without its tensors."""
 
     like: Any
     contents: Contents
     values: "Structure"
-
-    def fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
-        """A new object of the class that holds these; its `__init__` does not run."""
-        value = empty(self.like)
-        objects.append(value)
-        refill(value, self.contents, self.values._fill(tensors, objects))
-        return value
 
 
 @final
@@ -55,6 +195,13 @@ class _Again:
     """An object that is known already, by its number."""
 
     number: int
+
+
+_OWN: Final = (_Again, Contents)
+_PLAIN: Final = (
+    *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, *_OWN),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+)
 
 
 @final
@@ -95,7 +242,10 @@ class Structure:
         return (str(self.spec), *rows)
 
     def fill(self, tensors: Sequence[Any], objects: Sequence[Any] = ()) -> Any:
-        """The nested value with `tensors` in its slots, and `objects` where these were given."""
+        """The nested value with `tensors` in its slots, and `objects` where these were given.
+
+        Other objects are new ones of their classes, whose `__init__` does not run.
+        """
         return self._fill(tensors, list(objects))
 
     def _fill(self, tensors: Sequence[Any], objects: list[Any]) -> Any:
@@ -104,43 +254,39 @@ class Structure:
 
 
 def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
-    if isinstance(leaf, _Object):
-        return leaf.fill(tensors, objects)
+    if isinstance(leaf, _Slot):
+        return tensors[leaf.index]
     if isinstance(leaf, _Again):
         return objects[leaf.number]
-    return tensors[leaf.index] if isinstance(leaf, _Slot) else leaf
-
-
-def flatten(
-    value: Any,
-    is_tensor: Callable[[Any], bool],
-    *,
-    objects: bool = False,
-    given: Sequence[Any] = (),
-) -> tuple[list[Any], Structure]:
-    """The tensors of a nested value, in order, and the structure around them.
-
-    Args:
-        value: Tuples, lists, dicts, dataclasses, and what pytree knows, of anything.
-        is_tensor: A predicate for leaves that are tensors.
-        objects: Whether to look into objects of other classes too: `fill` makes new ones.
-        given: Objects that `fill` is given instead.
-    """
-    parts = Parts(is_tensor, objects, given)
-    return parts.tensors, parts.structure(value)
+    if not isinstance(leaf, _Object):
+        return leaf
+    value = _empty(leaf.like)
+    objects.append(value)
+    _refill(value, leaf.contents, leaf.values._fill(tensors, objects))
+    return value
 
 
 @final
 class Parts:
-    """The tensors and objects of what is taken apart, in the order that they are found in."""
+    """The tensors and objects of what is taken apart, in the order that they are found in.
+
+    Args:
+        is_tensor: A predicate for leaves that are tensors.
+        look_into: Whether to look into objects of any class: `fill` makes new ones.
+        given: Objects that `fill` is given instead.
+    """
 
     def __init__(
-        self, is_tensor: Callable[[Any], bool], look_into: bool, given: Sequence[Any] = ()
+        self,
+        is_tensor: Callable[[Any], bool],
+        *,
+        look_into: bool = False,
+        given: Sequence[Any] = (),
     ) -> None:
         self.tensors: list[Any] = []
         self.objects: list[Any] = list(given)
         self._is_tensor = is_tensor
-        self._look_into = look_into
+        self._is_object = _is_object if look_into else _is_plain_object
         self._number = {id(each): i for i, each in enumerate(given)}
 
     def structure(self, value: Any) -> Structure:
@@ -161,22 +307,28 @@ class Parts:
         if self._is_tensor(leaf):
             self.tensors.append(leaf)
             return _Slot(len(self.tensors) - 1)
-        if not (_is_object(leaf) if self._look_into else _is_plain_object(leaf)):
+        if not self._is_object(leaf):
             return leaf
         if id(leaf) in self._number:
             return _Again(self._number[id(leaf)])
         self._number[id(leaf)] = len(self.objects)
         self.objects.append(leaf)
-        what, values = contents(leaf)
-        return _Object(empty(leaf), what, self.structure(values))
+        what, values = _contents(leaf)
+        return _Object(_empty(leaf), what, self.structure(values))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    tensors, _ = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
-    return tensors
+    parts = Parts(is_tensor)
+    parts.structure(value)
+    return parts.tensors
+
+
+def is_tensor(value: Any) -> bool:
+    """True if the value is a tensor."""
+    return isinstance(value, torch.Tensor)
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
@@ -192,18 +344,18 @@ def _is_leaf(value: Any) -> bool:
 
 def is_plain(value: Any) -> bool:
     """True if a trace may hold the value as it is."""
-    return isinstance(value, (*_PLAIN, _Again, Contents)) or callable(value)
+    return isinstance(value, _PLAIN) or callable(value)
 
 
 def _is_object(value: Any) -> bool:
     """True if the attributes of the value can be read."""
-    return _is_plain_object(value) or (not is_plain(value) and can_hold(value))
+    return _is_plain_object(value) or (not is_plain(value) and _can_hold(value))
 
 
 def _is_plain_object(value: Any) -> bool:
     """True if the object is nothing but its contents: a list, a dict, a dataclass."""
     return is_container(value) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type | _Again | Contents)
+        dataclasses.is_dataclass(value) and not isinstance(value, (type, *_OWN))
     )
 
 
@@ -216,6 +368,6 @@ def paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
             yield keys
         elif _is_object(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
-            what, values = contents(leaf)
+            what, values = _contents(leaf)
             for label, held in zip(what.labels, values, strict=True):
                 yield from ((*keys, str(label), *inner) for inner in paths(held, seen))

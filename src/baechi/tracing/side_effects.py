@@ -1,28 +1,44 @@
 """Side effects of a forward on its model and on torch, while a tracer runs it.
 
-A buffer that it replaces would be forgotten: the new value is written into the buffer. A tensor
-that it puts elsewhere would stay as a fake: it is taken out (`fake_tensor_leaks`). One that is
-there and is no buffer is real to a tracer, so a write would happen once too often: it is undone. A
-parameter, buffer or submodule that it makes would be made in each call: it is refused. What
-torch.func began where a trace failed is ended.
+A tracer runs the model's Python on tensors without values. After each run:
+
+- A buffer that forward replaces would be forgotten: the new value is written into the buffer.
+- A tensor that it puts elsewhere would stay as a fake, which the next run reads: it is removed. The
+  search covers the attributes of the model's modules, with the lists, dicts and objects in them,
+  the lists and dicts of their classes and of the files that define these, and functions with
+  `functools.lru_cache` in all imported files: a model calls those of other files, and through
+  decorators. It takes one pass over these names, some 20 ms where `transformers` is imported.
+- A tensor that is there and is no buffer is real to a tracer, so a write would happen once too
+  often: it is undone.
+- A parameter, buffer or submodule that it makes would be made in each call: it is refused.
+- What torch.func began where a trace failed is ended.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import functools
+import gc
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import CellType, FunctionType, ModuleType
 from typing import Any, Final, final
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 
 from baechi.errors import TraceError
-from baechi.tracing.alias_analysis import Facts
-from baechi.tracing.containers import is_container
-from baechi.tracing.fake_tensor_leaks import entries, holders, rosters, taken_out
-from baechi.tracing.value_guards import asker
+from baechi.torch_support.storages import key_of
+from baechi.torch_support.torch_internals import buffers_of, state_of, version_of
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    FakeTensorMode,
+    tracers_ended,
+    untraced,
+)
+from baechi.tracing.guards import model_line
+from baechi.tracing.pytrees import is_container
 
 _REGISTER: Final = (
     "Register it (torch.nn.Parameter in an attribute, ParameterList, ModuleList), give it as an "
@@ -44,57 +60,28 @@ def buffers_in_place(
     Raises:
         RuntimeError: The new value has another shape or type; or nothing shall be kept.
     """
-    owners = [(path, module, dict(module._buffers)) for path, module in model.named_modules()]
-    rows: list[tuple[str, torch.Tensor | None, Any]] = []
+    owners = [(path, module, dict(buffers_of(module))) for path, module in model.named_modules()]
+    rows: list[tuple[str, Any, Any]] = []
     try:
         yield
     finally:
         for path, module, before in owners:
             for name, buffer in before.items():
-                value = module._buffers.get(name)
+                value = buffers_of(module).get(name)
                 if value is not buffer:
                     rows.append((f"{path}.{name}".lstrip("."), buffer, value))
-                    module._buffers[name] = buffer
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+                    buffers_of(module)[name] = buffer
     for name, buffer, value in rows:
         if not keep or buffer is None or _form(value) != _form(buffer):
             raise RuntimeError(f"forward replaces buffer {name!r}, which would be lost")
-        pairs.append((buffer, value))
     if replaced is not None:
         replaced[:] = [name for name, *_ in rows]
-    olds = {buffer.untyped_storage()._cdata for buffer, _ in pairs}
+    olds = {key_of(buffer.untyped_storage()) for _, buffer, _ in rows}
     with torch.no_grad():
         # One may become what another was, before that is written.
-        news = [v.clone() if v.untyped_storage()._cdata in olds else v for _, v in pairs]
-        for (buffer, _), value in zip(pairs, news, strict=True):
+        news = [v.clone() if key_of(v.untyped_storage()) in olds else v for *_, v in rows]
+        for (_, buffer, _), value in zip(rows, news, strict=True):
             buffer.copy_(value)
-
-
-def refuse_old_buffers(module: fx.GraphModule, facts: Facts, replaced: Sequence[str]) -> None:
-    """Refuse a result that is a replaced buffer, or a view of one: it would have the new value.
-
-    Args:
-        module: The flat graph.
-        facts: Of it.
-        replaced: Names of buffers of the model.
-
-    Raises:
-        RuntimeError: There is one.
-    """
-    names = {f"model.{name}": name for name in replaced}
-    olds = {
-        value.storage: names[str(node.target)]
-        for node in module.graph.find_nodes(op="get_attr")
-        if str(node.target) in names
-        for value in facts.nodes[node].values
-    }
-    for result in next(iter(module.graph.find_nodes(op="output"))).all_input_nodes:
-        for value in facts.nodes[result].values:
-            if value.storage in olds:
-                raise RuntimeError(
-                    f"forward returns what buffer {olds[value.storage]!r} was before it replaces "
-                    "it; let it return a clone"
-                )
 
 
 def _form(value: Any) -> tuple[Any, ...]:
@@ -108,26 +95,19 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     Raises:
         TraceError: Forward made a parameter, a buffer or a submodule.
     """
-    before = [(path, module, _roster(module)) for path, module in model.named_modules()]
+    before = [(path, module, _snapshot(module)) for path, module in model.named_modules()]
     known = _state_of(model)
-    loose = [(t, t._version, t.detach().clone()) for t in _loose(model)]
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    hooks_off = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    hooks = nn.modules.module._global_buffer_registration_hooks
-    registered = set(hooks)
+    loose = [(t, version_of(t), t.detach().clone()) for t in _loose(model)]
     try:
-        with taken_out(model):
+        with tracers_ended(), fakes_removed(model):
             yield
     finally:
-        for key in hooks.keys() - registered:  # an export that fails leaves one (torch 2.11)
-            del hooks[key]
-        if hooks_off is None:
-            torch._C._autograd._saved_tensors_hooks_enable()
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
-        for tensor, version, value in loose:
-            if tensor._version != version:
-                tensor.detach().copy_(value)
-        made = [name for row in before for name in _restore(*row, known)]
+        _undo_writes(loose)
+        made = [
+            f"{path}.{name}".lstrip(".")
+            for path, module, own in before
+            for name in _restore(module, own, known)
+        ]
     if made:
         raise TraceError(
             f"forward makes {made[0]!r}, a parameter, buffer or submodule that the model does not "
@@ -136,20 +116,22 @@ def unchanged(model: nn.Module) -> Iterator[None]:
         )
 
 
-def _roster(module: nn.Module) -> tuple[Any, ...]:
+def _registered(module: nn.Module) -> list[dict[str, Any]]:
     """Its parameters, buffers and submodules."""
-    return (
-        [dict(row) for row in rosters(module)],
-        set(module._non_persistent_buffers_set),
-        vars(module).copy(),
-    )
+    submodules, parameters, buffers = state_of(module)
+    return [parameters, buffers, submodules]
 
 
 def _state_of(module: nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
 
 
-def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[int]) -> list[str]:
+def _snapshot(module: nn.Module) -> tuple[list[dict[str, Any]], set[str], dict[str, Any]]:
+    rows = [dict(row) for row in _registered(module)]
+    return rows, set(module._non_persistent_buffers_set), vars(module).copy()
+
+
+def _restore(module: nn.Module, before: tuple[Any, ...], known: set[int]) -> list[str]:
     """Let a module have the parameters, buffers and submodules that it had; names of the others.
 
     A submodule in the place of another is none of those where it has the model's own state alone:
@@ -157,11 +139,11 @@ def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[i
     """
     rows, volatile, attributes = before
     made: list[str] = []
-    for now, then in zip(rosters(module), rows, strict=True):
+    for now, then in zip(_registered(module), rows, strict=True):
         for name, value in now.items():
             chosen = isinstance(value, nn.Module) and _state_of(value) <= known
             if value is not then.get(name) and not chosen:
-                made.append(f"{path}.{name}".lstrip("."))
+                made.append(name)
         if len(now) != len(then) or made:
             now.clear()
             now.update(then)
@@ -173,12 +155,19 @@ def _restore(path: str, module: nn.Module, before: tuple[Any, ...], known: set[i
     return made
 
 
+def _undo_writes(rows: Iterable[tuple[torch.Tensor, int, torch.Tensor]]) -> None:
+    """Give tensors the values that they had at a version, if they were written since."""
+    for tensor, version, value in rows:
+        if version_of(tensor) != version:
+            tensor.detach().copy_(value)
+
+
 def _loose(model: nn.Module) -> list[torch.Tensor]:
     """The tensors in plain attributes of the model's modules, each once."""
-    state = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    state = _state_of(model)
     found: dict[int, torch.Tensor] = {}
-    for holder in holders(model):
-        rows = tuple(value for _, value in entries(holder))
+    for holder in _holders(model):
+        rows = tuple(value for _, value in _entries(holder))
         for leaf in pytree.tree_leaves(rows, is_leaf=is_container):
             counts = isinstance(leaf, torch.Tensor) and not leaf.is_inference()
             if counts and id(leaf) not in state:
@@ -187,11 +176,7 @@ def _loose(model: nn.Module) -> list[torch.Tensor]:
 
 
 def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> None:
-    """Refuse parameters of submodules that stay whole which are not registered.
-
-    Raises:
-        TraceError: There is one; its gradient would be lost.
-    """
+    """Refuse parameters of submodules that stay whole which are not registered: no gradient."""
     known = {id(tensor) for tensor in model.parameters()}
     parts = {id(part): part for leaf in leaves for part in leaf.modules()}.values()
     # A recurrent layer of torch has a list of its parameters, or of what stands for them.
@@ -208,8 +193,8 @@ def refuse_hidden_parameters(model: nn.Module, leaves: Iterable[nn.Module]) -> N
 
 
 @final
-class Outsiders(TorchFunctionMode):
-    """Looks at what forward reads beside its arguments, and the model's parameters and buffers.
+class OutsideTensors(TorchFunctionMode):
+    """Watches what forward reads beside its arguments, and the model's parameters and buffers.
 
     To a tracer such a tensor is a constant. So a gradient that flows into it would be lost, and it
     would be written when the model is traced, besides in each call.
@@ -217,7 +202,7 @@ class Outsiders(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._written: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
 
     def __torch_function__(
         self,
@@ -230,33 +215,27 @@ class Outsiders(TorchFunctionMode):
         real = list(filter(_is_real, pytree.tree_leaves((args, kwargs))))
         if not real:
             return func(*args, **kwargs)
-        if _may_write(func, kwargs):
-            for tensor in real:
-                if id(tensor) not in self._seen:
-                    with _disable_current_modes(), torch._C.DisableTorchFunction():
-                        copy = tensor.detach().clone()
-                    self._seen[id(tensor)] = tensor, tensor._version, copy
+        writes = _may_write(func, kwargs)
+        for tensor in real if writes else ():
+            if id(tensor) not in self._written:
+                with untraced():
+                    copy = tensor.detach().clone()
+                self._written[id(tensor)] = tensor, version_of(tensor), copy
         result = func(*args, **kwargs)
-        if torch.is_grad_enabled():
-            written = args[:1] if _may_write(func, kwargs) else ()
-            self._refuse_gradient(real, (result, written))
-        return result
-
-    def _refuse_gradient(self, real: Sequence[torch.Tensor], result: Any) -> None:
         graded = [tensor for tensor in real if tensor.requires_grad]
-        rows = pytree.tree_leaves(result) if graded else []
-        if any(isinstance(row, FakeTensor) and row.requires_grad for row in rows):
-            raise TraceError(
-                f"forward reads a tensor of shape {list(graded[0].shape)} that needs a gradient "
-                f"and is no parameter of the model, at {asker()}: its gradient would be lost. "
-                f"{_REGISTER}"
-            )
+        if torch.is_grad_enabled() and graded:
+            rows = pytree.tree_leaves((result, args[:1] if writes else ()))
+            if any(isinstance(row, FakeTensor) and row.requires_grad for row in rows):
+                raise TraceError(
+                    f"forward reads a tensor of shape {list(graded[0].shape)} that needs a "
+                    f"gradient and is no parameter of the model, at {model_line()}: its gradient "
+                    f"would be lost. {_REGISTER}"
+                )
+        return result
 
     def close(self) -> None:
         """Let all be as it was before it was written."""
-        for tensor, version, value in self._seen.values():
-            if tensor._version != version:
-                tensor.detach().copy_(value)
+        _undo_writes(self._written.values())
 
 
 def _is_real(value: Any) -> bool:
@@ -269,3 +248,139 @@ def _may_write(func: Any, kwargs: dict[str, Any]) -> bool:
     inplace = name.endswith("_") and not name.endswith("__")
     special = name == "__setitem__" or name.startswith("__i")
     return inplace or special or "norm" in name or "out" in kwargs
+
+
+# How many lists, dicts and objects of a model are looked into.
+_MOST_HOLDERS: Final = 100_000
+# Packages whose own caches keep no tensor of a model.
+_NO_MODELS: Final = {"torch", "numpy", "sympy", "mpmath", "scipy", *sys.stdlib_module_names}
+# What may hold a function with a cache in its `__wrapped__`, or as a function's closure.
+_WRAPPERS: Final = (FunctionType, staticmethod, classmethod)
+
+
+@contextmanager
+def fakes_removed(model: nn.Module) -> Iterator[None]:
+    """Run the model's Python on a tracer's tensors inside; none of them is left in it after that.
+
+    Except parameters, buffers and submodules that forward makes: `unchanged` reports these.
+    """
+    known = {id(row) for module in model.modules() for row in _registered(module)}
+    rows = [row for row in (*_holders(model), *_tables(model)) if id(row) not in known]
+    before = [(holder, dict(_entries(holder))) for holder in rows]
+    caches = [(row, row.cache_info().misses) for row in _cached_functions(rows)]
+    try:
+        yield
+    finally:
+        for cache, misses in caches:
+            if cache.cache_info().misses != misses and _holds_fake(gc.get_referents(cache)):
+                cache.cache_clear()
+        for holder, own in before:
+            _clean(holder, own)
+
+
+def _cached_functions(rows: list[Any]) -> list[Any]:
+    """Functions with `functools.lru_cache` in these lists and dicts, and in all files."""
+    files = [
+        row
+        for name, row in list(sys.modules.items())
+        if name.partition(".")[0] not in _NO_MODELS and issubclass(type(row), ModuleType)
+    ]
+    values = [value for file in files for value in list(vars(file).values())]
+    kinds = {id(value): value for value in values if issubclass(type(value), type)}
+    values += [value for kind in kinds.values() for value in list(vars(kind).values())]
+    values += [value for row in rows for _, value in _entries(row)]
+    found: dict[int, Any] = {}
+    seen: set[int] = set()
+    while values:
+        inner: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if kind is functools._lru_cache_wrapper:
+                found[id(value)] = value
+            elif kind is FunctionType and not (value.__closure__ or value.__dict__):
+                continue  # most are: it wraps nothing
+            elif kind in _WRAPPERS and id(value) not in seen:
+                seen.add(id(value))
+                inner.append(getattr(value, "__wrapped__", None))
+                cells = getattr(value, "__closure__", None) or ()
+                inner += [cell.cell_contents for cell in cells if _is_filled(cell)]
+        values = inner
+    return list(found.values())
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _holders(model: nn.Module) -> list[Any]:
+    """Dicts of attributes, and lists and dicts, in which the model's modules keep something."""
+    found: dict[int, Any] = {}
+    left: deque[Any] = deque(vars(module) for module in model.modules())
+    while left and len(found) < _MOST_HOLDERS:
+        holder = left.popleft()
+        if id(holder) not in found:
+            found[id(holder)] = holder
+            for _, value in _entries(holder):
+                if is_container(value):
+                    left.append(value)
+                elif _is_record(value):
+                    left.append(vars(value))
+    return list(found.values())
+
+
+def _entries(holder: Any) -> list[tuple[Any, Any]]:
+    """The keys of a list, a dict or a deque with their values."""
+    return list(holder.items() if isinstance(holder, dict) else enumerate(holder))
+
+
+def _tables(model: nn.Module) -> list[Any]:
+    """The lists and dicts of the classes of the model's modules, and of the files of these."""
+    kinds = {
+        kind
+        for module in model.modules()
+        for kind in type(module).__mro__
+        if kind.__module__.partition(".")[0] not in ("torch", "builtins")
+    }
+    files = {kind.__module__ for kind in kinds} & sys.modules.keys()
+    scopes: list[Mapping[str, Any]] = [vars(kind) for kind in kinds]
+    scopes += [vars(sys.modules[name]) for name in files]
+    found = {id(value): value for scope in scopes for value in scope.values()}
+    return [value for value in found.values() if is_container(value)]
+
+
+def _is_record(value: Any) -> bool:
+    """True if it is an object that may hold tensors in attributes: a cache, a state."""
+    apart = isinstance(value, torch.Tensor | nn.Module | ModuleType | FakeTensorMode)
+    return not apart and not callable(value) and type(getattr(value, "__dict__", None)) is dict
+
+
+def _clean(holder: Any, before: dict[Any, Any]) -> None:
+    """Remove a tracer's tensors from a list or a dict."""
+    new = [key for key, value in _entries(holder) if value is not before.get(key)]
+    fakes = [key for key in new if _holds_fake(holder[key])]
+    if fakes and not isinstance(holder, dict):
+        holder.clear()
+        holder.extend(before.values())
+        return
+    for key in fakes:
+        if key in before:
+            holder[key] = before[key]
+        else:
+            del holder[key]
+
+
+def _holds_fake(value: Any) -> bool:
+    """True if it holds a tracer's tensor, also in the attributes of an object."""
+    left, seen = [value], {id(value)}
+    while left:
+        for leaf in pytree.tree_leaves(left.pop()):
+            if isinstance(leaf, FakeTensor | fx.Proxy):
+                return True
+            if _is_record(leaf) and id(leaf) not in seen and len(seen) < _MOST_HOLDERS:
+                seen.add(id(leaf))
+                left.append(vars(leaf))
+    return False

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
-from baechi.tracing.value_guards import CHECK, check
+from baechi.tracing.guards import CHECK, check
 
 
 @final
@@ -96,13 +96,14 @@ def extract(
                 _run_on(copy, device)
     leave(None)
     graph.output((*(copy_of[node, None] for node in outputs), *left))
-    root = torch.nn.Module()
-    _attach(root, opaque_leaves(module, nodes) if leaves is None else leaves)
-    function = fx.GraphModule(root, graph).forward
-    names = tuple(node for node, _ in inputs)
-    readers = tuple(reader for _, reader in inputs)
-    ways_out = tuple((node, position) for node, position, _ in exits)
-    return Extract(function, names, readers, tuple(outputs), ways_out)
+    called = opaque_leaves(module, nodes) if leaves is None else dict(leaves)
+    return Extract(
+        fx.GraphModule(called, graph).forward,
+        inputs=tuple(node for node, _ in inputs),
+        readers=tuple(reader for _, reader in inputs),
+        outputs=tuple(outputs),
+        exits=tuple((node, position) for node, position, _ in exits),
+    )
 
 
 def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:
@@ -121,18 +122,6 @@ def leaf_copies(
         else copy.deepcopy(leaf).to(device)
         for target, leaf in opaque_leaves(module, nodes).items()
     }
-
-
-def _attach(root: torch.nn.Module, leaves: Mapping[str, torch.nn.Module]) -> None:
-    """Make every leaf reachable from `root` by its qualified name."""
-    for target, leaf in leaves.items():
-        *path, last = target.split(".")
-        owner = root
-        for part in path:
-            if not hasattr(owner, part):
-                owner.add_module(part, torch.nn.Module())
-            owner = getattr(owner, part)
-        setattr(owner, last, leaf)
 
 
 def located(value: Any, device: torch.device) -> Any:

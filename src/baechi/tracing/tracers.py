@@ -1,10 +1,10 @@
 """The rungs of the ladder of tracers, tried in this order.
 
     torch.export, non-strict     takes nearly everything; ATen operators, in-place ones kept
-    the same, exporting said     where the branches of an eager run cannot be traced
+    the same, export branches    where the branches of an eager run cannot be traced
     module granularity           torch.fx: torch.nn modules are leaves, and so is, opaque, every
                                  submodule that cannot be traced
-    torch.export, values told    truth values of the example's tensors, each with a check
+    torch.export, truth values   those of the example's tensors, each with a check
 
 Strict export is no rung: it was needed for none of 229 architectures (`docs/tracing.md`). Each rung
 traces the same flat function (`calling_convention.flat_model`).
@@ -14,29 +14,34 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
 from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from baechi.errors import TraceError
-from baechi.tracing.alias_analysis import Facts, named_state, propagate
-from baechi.tracing.ambient_modes import GradientMode
+from baechi.torch_support.storages import distinct_storages
+from baechi.torch_support.tracer_internals import TorchDispatchMode
+from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate
 from baechi.tracing.calling_convention import Call, flat_model
+from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, watched
-from baechi.tracing.fake_tensor_leaks import taken_out
-from baechi.tracing.fx_operators import schema_arguments
+from baechi.tracing.fx_nodes import schema_arguments
 from baechi.tracing.graph_rewrites import without_effectless
+from baechi.tracing.guards import Autocast, GradientMode, TruthValue, TruthValues
 from baechi.tracing.pytrees import Structure, tensors_in
-from baechi.tracing.side_effects import Outsiders, buffers_in_place, refuse_hidden_parameters
+from baechi.tracing.side_effects import (
+    OutsideTensors,
+    buffers_in_place,
+    fakes_removed,
+    refuse_hidden_parameters,
+)
 from baechi.tracing.subgraph import opaque_leaves
-from baechi.tracing.value_guards import AskedValues
-from baechi.tracing.workarounds.export_branches import EagerBranches
+from baechi.tracing.workarounds import RECURRENT
 
 
 @final
@@ -49,91 +54,52 @@ class Capture:
     replaced: tuple[str, ...] = ()  # buffers
 
 
-# Their fake kernels know nothing of autocast (torch 2.13): `submodule.forward` is right, as a leaf.
-# To be removed when test_amp.py::test_torch_still_exports_recurrent_layers_in_other_dtypes fails.
-_RECURRENT = tuple(
-    f"aten.{name}.{overload}"
-    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    for overload in ("input", "data")
-)
-
-
-@contextmanager
-def _nothing_kept(model: nn.Module) -> Iterator[None]:
-    """Run the model's Python for a tracer that loses what it replaces and remembers."""
-    with taken_out(model), buffers_in_place(model, keep=False):
-        yield
-
-
 def _non_strict(
     mode: GradientMode,
     branches: EagerBranches,
     model: nn.Module,
     call: Call,
-    heard: list[tuple[torch.Size, bool]] | None = None,
+    truth_values: list[TruthValue] | None = None,
 ) -> Capture:
     replaced: list[str] = []
-    outsiders = Outsiders()
+    outside = OutsideTensors()
 
     @contextmanager
     def around(model: nn.Module) -> Iterator[None]:
-        told = nullcontext() if heard is None else AskedValues(heard)
-        looked_at = nullcontext() if branches.nested else outsiders
-        with buffers_in_place(model, replaced=replaced), branches.taken(), told, looked_at:
+        with buffers_in_place(model, replaced=replaced), branches.taken(), ExitStack() as stack:
+            if truth_values is not None:
+                stack.enter_context(TruthValues(truth_values))
+            if not branches.nested:
+                stack.enter_context(outside)
             yield
 
-    flat, returned = flat_model(model, call, around)
-    _check_leaves(flat, call)
-    with watched(model, mode) as functions, closing(outsiders):
+    flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
+    with watched(model, mode) as functions, closing(outside):
         program = torch.export.export(flat, call.tensors, strict=False)
     module = program.module()
     functions.restore(module)
-    return Capture(_exported(module, call), returned[-1], tuple(replaced))
-
-
-def _check_leaves(flat: nn.Module, call: Call) -> None:
-    """Let a flat model look, whenever it runs, at what begins to need a gradient."""
-    run = flat.forward
-
-    @wraps(run)
-    def forward(*tensors: torch.Tensor) -> Any:
-        outputs = run(*tensors)
-        refuse_new_leaves(call, tensors, outputs)
-        return outputs
-
-    flat.forward = forward
-
-
-def _told(mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call) -> Capture:
-    """Trace with the truth values of a real run of the example.
-
-    Raises:
-        RuntimeError: It reads none.
-    """
-    flat, _ = flat_model(model, call)
-    state = named_state(flat)
-    copies = {n: t.detach().clone().requires_grad_(t.requires_grad) for n, t in state.items()}
-    inputs = tuple(t.detach().clone().requires_grad_(t.requires_grad) for t in call.tensors)
-    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), AskedValues() as asked:
-        torch.func.functional_call(flat, copies, inputs)
-    if not asked.heard:
-        raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, asked.heard)
-
-
-def _exported(module: fx.GraphModule, call: Call) -> fx.GraphModule:
-    """The graph of `torch.export`, without nodes that have no effect.
-
-    Raises:
-        TypeError: An operator's fake tensors are not what it gives.
-    """
     for node in module.graph.nodes:
-        if call.autocast.dtypes and str(node.target) in _RECURRENT:
+        if call.autocast.dtypes and str(node.target) in RECURRENT:
             raise TypeError(
                 f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
             )
-    return without_effectless(module)
+    return Capture(without_effectless(module), returned[-1], tuple(replaced))
+
+
+def _truth_values(
+    mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call
+) -> Capture:
+    """Trace with the truth values of a real run of the example."""
+    flat, _ = flat_model(model, call)
+    state = named_state(flat)
+    copies = {name: copy_of(tensor) for name, tensor in state.items()}
+    inputs = tuple(map(copy_of, call.tensors))
+    gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
+    with torch.random.fork_rng(gpus), TruthValues() as values:
+        torch.func.functional_call(flat, copies, inputs)
+    if not values.recorded:
+        raise RuntimeError("forward asks no tensor for a truth value")
+    return _non_strict(mode, branches, model, call, values.recorded)
 
 
 @final
@@ -150,11 +116,7 @@ class _ModuleTracer(fx.Tracer):
         self.path: list[str] = []
 
     def create_node(self, kind: str, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node with the model's own line, as nodes of `torch.export` have it.
-
-        Raises:
-            RuntimeError: fx would lose what it does, or the mode that it runs in.
-        """
+        """A node with the model's own line, as nodes of `torch.export` have it."""
         if _modes() != self._modes:
             raise RuntimeError("forward switches gradients or autocast, which fx would lose")
         if target in _AUTOGRAD:
@@ -196,9 +158,15 @@ _AUTOGRAD = (
 )
 
 
-def _modes() -> tuple[Any, ...]:
-    autocast = [torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")]
-    return torch.is_grad_enabled(), *autocast
+def _modes() -> tuple[bool, Autocast]:
+    return torch.is_grad_enabled(), Autocast.current()
+
+
+@contextmanager
+def _nothing_kept(model: nn.Module) -> Iterator[None]:
+    """Run the model's Python for a tracer that loses what it replaces and remembers."""
+    with fakes_removed(model), buffers_in_place(model, keep=False):
+        yield
 
 
 def _opaque(mode: GradientMode, model: nn.Module, call: Call) -> Capture:
@@ -261,43 +229,35 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._made: dict[int, torch.Tensor] = {}  # by storage, which lives as long
+        self._made: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise RuntimeError("forward draws random numbers, which fx would freeze")
-        if func._schema.is_mutable and _storages(_written(func, args, kwargs)).keys() - self._made:
-            raise RuntimeError("forward writes into a tensor of before, which fx would lose")
+        if func._schema.is_mutable:
+            named = schema_arguments(func, args, kwargs)
+            infos = {row.name: row.alias_info for row in func._schema.arguments}
+            written = [
+                value for name, value in named.items() if infos[name] and infos[name].is_write
+            ]
+            if _storages(written).keys() - self._made:
+                raise RuntimeError("forward writes into a tensor of before, which fx would lose")
         before = _storages((args, kwargs)) if func is not torch.ops.aten.lift_fresh.default else {}
         result = func(*args, **kwargs)
         self._made |= {key: t for key, t in _storages(result).items() if key not in before}
         return result
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operator writes into."""
-    named = schema_arguments(func, args, kwargs)
-    rows = func._schema.arguments
-    return [named[a.name] for a in rows if a.alias_info is not None and a.alias_info.is_write]
-
-
-def _storages(value: Any) -> dict[int, torch.Tensor]:
-    """A tensor of each storage."""
-    dense = (t for t in tensors_in(value) if t.layout is torch.strided)
-    return {tensor.untyped_storage()._cdata: tensor for tensor in dense}
+def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
+    return distinct_storages(t for t in tensors_in(value) if t.layout is torch.strided)
 
 
 def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
-    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all.
-
-    Raises:
-        RuntimeError: There is one.
-    """
-    written = {storage for fact in facts.nodes.values() for storage in fact.writes}
+    """Refuse a tensor that forward makes and writes into or returns: fx makes it once for all."""
     for node in module.graph.find_nodes(op="get_attr"):
         if str(node.target).startswith(_MADE):
-            if any(value.storage in written for value in facts.nodes[node].values):
+            if any(value.storage in facts.written for value in facts.nodes[node].values):
                 raise RuntimeError("forward writes into a tensor that it makes: fx would freeze it")
             if any(user.op == "output" for user in node.users):
                 raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
@@ -307,10 +267,11 @@ def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call]
     """The rungs, in the order in which they are tried."""
     branches = EagerBranches()
     yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
-    while branches.concede():
+    while branches.give_way():
         yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
     yield "module granularity, opaque leaves", partial(_opaque, mode)
-    yield "torch.export (non-strict), values told", partial(_told, mode, EagerBranches())
+    values = partial(_truth_values, mode, EagerBranches())
+    yield "torch.export (non-strict), truth values of the example", values
 
 
 def own_modules(model: nn.Module) -> set[str]:

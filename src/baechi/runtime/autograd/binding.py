@@ -21,8 +21,8 @@ from baechi.runtime.autograd.recompute import Recomputation
 from baechi.runtime.autograd.step import Sharing, Sizes, Step, sharing_of
 from baechi.runtime.autograd.tape import Entry, Output, TapeCode
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions
+from baechi.tracing.fx_nodes import op_name
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name
 from baechi.tracing.subgraph import Extract, extract, located, opaque_leaves
 
 # Gradients that leave a tape's outputs are let go of as they are used where there are so many

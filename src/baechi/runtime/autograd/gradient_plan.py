@@ -23,7 +23,7 @@ from baechi.records.graph import StepStructure
 from baechi.records.instructions import Program
 from baechi.runtime.autograd.tape import Entry
 from baechi.tracing.alias_analysis import NodeFacts, Value
-from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.fx_nodes import operator_name
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
 from baechi.tracing.subgraph import Extract, opaque_leaves

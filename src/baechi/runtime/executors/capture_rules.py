@@ -19,9 +19,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from baechi.errors import InputError
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.tracing.fx_operators import operator_name
+from baechi.tracing.fx_nodes import op_name, operator_name
 from baechi.tracing.lowering import TracedModule
-from baechi.tracing.op_names import op_name
 from baechi.tracing.partition import attribute
 
 CudaGraphs: TypeAlias = bool | Literal["auto"]

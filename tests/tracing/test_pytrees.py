@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from placed import again_at_random, at_random
+from placed import again_at_random, at_random, lazily
 from torch import Tensor, nn
 
 import baechi
-from baechi.tracing.containers import Watched
+from baechi.tracing.pytrees import ObjectChanges
 
 
 @dataclass
@@ -99,13 +99,13 @@ def test_an_argument_that_is_returned_is_the_callers_own() -> None:
 @pytest.mark.parametrize("kind", [list, dict])
 def test_what_holds_the_same_in_another_order_has_changed(kind: type) -> None:
     held = [1.5, 2.5] if kind is list else {"a": 1.5, "b": 2.5}
-    watched = Watched([held])
-    assert not watched.changes()
+    changes = ObjectChanges([held])
+    assert not changes.found()
     if kind is list:
         held.reverse()
     else:
         held["a"] = held.pop("a")
-    assert [number for number, *_ in watched.changes()] == [0]
+    assert [number for number, *_ in changes.found()] == [0]
 
 
 class Options(dict[str, Any]):
@@ -191,7 +191,7 @@ class Twice(nn.Module):
 def test_one_list_under_two_names_stays_one() -> None:
     x = torch.ones(2)
     same: list[Tensor] = [torch.zeros(2)]
-    module = baechi.place(Twice(), {"cpu:0": "1GiB", "cpu:1": "1GiB"}, costs="estimate")
+    module = lazily(Twice())
     assert module(x, same, same).tolist() == [2, 2]
     assert len(same) == 2
     one, two = [torch.zeros(2)], [torch.zeros(2)]
@@ -201,15 +201,6 @@ def test_one_list_under_two_names_stays_one() -> None:
 
 def test_verification_leaves_the_callers_arguments_alone() -> None:
     given = arguments()
-    devices = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
-    baechi.place(
-        Writing(),
-        devices,
-        example_args=given,
-        placer=baechi.RandomPlacer(0),
-        costs="estimate",
-        verify=True,
-        progress=False,
-    )
+    lazily(Writing(), example_args=given, placer=baechi.RandomPlacer(0), verify=True)
     assert list(given[0]) == ["x", "kept"]
     assert given[2].hidden is None

@@ -1,15 +1,20 @@
-"""A custom autograd function is one operator of the graph, on every rung that can have one."""
+"""Defects of torch that tracing works around, and whether torch still has them."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from placed import EXACT, again_at_random, assert_same_values
-from torch import nn
+import zoo
+from placed import EXACT, again_at_random, assert_same_values, at_random, one_thread, step
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.nn import functional
 
 import baechi
+from baechi.tracing.workarounds import compact
 
 X = torch.arange(12.0).reshape(3, 4)
 
@@ -127,9 +132,86 @@ def test_what_no_loss_depends_on_gets_no_gradient_of_zeros() -> None:
 
 
 def test_torch_still_loses_the_backward() -> None:
-    """If this fails, torch is mended: `autograd_functions` may go."""
+    """If this fails, torch is mended: `workarounds.CustomFunctions` may go."""
     model, x = Between(custom), X.clone().requires_grad_()
     exported = torch.export.export(model, (x,), strict=False).module()
     (wanted,) = torch.autograd.grad(model(x).sum(), x)
     (derived,) = torch.autograd.grad(exported(x).sum(), x)
     assert not torch.equal(derived, wanted)
+
+
+class Recognizer(nn.Module):
+    """Its own loss, with targets in rows or one after another."""
+
+    def __init__(self, rows: bool) -> None:
+        super().__init__()
+        self.rows = rows
+        self.body, self.head = nn.Linear(4, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, labels: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.head(torch.tanh(self.body(x)))
+        mask = labels > 0
+        targets = labels if self.rows else labels.masked_select(mask)
+        scores = logits.log_softmax(-1).transpose(0, 1)
+        return functional.ctc_loss(scores, targets, lengths, mask.sum(-1)), logits
+
+
+@pytest.mark.parametrize("rows", [True, False])
+def test_a_model_with_a_ctc_loss_is_split(rows: bool) -> None:
+    torch.manual_seed(0)
+    model = Recognizer(rows)
+    labels = torch.tensor([[1, 2, 0], [3, 4, 2]])
+    args = (torch.randn(2, 9, 4), labels, torch.tensor([9, 8]))
+    with one_thread():
+        wanted = step(model, args, {})
+        placed = at_random(model, args)
+        assert placed.traced.rung == "torch.export (non-strict)"
+        assert not wanted.differs_from(step(placed, args, {}))
+
+
+def test_torch_still_lacks_the_shapes() -> None:
+    """If this fails, torch is mended: `workarounds.ctc_losses_known` may go."""
+    with FakeTensorMode():
+        scores, targets = torch.zeros(9, 2, 5), torch.ones(2, 3, dtype=torch.int64)
+        lengths = torch.tensor([9, 8]), torch.tensor([3, 2])
+        with pytest.raises(DynamicOutputShapeException, match="_ctc_loss"):
+            functional.ctc_loss(scores, targets, *lengths)
+
+
+class Layer(nn.LSTM):
+    """Says where its weights are, and counts how often it is made compact."""
+
+    places: tuple[str, ...] = ()
+    count = 0
+
+    def parameters(self, recurse: bool = True) -> Iterator[Any]:  # noqa: ARG002
+        return iter([SimpleNamespace(device=torch.device(place)) for place in self.places])
+
+    def reset_parameters(self) -> None:
+        """They are never read."""
+
+    def flatten_parameters(self) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("places", "count"),
+    [(("cuda:0", "cuda:0"), 1), (("cuda:0", "cuda:1"), 0), (("cpu",), 0), (("meta",), 0)],
+)
+def test_layers_on_one_gpu_are_made_compact(places: tuple[str, ...], count: int) -> None:
+    layer = Layer(2, 2)
+    layer.places, layer.count = places, 0
+    compact(nn.Sequential(nn.Linear(2, 2), layer))
+    assert layer.count == count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.backends.cudnn.enabled, reason="cuDNN is off")
+def test_a_layer_whose_weights_were_moved_one_by_one_is_compact_again() -> None:
+    model, args, _ = zoo.MODELS["lstm_lm"]()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to("cuda:0")
+    compact(model)
+    (layer,) = (module for module in model.modules() if isinstance(module, nn.LSTM))
+    assert len({parameter.untyped_storage()._cdata for parameter in layer.parameters()}) == 1
+    model(*(tensor.to("cuda:0") for tensor in args))  # a warning would be an error

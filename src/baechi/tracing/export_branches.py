@@ -9,7 +9,7 @@ Both functions return a flag of `torch.compiler` (2.11 to 2.13), which `torch.ex
 is a number whose truth value depends on the calling code: replacing the functions would miss code
 that imported them by name, and `torch._dynamo.is_compiling` and the like, which return the flag.
 
-Where the eager branch cannot be traced, the last caller before the error gets True (`concede`).
+Where the eager branch cannot be traced, the last caller before the error gets True (`give_way`).
 
 A tracer runs a model on fake tensors, where reading a value is an error. A model that checks
 whether positions that it just made are in order gets the value of a real run: integers and booleans
@@ -27,13 +27,17 @@ from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
-from torch._dynamo.exc import TorchDynamoException
-from torch._ops import OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from baechi.torch_support.torch_internals import refusals, version_of
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    OpOverload,
+    OpOverloadPacket,
+    untraced,
+)
 
 
 @final
@@ -41,7 +45,7 @@ class EagerBranches:
     """The answers given to a model's code in one trace, over all its attempts."""
 
     def __init__(self) -> None:
-        self._told: dict[tuple[CodeType, int], str] = {}
+        self._exporting: dict[tuple[CodeType, int], str] = {}
         self._last: tuple[CodeType, int] | None = None
         self._known = KnownValues()
         self.nested = False  # whether there is a compiler inside, which reads what is around it
@@ -49,17 +53,17 @@ class EagerBranches:
 
     def __str__(self) -> str:
         """The functions that see an export, for the list of attempts."""
-        told = "the model" if self._all else ", ".join(dict.fromkeys(self._told.values()))
-        return f", exporting said to {told}" if told else ""
+        names = "the model" if self._all else ", ".join(dict.fromkeys(self._exporting.values()))
+        return f", export branches of {names}" if names else ""
 
-    def concede(self) -> bool:
+    def give_way(self) -> bool:
         """After an error, let one more caller see the export, then all; False if all do already."""
         if self._all or not (self._last or self._known.answered or self.nested):
             return False
-        if self.nested or self._last is None or self._last in self._told:
+        if self.nested or self._last is None or self._last in self._exporting:
             self._all = True
         else:
-            self._told[self._last] = self._last[0].co_qualname
+            self._exporting[self._last] = self._last[0].co_qualname
         return True
 
     @contextmanager
@@ -107,14 +111,14 @@ class EagerBranches:
         ):
             try:
                 yield
-            except TorchDynamoException:  # of one inside, as in `torch.cond`: it reads all of this
+            except refusals():  # of one inside, as in `torch.cond`: it reads all of this
                 self.nested = True
                 raise
 
     def answer(self, code: CodeType, instruction: int) -> bool:
         """The answer for one instruction of the code that checks for an export."""
         self._last = code, instruction
-        return self._last in self._told
+        return self._last in self._exporting
 
 
 @final
@@ -185,7 +189,7 @@ class KnownValues(TorchFunctionMode):
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's value, if it is known."""
         version, value = self._known.get(tensor, (None, None))
-        return value if version is not None and version == tensor._version else None
+        return value if version is not None and version == version_of(tensor) else None
 
     def __torch_function__(
         self,
@@ -207,7 +211,7 @@ class KnownValues(TorchFunctionMode):
                 values = _rows(_computed(func, *given))
                 for row, value in zip(_rows(result), values, strict=True):
                     if _is_knowable(row) and _form(value) == _form(row):
-                        self._known[row] = (row._version, value)
+                        self._known[row] = (version_of(row), value)
         return result
 
     def _given(
@@ -263,6 +267,6 @@ def _form(value: Any) -> tuple[Any, ...]:
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of the function outside the tracer, on copies, since it may write into them."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction():
+    with untraced():
         args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
         return func(*args, **kwargs)

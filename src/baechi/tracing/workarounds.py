@@ -1,0 +1,143 @@
+"""Workarounds for defects of torch, seen with torch 2.11 to 2.13; each with what ends it.
+
+Custom autograd functions (https://github.com/pytorch/pytorch/issues/106388)
+    A tracer inlines their forward, and autograd would then differentiate that: what a backward
+    written by hand says is lost. So while a tracer runs, `apply` records the function itself, as a
+    node. `test_torch_still_loses_the_backward` fails when torch is mended.
+
+CTC losses with tensors for lengths (https://github.com/pytorch/pytorch/issues/183396)
+    Fake tensors lack their shapes. What such a loss keeps for its backward depends on the longest
+    target; here it is as long as all targets together, or as a row of them, which is a bound. The
+    loss itself has the right shape. `test_torch_still_lacks_the_shapes` fails when torch is mended.
+
+Recurrent layers under autocast
+    Their fake kernels do not apply it: `submodule.forward` is right, as a leaf.
+    `test_torch_still_exports_recurrent_layers_in_other_dtypes` fails when torch is mended.
+
+Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn/RNN.cpp`)
+    A parameter that is moved by itself, or copied, leaves the one piece that they are in: torch
+    then warns at each call, and each takes the weights' bytes once more. This is as meant.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
+
+from baechi.torch_support.tracer_internals import (
+    FakeTensor,
+    FunctionBase,
+    below_export,
+    export_mode,
+    fake_kernels,
+    held_function,
+    track_tensor_tree,
+)
+
+
+@final
+class CustomFunctions:
+    """The custom autograd functions of one capture, as targets of fx nodes."""
+
+    def __init__(self) -> None:
+        self._targets: dict[type, Callable[..., Any]] = {}
+
+    def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        """`Function.apply` while a tracer runs."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        proxy = next((leaf for leaf in leaves if isinstance(leaf, fx.Proxy)), None)
+        traced = proxy is not None or any(isinstance(leaf, FakeTensor) for leaf in leaves)
+        if not traced or function.__module__.startswith("torch._library"):  # behind one operator
+            return _apply(function, *args, **kwargs)
+        if function is CheckpointFunction:
+            if proxy is None:
+                return _run_checkpointed(*args)
+            raise RuntimeError(
+                f"the backward of the autograd function {function.__name__} would be lost"
+            )
+        if proxy is not None:
+            target = self._target(function)
+            return proxy.tracer.create_proxy("call_function", target, args, kwargs)
+        mode = export_mode()
+        if mode is None:
+            return _apply(function, *args, **kwargs)
+        return self._record(mode, function, *args, **kwargs)
+
+    def _record(self, mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        with below_export():
+            result = _apply(function, *args, **kwargs)
+        self._target(function)
+        name = str(list(self._targets).index(function))
+        args, kwargs = pytree.tree_map(mode.tracer.unwrap_proxy, (args, kwargs))
+        node = mode.tracer.create_proxy("call_function", held_function, (name, *args), kwargs)
+        track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
+        return result
+
+    def restore(self, module: fx.GraphModule) -> None:
+        """Give the nodes of an exported graph the functions that they stand for."""
+        targets = list(self._targets.values())
+        # Regions without gradients, or with autocast, are modules of their own.
+        for part in module.modules():
+            if isinstance(part, fx.GraphModule):
+                for node in part.graph.find_nodes(op="call_function", target=held_function):
+                    name, *args = node.args
+                    node.target, node.args = targets[int(name)], tuple(args)
+                part.recompile()
+
+    def _target(self, function: Any) -> Callable[..., Any]:
+        def target(*args: Any, **kwargs: Any) -> Any:
+            return function.apply(*args, **kwargs)
+
+        target.__module__, target.__qualname__ = function.__module__, function.__qualname__
+        target.__name__ = function.__name__
+        return self._targets.setdefault(function, target)
+
+
+def _apply(function: Any, *args: Any, **kwargs: Any) -> Any:
+    return super(FunctionBase, function).apply(*args, **kwargs)
+
+
+def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+    """Reentrant checkpointing as if it were not there; it has gradients if its arguments have."""
+    flows = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+    with torch.set_grad_enabled(flows and torch.is_grad_enabled()):
+        return run(*args)
+
+
+@contextmanager
+def ctc_losses_known() -> Iterator[None]:
+    """Let fake tensors run `torch.nn.functional.ctc_loss`."""
+    kernels = {torch.ops.aten._ctc_loss.Tensor: _ctc_shapes}
+    with patch.dict(fake_kernels, kernels):
+        yield
+
+
+def _ctc_shapes(
+    _mode: Any, _func: Any, log_probs: torch.Tensor, targets: torch.Tensor, *_: Any, **__: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    steps, batch = (1, *log_probs.shape[:-1])[-2:]
+    longest = targets.shape[-1]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+# Whose fake kernels know nothing of autocast.
+RECURRENT: Final = frozenset(
+    f"aten.{name}.{overload}"
+    for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    for overload in ("input", "data")
+)
+
+
+def compact(model: nn.Module) -> None:
+    """Put the weights of each recurrent layer on one GPU into one piece; parameters stay."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            places = {parameter.device for parameter in module.parameters()}
+            if len(places) == 1 and places.pop().type == "cuda":
+                with torch.inference_mode(False):
+                    module.flatten_parameters()

@@ -1,1 +1,0 @@
-"""One file for each defect of torch that a trace works around."""

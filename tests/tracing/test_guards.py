@@ -1,0 +1,471 @@
+"""For which modes, attributes and truth values a trace is valid; another one is another program."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import placed
+import pytest
+import torch
+from placed import EXACT, assert_same_values, at_random, lazily, one_thread, step
+from torch import Tensor, nn
+
+import baechi
+from baechi.torch_support.torch_devices import torch_threads
+from baechi.tracing.guards import CHECK, Attributes
+from baechi.tracing.subgraph import extract
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+X = torch.linspace(-1, 1, 24).reshape(4, 6)
+
+
+class Adapter(nn.Module):
+    """A frozen layer with a low-rank one beside it that may be switched off, as PEFT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(6, 6).requires_grad_(False)
+        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 6, bias=False)
+        self.scales = {"default": 0.5, "other": 2.0}
+        self.active = ["default"]
+        self.disabled = False
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y = self.base(x)
+        if self.disabled:
+            return y
+        return y + sum(self.scales[name] for name in self.active) * self.up(self.down(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapters = nn.Sequential(Adapter(), nn.BatchNorm1d(6), Adapter())
+        self.drop = nn.Dropout(1.0)
+        self.temperature = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapters(x) * self.temperature + self.drop(x)
+
+
+def disable(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Adapter):
+            module.disabled = True
+
+
+def switch(model: nn.Module) -> None:
+    next(m for m in model.modules() if isinstance(m, Adapter)).active.append("other")
+
+
+def rescale(model: nn.Module) -> None:
+    next(m for m in model.modules() if isinstance(m, Adapter)).scales["default"] = 3.0
+
+
+def drop_less(model: nn.Module) -> None:
+    next(m for m in model.modules() if isinstance(m, nn.Dropout)).p = 0.0
+
+
+def forget_faster(model: nn.Module) -> None:
+    next(m for m in model.modules() if isinstance(m, nn.BatchNorm1d)).momentum = 0.9
+
+
+def heat(model: nn.Module) -> None:
+    model.temperature = 7.0
+
+
+CHANGES = [disable, switch, rescale, drop_less, forget_faster, heat]
+
+
+def two() -> list[nn.Module]:
+    """The same model unsplit, and placed without a look at it."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model())
+    return [models[0], placed.lazily(models[1])]
+
+
+def test_what_is_set_later_is_what_runs() -> None:
+    models = two()
+    before = [placed.step(model, (X,), {}) for model in models]
+    for n, change in enumerate((switch, rescale, heat, disable), start=2):
+        for model in models:
+            change(model)
+        after = [placed.step(model, (X,), {}) for model in models]
+        assert not after[0].differs_from(after[1]), change
+        assert after[0].differs_from(before[0]), change
+        assert len(models[1]._specializations) == n
+        before = after
+
+
+def test_what_is_set_back_runs_what_was_placed_first() -> None:
+    _, module = two()
+    expected = module(X)
+    assert module.temperature == 1.0
+    for value in (2.0, 1.0, 2.0, 1.0):
+        module.temperature = value
+        torch.testing.assert_close(module(X), expected * value)
+    assert len(module._specializations) == 2
+    assert module.unplace().temperature == 1.0
+
+
+def test_what_forward_counts_itself_is_no_change() -> None:
+    unsplit, module = two()
+    module(X)
+    module(X[:2])
+    unsplit(X)
+    module(X)
+    assert len(module._specializations) == 2
+
+
+def test_what_is_new_stays_on_the_placed_module_and_changes_nothing() -> None:
+    _, module = two()
+    module(X)
+    module.note = "mine"
+    module(X)
+    assert len(module._specializations) == 1
+    assert not hasattr(module.unplace(), "note")
+
+
+def test_apply_refuses_with_what_was_changed() -> None:
+    model = Model()
+    module = placed.at_random(model, (X,), devices=2)
+    module(X)
+    switch(model)
+    with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* was .* and is "):
+        module(X)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_each_change_is_seen(change: Callable[[nn.Module], None]) -> None:
+    model = Model()
+    attributes = Attributes(model)
+    assert attributes.hold()
+    change(model)
+    assert not attributes.hold()
+    assert " was " in attributes.changed()
+
+
+def test_the_limit_says_which_attribute_keeps_changing() -> None:
+    module = placed.lazily(Model(), placer="single", max_shapes=2)
+    for value in (1.0, 2.0):
+        module.temperature = value
+        module(X)
+    module.temperature = 3.0
+    with pytest.raises(baechi.InputError, match=r"temperature was 1\.0 and is 3\.0"):
+        module(X)
+
+
+class Whole(nn.Module):
+    """Looks at values, so that it stays whole, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = 1.0
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) * self.scale if x.sum() > -9 else x
+
+
+def test_submodules_that_stay_whole_read_and_set_theirs_at_every_call() -> None:
+    model = nn.Sequential(Whole(), nn.Linear(6, 6))
+    module = placed.at_random(model, (X,), devices=2)
+    for scale in (1.0, 2.0):
+        model[0].scale = scale
+        before = model[0].calls
+        module(X)
+        assert model[0].calls == before + 1
+        torch.testing.assert_close(module(X), model(X))
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), float("nan"), None, "two", [1.0]])
+def test_a_value_of_any_kind_is_a_change_or_none(value: object) -> None:
+    model = Model()
+    attributes = Attributes(model)
+    assert attributes.hold()
+    assert not attributes.changed()
+    model.temperature = value  # type: ignore[assignment]
+    assert not attributes.hold()
+    assert attributes.changed().startswith("temperature was 1.0 and is ")
+    assert attributes.settled().hold()
+    assert Attributes(model).hold()
+    del model.temperature
+    assert "is 'gone'" in attributes.changed()
+
+
+class Classy(nn.Module):
+    """Reads what its class says, and tensors that it keeps beside its state."""
+
+    scale = 2.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.act: Callable[[torch.Tensor], torch.Tensor] = partial(nn.functional.elu, alpha=0.5)
+        self.tables = {"low": [torch.ones(1)], "high": [torch.ones(6)]}
+        self.count = torch.ones(())
+
+    def change(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        y = self.change(self.act(self.linear(x))) * self.count
+        return y * self.tables["low"][0] + self.tables["high"][0]
+
+
+def hide_a_value(model: Any) -> None:
+    model.scale = 5.0
+
+
+def hide_a_method(model: Any) -> None:
+    model.change = lambda x: x * 7.0
+
+
+def hide_forward(model: Any) -> None:
+    model.linear.forward = lambda x: x @ model.linear.weight
+
+
+def exchange_a_partial(model: Any) -> None:
+    model.act = partial(nn.functional.elu, alpha=0.25)
+
+
+def exchange_a_tensor_in_a_list(model: Any) -> None:
+    model.tables["high"][0] = torch.zeros(6)
+
+
+def exchange_a_tensor_for_an_equal_one(model: Any) -> None:
+    model.count = model.count.clone()
+
+
+HIDING = [hide_a_value, hide_a_method, hide_forward]
+NIGHTLY = [hide_a_value, exchange_a_partial, exchange_a_tensor_for_an_equal_one]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(hide_a_method, hide_forward, exchange_a_tensor_in_a_list),
+        *(pytest.param(change, marks=pytest.mark.slow) for change in NIGHTLY),
+    ],
+)
+def test_what_hides_or_replaces_what_was_there_is_what_runs(
+    change: Callable[[Any], None],
+) -> None:
+    unsplit, model = Classy(), Classy()
+    model.load_state_dict(unsplit.state_dict())
+    module = placed.lazily(model, placer="single")
+    assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+    for one in (unsplit, model):
+        change(one)
+        one.note = "hides nothing"
+    for _ in range(2):
+        assert not placed.step(unsplit, (X,), {}).differs_from(placed.step(module, (X,), {}))
+        assert torch.equal(unsplit.count, model.count)
+        for one in (unsplit, model):  # the new tensors are read, too
+            one.tables["high"][0].add_(1)
+    assert len(module._specializations) == 2
+
+
+def test_apply_refuses_what_hides_an_attribute_of_the_class() -> None:
+    model = Classy()
+    module = placed.at_random(model, (X,), devices=2)
+    hide_forward(model)
+    with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* and is "):
+        module(X)
+
+
+@pytest.mark.parametrize("change", HIDING)
+def test_what_hides_an_attribute_of_the_class_is_named(change: Callable[[Any], None]) -> None:
+    model = Classy()
+    attributes = Attributes(model)
+    change(model)
+    assert not attributes.hold()
+    assert " and is " in attributes.changed()
+
+
+class Asks(nn.Module):
+    """Takes another branch where no gradients are wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) if torch.is_grad_enabled() else self.b(x).detach()
+
+
+def seen(model: nn.Module, modes: list[bool]) -> list[Any]:
+    torch.manual_seed(1)
+    rows: list[Any] = []
+    for mode in modes:
+        with torch.set_grad_enabled(mode):
+            result = model(torch.randn(3, 4))
+        if mode:
+            result.sum().backward()
+        rows.append(result.detach())
+    return [*rows, [parameter.grad for parameter in model.parameters()]]
+
+
+@pytest.mark.parametrize(
+    ("modes", "verify"), [([True, False, True], False), ([False, True, False], True)], ids=str
+)
+def test_each_mode_has_its_branch(modes: list[bool], verify: bool) -> None:
+    torch.manual_seed(0)
+    model = Asks()
+    with torch_threads(1):
+        expected = seen(model, modes)
+        model.zero_grad()
+        placed = lazily(model, max_shapes=2, verify=verify)
+        assert_same_values(seen(placed, modes), expected, **EXACT)
+    placed.unplace()
+
+
+def test_a_trace_of_one_mode_refuses_the_other() -> None:
+    placed, x = at_random(Asks(), (torch.randn(3, 4),)), torch.randn(3, 4)
+    placed(x)
+    with torch.no_grad(), pytest.raises(baechi.InputError, match="whether gradients are on"):
+        placed(x)
+
+
+RUNG = "torch.export (non-strict), truth values of the example"
+
+
+class Careful(nn.Module):
+    """Checks its input and an activation, and clamps what has grown out of bounds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        assert not torch.isnan(x).any()
+        hidden = self.first(x)
+        if torch.isinf(hidden).any():
+            hidden = hidden.clamp(-1e4, 1e4)
+        if not mask.all().item():
+            hidden = hidden * mask
+        return self.last(hidden)
+
+
+class Sampler(nn.Module):
+    """A distribution, whose parameters torch validates; by default not after a `torch.compile`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale(x).exp()
+        normal = torch.distributions.Normal(self.body(x), scale, validate_args=True)
+        return normal.rsample() + normal.entropy()
+
+
+class Writing(Careful):
+    """Counts its calls, and asks about a weight that it moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.moved = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        self.calls += 1
+        self.moved.mul_(0.5)
+        if self.calls > 0 and self.moved.sum() > 0:
+            x = x * self.moved
+        return super().forward(x, mask)
+
+
+class Signs(nn.Module):
+    """Compares a number from a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.sum().item() > 0.5 else -x
+
+
+def seeded(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return kind()
+
+
+@pytest.mark.parametrize("kind", [Careful, Writing])
+def test_a_step_is_the_unsplit_models(kind: type[nn.Module]) -> None:
+    args = (torch.randn(3, 4), torch.tensor([True, False, True, True]))
+    with one_thread():
+        placed = at_random(seeded(kind), args)
+        assert placed.traced.rung == RUNG
+        for _ in range(2):
+            unsplit = seeded(kind)
+            assert not step(unsplit, args, {}).differs_from(step(placed, args, {}))
+            placed.load_state_dict(seeded(kind).state_dict())
+
+
+def test_validated_distributions_draw_as_the_unsplit_model() -> None:
+    model, x = seeded(Sampler), torch.randn(3, 4)
+    placed = at_random(model, (x,), devices=1)
+    assert placed.traced.rung == RUNG
+    torch.manual_seed(5)
+    wanted = model(x)
+    torch.manual_seed(5)
+    assert torch.equal(placed(x), wanted)
+
+
+def test_who_takes_another_branch_is_told_which() -> None:
+    x, mask = torch.randn(3, 4), torch.ones(4, dtype=torch.bool)
+    placed = at_random(seeded(Careful), (x, mask))
+    wanted = placed(x, mask)
+    assert [row.split()[2] for row in placed.remarks] == ["False", "False", "True"]
+    corner = torch.zeros(3, 4)
+    corner[0, 0] = float("inf")  # and so is a row of activations
+    for other in ((x * float("nan"), mask), (x + corner, mask), (x, ~mask)):
+        with pytest.raises(baechi.ExecutionError, match=r"would now read .*submodule") as caught:
+            placed(*other)
+        assert "test_guards.py" in str(caught.value)
+    assert torch.equal(placed(x, mask), wanted)
+
+
+class Wordy(nn.Module):
+    """Asks in a line that is too long to be quoted."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        unfit_for_the_rest = torch.isnan(x).any() or torch.isinf(x).any() or x.min() < -1
+        return x if unfit_for_the_rest else x.relu()
+
+
+def test_on_a_gpu_the_host_checks() -> None:
+    """A check that fails on a GPU would end all of the process's CUDA."""
+    module = baechi.trace(Wordy(), (torch.ones(3),)).module
+    rows = [node for nodes in module.nodes for node in nodes]
+    checks = [node for node in rows if str(node.target).startswith(CHECK)]
+    assert len(checks) == 3
+    for node in checks:
+        assert 240 < len(node.args[1].encode()) < 255  # torch takes no longer message there
+        assert "test_guards.py" in node.args[1]
+    part = extract(module.graph_module, rows, [], device=torch.device("cuda"))
+    assert "torch.ops.aten._assert_async" not in part.function.__self__.code
+    assert part.function(torch.zeros(3)) == ()
+    with pytest.raises(RuntimeError, match=r"read False .* would now read True.*submodule"):
+        part.function(torch.tensor([float("nan"), 0.0, 0.0]))
+
+
+def test_numbers_are_not_told() -> None:
+    with pytest.raises(baechi.TraceError, match="forward asks no tensor for a truth value"):
+        baechi.trace(Signs(), (torch.randn(3, 4),))
+
+
+def test_the_real_run_leaves_nothing_behind() -> None:
+    model = seeded(Writing)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    args = (torch.randn(3, 4), torch.ones(4, dtype=torch.bool))
+    state = torch.get_rng_state()
+    baechi.trace(model, args)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
