@@ -1,7 +1,7 @@
 """Private names of torch's tracers: operators, fake tensors, dispatch, `torch.export`, torch.func.
 
-Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_torch_internals.py` names the one that a
-new version breaks.
+Seen to work with torch 2.11 and 2.13; `tests/torch_support/test_torch_internals.py` names the one
+that a new version breaks.
 """
 
 from collections.abc import Callable, Iterator, Mapping

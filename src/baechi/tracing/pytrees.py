@@ -333,8 +333,9 @@ def is_tensor(value: Any) -> bool:
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """The nested value with the function's results in place of its tensors, taken in order."""
-    tensors, structure = flatten(value, lambda leaf: isinstance(leaf, torch.Tensor))
-    return structure.fill([function(tensor) for tensor in tensors])
+    parts = Parts(is_tensor)
+    structure = parts.structure(value)
+    return structure.fill([function(tensor) for tensor in parts.tensors])
 
 
 def _is_leaf(value: Any) -> bool:
