@@ -1,6 +1,6 @@
 """What a machine has: names, capacities, links."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -75,6 +75,15 @@ def test_bad_devices_are_refused(devices: object, text: str) -> None:
         baechi.probe(devices)
 
 
+@pytest.fixture
+def unmeasured() -> Iterator[None]:
+    """No hand-over is known before, and none that a test made up is known afterwards."""
+    cluster_probe._handover.cache_clear()
+    yield
+    cluster_probe._handover.cache_clear()
+
+
+@pytest.mark.usefixtures("unmeasured")
 def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     monkeypatch.setattr(cluster_probe, "handover", lambda: calls.append(1) or handed(33, 7))
@@ -89,6 +98,14 @@ def test_pairs_on_one_torch_device_are_measured_once(monkeypatch: pytest.MonkeyP
 def test_one_device_needs_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("nothing is handed over"))
     assert baechi.probe("cpu:0").links == ((None,),)
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_a_process_measures_a_hand_over_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_probe, "handover", lambda: handed(33, 7))
+    first = baechi.probe(["cpu:0", "cpu:1"])
+    monkeypatch.setattr(cluster_probe, "handover", lambda: pytest.fail("it is known"))
+    assert baechi.probe(["cpu:0", "cpu:1"]).links == first.links
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -113,7 +113,7 @@ def _links(
     def measured(src: torch.device, dst: torch.device) -> Link | LinkFit:
         if src != dst:
             return _fit(names[places.index(src)], names[places.index(dst)], src, dst)
-        return handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
+        return _handover() if src.type == "cpu" else Link(lane_ns(src), FREE_BYTES_PER_S)
 
     fits: dict[tuple[str, str], LinkFit] = {}
     table: list[list[Link | None]] = [[None] * len(places) for _ in places]
@@ -127,6 +127,12 @@ def _links(
                 link = link.link
             table[i][j] = link
     return tuple(map(tuple, table)), fits
+
+
+@cache
+def _handover() -> Link:
+    """A hand-over between CPU workers, measured once in a process: it is the machine's alone."""
+    return handover()
 
 
 def _fit(src_name: str, dst_name: str, src: torch.device, dst: torch.device) -> LinkFit:
