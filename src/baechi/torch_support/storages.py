@@ -105,7 +105,7 @@ def key_of(storage: torch.UntypedStorage) -> int:
 
 
 def distinct_storages(values: Any) -> dict[int, torch.UntypedStorage]:
-    """The storages of the tensors among nested values, each once, by key."""
+    """The storages of the tensors among nested values (no iterator), each once, by key."""
     tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
     return {key_of(part): part for tensor in tensors for part in storages(tensor)}
 

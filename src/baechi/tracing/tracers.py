@@ -250,7 +250,7 @@ class _NothingLost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _storages(value: Any) -> dict[int, torch.UntypedStorage]:
-    return distinct_storages(t for t in tensors_in(value) if t.layout is torch.strided)
+    return distinct_storages([t for t in tensors_in(value) if t.layout is torch.strided])
 
 
 def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
