@@ -1,19 +1,13 @@
 """Choice of submodules to checkpoint, so that a model trains in the available memory.
 
-Given a traced model with its costs and a cluster on which no placement of its step fits, find few
-submodules whose recomputation makes one fit:
-
 1. Cut the tree of submodules: one that keeps more than a quarter of all that autograd keeps is
-   split into its submodules, else it is a candidate. The saved tensors of one unit are held during
-   its backward, so if not even all candidates make the step fit, the cut is an eighth, then a
-   sixteenth. A half comes last: it is for models of a few large parts without submodules.
+   split into its submodules, else it is a candidate. If not even all candidates make the step fit,
+   the cut is an eighth, then a sixteenth; then a half, for models of a few large parts.
 2. Sort the candidates by recomputation time per byte saved.
 3. Take as many of them, in order, as are needed: by bisection, with a placement for each step.
 
-This is a greedy choice along one order, not the optimal set, which would be a knapsack problem with
-a scheduling problem inside. Deterministic.
-
-Complexity: O(log candidates) placements of the graph for each cut.
+This is a greedy choice along one order; the optimal set would be a knapsack problem with a
+scheduling problem inside. Complexity: O(log candidates) placements of the graph for each cut.
 """
 
 import re

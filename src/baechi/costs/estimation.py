@@ -1,24 +1,15 @@
-"""Costs computed from shapes alone, for a device that need not be here.
+"""Costs computed from shapes alone, for a device that need not be here (`docs/estimation.md`).
 
     time of an operator = sum over its kernels of
         max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
 
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
-every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
-backward has as many products as inputs need gradients, and nothing is allocated: a model on the
-`meta` device is counted as any other. Only an operator that looks at values, in a model whose trace
-had to run the example as well, runs on these.
+every kernel that it would launch. Only an operator that looks at values, in a model whose trace had
+to run the example as well, runs on these.
 
 The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
 recurrent layer), the CPU's are counted.
-
-The work of a kernel comes from `flop_rules`, the peaks and efficiencies from `device_kinds`; a
-`Calibration` puts efficiencies that were fitted to measured profiles in place of the table's. Sizes
-that a trace tells are taken from it, exactly as `profile` does, so that computed and measured
-graphs differ in their costs and never in their structure.
-
-Complexity: O(distinct operators), some milliseconds each.
 """
 
 import contextlib

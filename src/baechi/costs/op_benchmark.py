@@ -1,24 +1,17 @@
 """One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it (`example_inputs`). Where it fails on these it is measured
-on the model's own. Forward and backward are timed apart, each as it is in a step: the forward
-builds autograd's graph, and memory is as a whole step leaves it. There some things are so that a
-tight loop would hide:
+An operator runs on tensors made for it (`example_inputs`); where it fails on these it is measured
+on the model's own. Two things of a step that a tight loop would hide are restored:
 
-- An operator's parameters were last touched a whole step ago, and are in no cache. So where the
-  step's bytes outgrow the caches, and the operator has enough parameters for it to matter,
-  everything is evicted before every reading, and the activations, or the gradients that have just
-  arrived, are read once to bring them back. Others run on what is in the caches.
-- Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
-  them after that lands in pages that the process has to get from the system in the next step. So
-  those backwards are measured a second time, with gradients of parameters of earlier runs held,
-  while those of activations are freed and used again.
+- Parameters were last touched a whole step ago. So where the step's bytes outgrow the caches, and
+  the operator has enough parameters for it to matter, everything is evicted before every reading,
+  and the activations, or the gradients that have just arrived, are read once to bring them back.
+- Gradients of parameters stay until the optimizer has run, so what the allocator does not keep of
+  them lands in new pages in the next step. Those backwards are measured a second time, with
+  gradients of parameters of earlier runs held.
 
-Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
-gradients take its room: that much less is live at the backward's fullest than what was kept and the
-gradients together. So do the gradients that arrive: an operator of several kernels, such as a
-normalization with its ReLU, lets go of them after the first. Where gradients are wanted torch may
-choose another kernel, so the scratch of a forward without is measured, too.
+Scratch is what is live only inside a run. As a backward goes, gradients take the room of what
+autograd kept, and of the gradients that arrive: that much less is live at its fullest.
 """
 
 import ctypes

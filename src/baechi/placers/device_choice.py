@@ -1,16 +1,15 @@
 """The devices to look at: those that missing links leave, choices of some, and those in use.
 
-`linked`: with constraints, a greedy placer may put an op where its consumers, which must be
-elsewhere, cannot get its output. Such devices are ruled out beforehand: a device stays allowed for
-a group only if for every group that it shares a tensor with some allowed device is linked to it
-(arc consistency: Mackworth, Consistency in Networks of Relations, 1977). If the ops form a tree, no
-dead end remains; otherwise fewer do. O(edges * sweeps), and O(devices**2) per set of devices met.
+`linked`: a device stays allowed for a group only if for every group that it shares a tensor with
+some allowed device is linked to it (arc consistency: Mackworth, Consistency in Networks of
+Relations, 1977), so that greedy placers meet fewer dead ends. O(edges * sweeps), and O(devices**2)
+per set of devices met.
 
 `device_choices`: with at most k devices, a placer runs once per choice of k devices with all others
-excluded, so no placer needs to handle the limit. A choice must have a device for every group. Equal
-devices are interchangeable, and of choices that differ only in them the first is used. Greedy
-choices come first, by memory, by speed, by both, and around every kind of device in turn by the
-rate of its links; then all others, if they are few. O(choices * (devices * groups + devices**2)).
+excluded. A choice must have a device for every group; of choices that differ only in equal devices
+the first is used. Greedy choices come first, by memory, by speed, by both, and around every kind of
+device in turn by the rate of its links; then all others, if they are few.
+O(choices * (devices * groups + devices**2)).
 """
 
 import itertools

@@ -1,21 +1,17 @@
-"""Local search over placements, from several starts.
+"""Local search over placements, from several starts (`docs/solver.md`).
 
 Simulated annealing (Kirkpatrick, Gelatt, Vecchi, Science 220, 1983) of a device for every group and
-an order of all ops (`csrc/search/local_search.cc`). A placement may exceed the memory meanwhile, at
-a price that rises while it does. `docs/solver.md` describes the moves.
-
-Starts are placements from other placers; list schedules that place whole clusters
-(`csrc/coarsening/clusters.cc`); partitions of the groups that balance work and transfers regardless
-of order, also found by annealing (`csrc/search/partition_search.cc`), for several weights of
-transfers and several time windows; and, when thorough, placements grown along time, whose
+an order of all ops (`csrc/search/local_search.cc`). Starts are placements from other placers; list
+schedules that place whole clusters (`csrc/coarsening/clusters.cc`); partitions that balance work
+and transfers, for several weights of transfers and several time windows
+(`csrc/search/partition_search.cc`); and, when thorough, placements grown along time, whose
 beginning is annealed before more ops are added (`csrc/search/growth.cc`). All get a little of the
-budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin,
-Koren, Somekh, ICML 2013).
+budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin, Koren,
+Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in separate threads. An evaluation costs O((ops + tensors) log
-tensors) at most, and usually a fraction, since it resumes from the first change and ends as soon
-as the step is known to be too long.
+tensors) at most, and usually a fraction.
 """
 
 import os

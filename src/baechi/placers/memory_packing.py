@@ -7,13 +7,9 @@ clock, in index order and in list order. The searches, in order of cost (`arrang
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, packed contiguously
    in topological order or by best fit decreasing, with the smallest common fill level of the
    devices at which everything fits, and with higher ones;
-3. backtracking over devices with the exact clock (`backtracked`), exhaustive on small problems.
-
-`docs/solver.md` describes the backtracking (`csrc/schedulers/backtracking.cc`), its orders and its
-budgets. Without an order the same search packs persistent bytes alone: if that is impossible,
-nothing fits in any order (`is_unpackable`). So it succeeds wherever first fit, bin packing or, on
-small problems, full backtracking does. Complexity: some tens of simulations, and the budget of the
-backtracking.
+3. backtracking over devices with the exact clock (`backtracked`, `docs/solver.md`), exhaustive on
+   small problems. Without an order it packs persistent bytes alone: if that is impossible, nothing
+   fits in any order (`is_unpackable`).
 """
 
 from collections import Counter

@@ -15,19 +15,12 @@ step:
 Of the allowed pairs, the one with the smallest (earliest start, op, device) is committed. Without
 favorites this is m-ETF.
 
-Solvers (`docs/favorites.md`): `"first-order"`, the default, finds a choice and a lower bound that
-proves its distance from the optimum (`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and
-`"mosek"` (`placers/linear_programs.py`) find the optimum. HiGHS starts from the first-order result,
-which is also used if a solver stops before the optimum. Shares 1 - x that w does not need are
-removed (`FavoriteProgram.needed`): an unneeded favorite child only makes its device idle.
-Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
-(i, j), are taken as long as i has no favorite child and j is not one yet.
-
+`docs/favorites.md` has the solvers, how shares that w does not need are removed, and the rounding.
 Differences from the paper, besides those of `placers/etf.py`: edges inside one group cost nothing
 and get no favorites; HiGHS instead of MOSEK; no unneeded favorites; the threshold is 1/2 with
-repair, instead of 0.1 without; c is the mean over the links. w is not a lower bound on the makespan
-if communication outweighs computation. Complexity: a linear program of ops + edges rows and
-columns, of which first-order takes some hundred passes over the edges; then as m-ETF.
+repair, instead of 0.1 without; c is the mean over the links. Complexity: a linear program of ops +
+edges rows and columns, of which first-order takes some hundred passes over the edges; then as
+m-ETF.
 """
 
 import math
@@ -67,7 +60,7 @@ class MSCT(ListScheduler):
     hold if communication is small, rho <= 1.
 
     Attributes:
-        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see the module.
+        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -227,7 +220,7 @@ def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
 
 
 def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
-    """The favorite children of feasible shares, by the module's rounding."""
+    """The favorite children of feasible shares: x below 1/2, the smallest x first."""
     x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
     order = np.lexsort((program.dst, program.src, -program.cost, x))
     order = order[x[order] < 0.5]

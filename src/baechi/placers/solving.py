@@ -1,8 +1,4 @@
-"""The solver: check, coarsen, place, expand, simulate, and explain failures.
-
-Placers that search fall back on `placers/memory_packing.py`; if nothing is found, the error names
-the missing memory (`_explain`).
-"""
+"""The solver: check, coarsen, place, expand, simulate, and explain failures."""
 
 import itertools
 from collections.abc import Callable, Iterator

@@ -4,21 +4,18 @@ Between torch devices copies of many sizes are timed, and the link has the small
 
     minimize over a >= 0, b >= 0:   max over i of |a + b * size_i - time_i| / time_i
 
-Errors are relative, so that a message of a kilobyte weighs as much as one of a hundred megabytes.
 It is a Chebyshev approximation by two functions, 1 and size, and so its solution errs equally, with
 signs in turn, at three of the sizes; or at two where a or b is 0. The candidates are few: all
-triples and pairs are tried (Cheney, Introduction to Approximation Theory, 1966, chapter 3). That is
-O(sizes**4), for a dozen sizes some milliseconds.
+triples and pairs are tried (Cheney, Introduction to Approximation Theory, 1966, chapter 3).
 
 Between two logical CPU devices a link is what one more cut adds to a step:
 
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of small operators runs on two workers of the runtime itself, forward and backward. The cost
-of a hand-over is the extra time of the second placement per extra hand-over. Its processor time is
-the work of handing over, which no other work hides: Python that leaves and enters a segment, and
-autograd that begins and ends there. The rest is the wait for a thread to wake. No bytes are copied.
+A chain of small operators runs on two workers of the runtime itself, forward and backward. Of the
+extra time per extra hand-over the processor time is the link's overhead, which no other work hides;
+the rest, the wait for a thread to wake, is its latency. No bytes are copied.
 
 Between streams of one GPU it is the wait for a kernel of the other stream.
 """

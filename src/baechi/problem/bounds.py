@@ -1,16 +1,11 @@
-"""Lower bounds on the makespan of every valid schedule.
+"""Lower bounds on the makespan of every valid schedule; with proofs in `docs/bounds.md`.
 
-Devices that the bounds need not distinguish form a *site* (`_Sites`), so the work grows with the
-number of sites, not of devices. The bounds, with their proofs in `docs/bounds.md`:
+Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds:
 
 - path: an op's earliest start at its best site, its time there, and the shortest time from its end
-  to the end of the step. A change of site costs the cheapest transfer. Either some of an op's
-  ancestors are on another device and cost a transfer, or all are on its own device and run one at
-  a time (`csrc/bounds/bounds.cc`). A step is also no shorter than any group, which one device runs.
-- work: no device is busier than the makespan, so for weights y(p) >= 0 of the devices the makespan
-  is at least (sum over ops of min over p of y(p) time(op, p)) / (sum over p of y(p)); and likewise
-  for what must be done between two times (Fernandez and Bussell, "Bounds on the number of
-  processors and time for multiprocessor optimal schedules", IEEE TC 1973).
+  to the end of the step (`csrc/bounds/bounds.cc`); also the longest group.
+- work: no device is busier than the makespan, in all and between two times (Fernandez and Bussell,
+  "Bounds on the number of processors and time for multiprocessor optimal schedules", IEEE TC 1973).
 - guess: a makespan is assumed, ops that it leaves no time to separate are joined, and if either of
   the above bounds then exceeds it, it is refuted (destructive improvement: Klein and Scholl, EJOR
   1999).
