@@ -18,7 +18,7 @@ from fractions import Fraction
 from typing import Final
 
 from baechi.errors import InfeasibleError, InputError
-from baechi.placers.placer import Placer
+from baechi.placers.placer import Placer, smallest
 from baechi.placers.solving import find, solve
 from baechi.problem.problem_arrays import Problem
 from baechi.records.cluster import Cluster
@@ -118,7 +118,7 @@ def choose_checkpoint(
             continue
         every.append(names)
         if fits(names):
-            return _fewest(names, fits)
+            return names[: smallest(lambda n, row=names: fits(row[:n]), len(names))]
     most = every[0] if every else ()
     try:
         solve(graph_of(most), cluster, placer, constraints=constraints)
@@ -127,18 +127,6 @@ def choose_checkpoint(
         text = f"a training step of {traced.name} does not fit {what}: {error}"
         raise InfeasibleError(text, *error.args[1:]) from None
     return most
-
-
-def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """The fewest first names with which the step fits; with all of them it does."""
-    low, high = 0, len(names)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(names[:middle]):
-            high = middle
-        else:
-            low = middle
-    return names[:high]
 
 
 def _joinable(

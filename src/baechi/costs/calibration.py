@@ -23,13 +23,7 @@ from typing import Final, final
 
 import numpy as np
 
-from baechi.costs.estimation import (
-    UNSEEN,
-    UNSEEN_BACKWARD,
-    as_run,
-    rounded_classes,
-    workloads,
-)
+from baechi.costs.estimation import UNSEEN, UNSEEN_BACKWARD, as_run, rounded_classes, workloads
 from baechi.errors import InputError
 from baechi.placers.linear_programs import Highs, LinearProgram
 from baechi.records.device_kinds import Calibration, DeviceKind, Efficiency, Fit, Kernel, find

@@ -229,10 +229,7 @@ def _count(
 
 
 def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
-    """The result, the kernels, and the peak of live bytes beyond what is live at the end.
-
-    That is now, while the result is there and autograd keeps what it saved.
-    """
+    """The result, the kernels, and the peak of live bytes beyond what is live at the end."""
     kernels: list[Kernel] = []
 
     def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -250,16 +247,8 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:
     """One operator that fake tensors cannot run, as a copy of all that it touches."""
     facts = module.facts
-    inside = set(nodes)
-    touched = {
-        value
-        for node in nodes
-        for value in (
-            *facts.nodes[node].values,
-            *(v for a in node.all_input_nodes if a not in inside for v in facts.nodes[a].values),
-        )
-    }
-    storages = {value.storage for value in touched}
+    touched = {a for node in nodes for a in (node, *node.all_input_nodes)}
+    storages = {value.storage for node in touched for value in facts.nodes[node].values}
     nbytes = sum(facts.storages[storage].nbytes for storage in storages)
     for leaf in opaque_leaves(module.graph_module, nodes).values():
         nbytes += sum(tensor.nbytes for tensor in (*leaf.parameters(), *leaf.buffers()))

@@ -98,7 +98,7 @@ class Bench:
             method=METHOD,
         )
         if self.place.type == "cuda":
-            # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
+            # Autograd's thread has no context before its first kernel: cuBLAS would warn of it.
             leaf = torch.ones(2, device=self.place, requires_grad=True)
             torch.autograd.grad(leaf.exp().sum(), leaf)
 
@@ -262,8 +262,7 @@ class Alone:
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [t for t, is_state in read if not is_state]
-        # Autograd forbids in-place writes to a leaf, and what has got a gradient by one is of that
-        # run; so an operator that writes gets copies.
+        # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
         facts = module.facts.nodes
         written = {s for node in nodes for s in facts[node].writes}
         values = (v for node in [*part.inputs, *nodes] for v in facts[node].values)
@@ -358,10 +357,7 @@ def _give_memory_back() -> None:
 
 
 def _sizes(alone: Alone, place: torch.device) -> Measured:
-    """The memory of an operator; on CUDA from the allocator, with libraries' scratch.
-
-    These first runs warm up, too.
-    """
+    """The memory of an operator; these first runs warm up, too."""
     meter = Meter([0])
     peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(_cpu_peaks, meter)
     saved_bytes = saved_inside_bytes(alone.forward, alone.known)

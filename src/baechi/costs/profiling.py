@@ -256,11 +256,7 @@ def _lowest(before: tuple[int, int], found: tuple[int, int]) -> tuple[int, int]:
 
 
 def _additions(traced: Traced) -> list[Counter[Addition]]:
-    """The additions in the backward of every op.
-
-    Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
-    those of a parameter that later operators read, too.
-    """
+    """The additions in the backward of every op; the caller's loss is a reader, too."""
     rows: list[Counter[Addition]] = [Counter() for _ in traced.ops]
     for tensor in traced.tensors:
         if tensor.differentiable and tensor.producer in traced.differentiated:

@@ -86,10 +86,7 @@ class Reading:
 
 @final
 class CpuTimer:
-    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy.
-
-    `busy` tells how long the calling thread has had a core; the system's clock, if it is fine.
-    """
+    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy."""
 
     def __init__(self, wall: Clock = time.perf_counter_ns, busy: Clock | None = None) -> None:
         self._wall = wall
@@ -222,7 +219,8 @@ class CudaTimer:
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""
-        pairs = [[_event() for _ in range(2)] for _ in runs]
+        event: Any = partial(torch.cuda.Event, enable_timing=True)
+        pairs = [(event(), event()) for _ in runs]
         torch.cuda.synchronize(self._device)
         spin_ns = len(runs) * (launch_ns + _RECORDING_NS) * _SPIN_MARGIN
         spin(int(spin_ns * self._cycles_per_ns))
@@ -297,15 +295,8 @@ class CudaTimer:
 
 @cache
 def _captures(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which timed runs of a device are captured: the same for every timer.
-
-    torch never gives a stream back, and cuBLAS keeps a workspace for each.
-    """
+    """The stream for captures, one for all timers: torch never gives a stream back."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _call(runs: Sequence[Run]) -> list[Any]:

@@ -15,7 +15,8 @@ O(choices * (devices * groups + devices**2)).
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Final
 
 import numpy as np
@@ -168,10 +169,6 @@ def _images(reach: NDArray[np.bool_]) -> Callable[[int], int]:
 
     @cache
     def image(devices: int) -> int:
-        union = 0
-        for device, row in enumerate(rows):
-            if devices >> device & 1:
-                union |= row
-        return union
+        return reduce(or_, (row for at, row in enumerate(rows) if devices >> at & 1), 0)
 
     return image

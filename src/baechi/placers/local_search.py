@@ -154,7 +154,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(devices) > _SIZE
     if too_large or (len(devices) == 1 and placements):
         return None
-    halt = _core.Halt()
+    halt = _core.Halt()  # ends all searches when closed: an interrupt does not wait for them
     workers = min(budget.stages[0][0], os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as threads, closing(halt):
         space = _Space(problem, devices.astype(np.int32), target, threads, halt)
@@ -192,10 +192,7 @@ class _State:
 
 @final
 class _Space:
-    """A problem on the devices to search; a device of the space is an index into them.
-
-    `halt` ends all searches when closed, so that an interrupt does not wait for them.
-    """
+    """A problem on the devices to search; a device of the space is an index into them."""
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ from baechi.placers.placer import (
     placed_in,
     shortest,
     shuffled,
+    smallest,
 )
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
@@ -113,12 +114,9 @@ def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[t
         return pack(problem, loads, [memory * fill // _STEPS for memory in problem.pool_memory])
 
     # Fill levels may exceed the memory, since not all loads are there at the same time.
-    low, high = 0, 4 * _STEPS
-    if packed(high) is None:
+    if packed(4 * _STEPS) is None:
         return
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if packed(middle) else (middle, high)
+    high = smallest(lambda fill: bool(packed(fill)), 4 * _STEPS)
     for fill in sorted({high, (high + _STEPS) // 2, max(high, _STEPS)}):
         assignment = packed(fill)
         if assignment is not None:

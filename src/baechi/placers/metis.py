@@ -22,12 +22,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.placer import (
-    Placer,
-    device_range,
-    live_loads,
-    shortest_assignment,
-)
+from baechi.placers.placer import Placer, device_range, live_loads, shortest_assignment
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
@@ -84,14 +79,9 @@ class Metis(Placer):
 
 @final
 class _Net:
-    """The groups as a weighted graph.
+    """The groups as a weighted graph; every edge is there in both directions, by source.
 
-    Attributes:
-        src: Of every edge, which is there in both directions, ascending.
-        dst: Of every edge.
-        weight: Of every edge, ns.
-        loads: Bytes of every group at every moment, a row per moment.
-        times: Time of every group on the fastest device, ns.
+    `loads` has a row per moment; `times` are those on the fastest device.
     """
 
     def __init__(self, problem: Problem) -> None:

@@ -110,6 +110,18 @@ def shortest(placements: Iterable[Placement]) -> Placement | None:
     return min(placements, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
 
+def smallest(succeeds: Callable[[int], bool], high: int, low: int = 0, steps: int = 64) -> int:
+    """The number that succeeds where one less does not, by bisection.
+
+    `high` is known to succeed, and `low` to fail; after `steps` the best so far is returned.
+    """
+    while high - low > 1 and steps:
+        middle = (max(low, 0) + high) // 2
+        low, high = (low, middle) if succeeds(middle) else (middle, high)
+        steps -= 1
+    return high
+
+
 def group_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The bytes of every group, with ever larger shares of its outputs and its workspace."""
     persistent = np.array(problem.group_persistent, np.int64)

@@ -58,9 +58,7 @@ _HOPS: Final = 200
 
 _OPS: Final = 24
 # A hand-over costs the more the longer operators take: a worker whose core has been idle goes on
-# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average,
-# and have parameters, whose gradients each segment hands on. With longer ones their own unrest
-# hides what is looked for.
+# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average.
 _ROWS: Final = 32
 _WIDTH: Final = 256
 _WARM_UP_STEPS: Final = 3
@@ -74,13 +72,11 @@ class LinkFit:
 
     Attributes:
         link: Latency and rate.
-        sizes: Bytes of the messages.
         worst_error: The largest |predicted - measured| / measured.
         worst_bytes: The size of the message with this error.
     """
 
     link: Link
-    sizes: tuple[int, ...]
     worst_error: float
     worst_bytes: int
 
@@ -96,7 +92,7 @@ def fit_link(sizes: Sequence[int], times_ns: Sequence[int]) -> LinkFit:
     best = min(links, key=lambda link: max(_errors(link, sizes, times_ns)))
     errors = _errors(best, sizes, times_ns)
     worst_error = max(errors)
-    return LinkFit(best, tuple(sizes), worst_error, sizes[errors.index(worst_error)])
+    return LinkFit(best, worst_error, sizes[errors.index(worst_error)])
 
 
 def _candidates(sizes: Sequence[int], times: Sequence[int]) -> Iterator[tuple[float, float]]:
@@ -135,8 +131,7 @@ def first_broken_size(
 ) -> int | None:
     """The first size whose bytes a copy from `src` does not leave as they were, if there is one.
 
-    Each copy has bytes of its own, drawn at random from a fixed seed, so that what an earlier copy
-    left behind is not taken for it. They are made and compared on the CPU.
+    Each copy has bytes of its own, so that what an earlier one left behind is not taken for it.
     """
     draw = torch.Generator().manual_seed(0)
     for nbytes in _CHECKED:
@@ -225,7 +220,7 @@ class _Chain(nn.Module):
 def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
     """The link between two logical CPU devices: latency is the wait, overhead the work.
 
-    It takes about half a second, and leaves torch's threads and random state as they were.
+    Takes about half a second, and leaves torch's threads and random state as they were.
     """
     cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
     with torch.inference_mode(False), torch.enable_grad():
@@ -281,11 +276,7 @@ def _crossings(graph: OpGraph, placement: Placement) -> int:
 
 
 def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Of each one's steps the time, and the time of processors: ns, the lower quartiles.
-
-    Other processes disturb these least. The modules take turns, so that what disturbs one disturbs
-    all.
-    """
+    """Of each one's steps the time, and that of processors: ns, the lower quartiles, in turns."""
     seed = torch.zeros_like(x)
     readings: list[list[tuple[int, int]]] = [[] for _ in modules]
     for _ in range(_WARM_UP_STEPS + _STEPS):

@@ -79,12 +79,11 @@ def _effort(size: int) -> tuple[int, int, int]:
     return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
-# The class, the memory, and the allowed groups.
+# The properties of a device that matter, links aside: class, memory and allowed groups.
 _Look = tuple[int, int, bytes]
 
 
 def _look(problem: Problem, device: int) -> _Look:
-    """The properties of a device that matter to the bounds, links aside."""
     allowed = b"" if problem.constraints is None else problem.allowed[device].tobytes()
     memory = problem.pool_memory[problem.device_pool[device]]
     return int(problem.device_class[device]), memory, allowed
@@ -108,16 +107,10 @@ def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_
 
 @final
 class _Sites:
-    """The sites of a problem.
+    """The sites of a problem: per site its devices, shortest times, groups and largest memory.
 
-    Attributes:
-        problem: The problem.
-        members: Per site, its devices.
-        durations: Per site and op the shortest time.
-        allowed: Per site and group, whether it could be on some device there.
-        memory: Per site the largest memory.
-        latency: To another device, per pair of sites; `_FOREVER` where there is no path.
-        rate: Bytes per second likewise; 0 where bytes cost nothing.
+    Per pair of sites, the latency (`_FOREVER` where there is no path) and the rate (0 where bytes
+    cost nothing) to another device.
     """
 
     def __init__(self, problem: Problem, *, limited: bool) -> None:
