@@ -139,8 +139,10 @@ def _fit(samples: Sequence[_Sample], kind: DeviceKind) -> tuple[dict[_Column, fl
         before = [_share(column, kind, shares) for column in columns]
         tables = [_share(column, kind, {}) for column in columns]
         program = _program(samples, ideals, columns, tables, kind.launch_ns)
-        values = Highs().solve(program).values
-        if values is None:  # feasible and bounded by its making, so only the iteration limit
+        values = Highs().solve(program)
+        if isinstance(
+            values, str
+        ):  # feasible and bounded by its making, so only the iteration limit
             break
         inverses = values[: len(columns)]
         low, high = _SHARES

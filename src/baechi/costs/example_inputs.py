@@ -145,8 +145,8 @@ class ExampleInputs:
             flat = torch.ones(extent, dtype=torch.bool, device=self._device)
         else:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
-        # Detached, so no view of `flat`: without gradients, operators look at the base of a weight
-        # that is a view, and choose another kernel if the base needs no gradient.
+        # Detached, so no view of `flat`: without gradients, operators choose another kernel for a
+        # weight that is a view of what needs none.
         tensor = flat.as_strided(value.shape, value.stride).detach()
         return tensor.requires_grad_(value.requires_grad)
 

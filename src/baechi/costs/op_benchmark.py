@@ -41,8 +41,8 @@ from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
 METHOD: Final = 5
-# What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
-# (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
+# What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
+# keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
 # Fewer bytes of parameters come from memory in a small part of what the operator takes.
 _MIN_COLD_BYTES: Final = 1 << 18

@@ -281,10 +281,7 @@ class CudaTimer:
         return elapsed_ns
 
     def _spin_rate(self) -> float:
-        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work.
-
-        One that was idle begins at a fraction of it, and spins would be too short by as much.
-        """
+        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work."""
         rate = spun_ns = 0.0
         while spun_ns < _RAMP_NS:
             took_ns = max(*self._queued([partial(spin, _RAMP_CYCLES)], 0), 1.0)

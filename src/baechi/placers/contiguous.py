@@ -53,9 +53,8 @@ class Contiguous(Placer):
         work: Steps of one dynamic program: by default some tens of milliseconds, and 2,048 blocks
             for 8 devices.
         headrooms: Shares of every memory to leave free, tried in order until something fits.
-        reordered: Number of the best splits also scheduled by earliest start and by rank,
-            which costs more than following the order of the row; `None` is a few of them, and all
-            as long as nothing fits.
+        reordered: Number of the best splits also scheduled by earliest start and by rank; `None`
+            is a few of them, and all as long as nothing fits.
     """
 
     name: ClassVar[str] = "contiguous"

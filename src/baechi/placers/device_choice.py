@@ -111,10 +111,7 @@ def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]
 
 
 def linked(problem: Problem) -> Problem | None:
-    """The problem without devices ruled out by missing links; `None` if a group has none left.
-
-    Unchanged where there are no constraints (all ops can be on one device) or no missing links.
-    """
+    """The problem without devices ruled out by missing links; `None` if a group has none left."""
     if problem.constraints is None or problem.cluster.uniform_link is not None:
         return problem
     reach = _reach(problem)

@@ -126,10 +126,9 @@ class LocalSearch(Placer):
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
     """The best placement found by a search from these and other starts.
 
-    `None` if none is found that fits, or if nothing can be improved: there are no ops, or a start
-    is within a `_CLOSE`th of the lower bound. Graphs for which the budget allows at most `_WORTH`
-    evaluations of the whole step are skipped; so are problems with a limit on the number of
-    devices, for which `solve` tries one choice of devices at a time.
+    `None` if none is found that fits, a start is within a `_CLOSE`th of the lower bound, or the
+    search does not pay; also with a limit on the number of devices, for which `solve` tries one
+    choice of devices at a time.
     """
     n = len(problem.graph.ops)
     # The cost of an op grows with its inputs.
@@ -258,10 +257,7 @@ class _Space:
     def grown(
         self, best: _State, growths: tuple[int, float], evaluations: int
     ) -> tuple[list[_State], int]:
-        """Placements grown along time, and their cost; only the cheap ones if none is better.
-
-        None if one stretch holds all ops, or if the budget of each would be too small.
-        """
+        """Placements grown along time, and their cost; only the cheap ones if none is better."""
         n, devices = len(self._problem.graph.ops), len(self.devices)
         states: list[_State] = []
         spent = 0

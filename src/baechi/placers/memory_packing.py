@@ -184,11 +184,9 @@ def _best_fit(
 
 
 def is_hopeless(problem: Problem) -> bool:
-    """True if a quick test proves that there is no placement.
+    """True if a quick test of persistent and running bytes proves that there is no placement.
 
-    That is if a group is too large for every pool; or the persistent bytes of all groups exceed all
-    pools together; or too many groups are so large that each pool holds only a few; or, if memory
-    is nearly full, a search proves that they cannot be packed.
+    If memory is nearly full, that includes a search for a packing (`is_unpackable`).
     """
     arrays = problem.graph.arrays
     if not arrays.groups:

@@ -108,8 +108,7 @@ def rho(problem: Problem) -> float:
     """The longest transfer of a tensor, overhead included, over the shortest op of any time.
 
     Over all links between two memories, and all devices. 0.0 if nothing is ever sent; infinity if
-    something is, but no op takes time. Tensors that no other group consumes are not sent.
-    O(tensors + links + ops).
+    something is, but no op takes time.
     """
     arrays = problem.graph.arrays
     producers, consumers = arrays.edges()
@@ -130,14 +129,10 @@ def rho(problem: Problem) -> float:
 @final
 @dataclass(frozen=True, eq=False)
 class Favorites:
-    """Favorite children, with figures of the relaxation.
+    """The favorite child of every op, or -1, with figures of the relaxation.
 
-    Attributes:
-        children: The favorite child of every op, or -1; no op is that of two.
-        objective_ns: w of the relaxed choice before rounding, as a longest path.
-        bound_ns: A lower bound on w: proved by `"first-order"`; for the others their optimum, up to
-            their tolerances.
-        method: The solver, and the reason why another one stopped before it.
+    `objective_ns` is w of the relaxed choice before rounding, `bound_ns` a lower bound on it, and
+    `method` the solver, with the reason why another one stopped before it.
     """
 
     children: NDArray[np.int32]
@@ -197,13 +192,11 @@ def relax(
         # When a solver pushes the point to a vertex, it may not raise w.
         whole = replace(whole, upper=np.append(whole.upper[:-1], start[-1]))
     solution = solver.solve(whole, start)
-    if solution.values is None:
-        return solution.status
+    if isinstance(solution, str):
+        return solution
     shares = np.zeros(len(program.src))
-    shares[program.free] = 1.0 - solution.values[: int(program.free.sum())]
-    return Relaxed(
-        program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution.values[-1])
-    )
+    shares[program.free] = 1.0 - solution[: int(program.free.sum())]
+    return Relaxed(program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution[-1]))
 
 
 def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:

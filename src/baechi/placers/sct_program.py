@@ -73,11 +73,7 @@ class FavoriteProgram:
         return heads, total - tails - self.times, total
 
     def needed(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The part of feasible shares that w needs: without it w would grow.
-
-        Every op starts as late as w allows, but no later than it would without any share: then an
-        edge needs at most its share, and none until the slack of its path is used up.
-        """
+        """The part of feasible shares that w needs (`docs/favorites.md`, "Rounding")."""
         without, _, _ = self.spans(np.zeros(len(shares)))
         _, latest, _ = self.spans(shares)
         start = np.minimum(without, latest)
@@ -138,12 +134,9 @@ _Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArra
 @final
 @dataclass(frozen=True, eq=False)
 class SolverRows:
-    """The program in the form for solvers; columns are x of the free edges, s of the ops, and w.
+    """The program, shifted by w without transfers and scaled by the largest c, for solvers.
 
-    Attributes:
-        program: Shifted and scaled.
-        offset_ns: w without transfer times.
-        unit_ns: The largest c.
+    Its columns are x of the free edges, s of the ops, and w.
     """
 
     program: LinearProgram

@@ -226,10 +226,8 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
     """The smallest extra memory on one device with which `solve` is known to succeed; that device.
 
-    Found by bisection up to the need of the whole graph there (`docs/solver.md`, "Infeasible
-    problems"): to the byte up to `_EXACT_OPS` ops, else to a unit and with fast solves. Under
-    constraints it may be that no single device can help. Then the device is -1, and every device
-    needs that much more; `None` if not even that helps.
+    By bisection (`docs/solver.md`, "Infeasible problems"). Where constraints let no single device
+    help, the device is -1, and every device needs that much more; `None` if not even that helps.
     """
 
     def arranged(units: int, device: int) -> bool:

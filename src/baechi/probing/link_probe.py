@@ -72,11 +72,13 @@ class LinkFit:
 
     Attributes:
         link: Latency and rate.
+        sizes: Bytes of the messages.
         worst_error: The largest |predicted - measured| / measured.
         worst_bytes: The size of the message with this error.
     """
 
     link: Link
+    sizes: tuple[int, ...]
     worst_error: float
     worst_bytes: int
 
@@ -92,7 +94,7 @@ def fit_link(sizes: Sequence[int], times_ns: Sequence[int]) -> LinkFit:
     best = min(links, key=lambda link: max(_errors(link, sizes, times_ns)))
     errors = _errors(best, sizes, times_ns)
     worst_error = max(errors)
-    return LinkFit(best, worst_error, sizes[errors.index(worst_error)])
+    return LinkFit(best, tuple(sizes), worst_error, sizes[errors.index(worst_error)])
 
 
 def _candidates(sizes: Sequence[int], times: Sequence[int]) -> Iterator[tuple[float, float]]:
