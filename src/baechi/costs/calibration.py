@@ -140,10 +140,8 @@ def _fit(samples: Sequence[_Sample], kind: DeviceKind) -> tuple[dict[_Column, fl
         tables = [_share(column, kind, {}) for column in columns]
         program = _program(samples, ideals, columns, tables, kind.launch_ns)
         values = Highs().solve(program)
-        if isinstance(
-            values, str
-        ):  # feasible and bounded by its making, so only the iteration limit
-            break
+        if isinstance(values, str):
+            break  # feasible and bounded by its making, so only the iteration limit
         inverses = values[: len(columns)]
         low, high = _SHARES
         found = [
