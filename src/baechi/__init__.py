@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from baechi.errors import InputError as InputError, ReservationError as ReservationError
     from baechi.errors import TraceError as TraceError
     from baechi.placers.auto import Auto as Auto
+    from baechi.placers.baselines import MTopo as MTopo
     from baechi.placers.baselines import Pinned as Pinned, RandomPlacer as RandomPlacer
     from baechi.placers.baselines import RoundRobin as RoundRobin, SingleDevice as SingleDevice
     from baechi.placers.contiguous import Contiguous as Contiguous

@@ -1,19 +1,13 @@
 """Choice of submodules to checkpoint, so that a model trains in the available memory.
 
-Given a traced model with its costs and a cluster on which no placement of its step fits, find few
-submodules whose recomputation makes one fit:
-
 1. Cut the tree of submodules: one that keeps more than a quarter of all that autograd keeps is
-   split into its submodules, else it is a candidate. The saved tensors of one unit are held during
-   its backward, so if not even all candidates make the step fit, the cut is an eighth, then a
-   sixteenth. A half comes last: it is for models of a few large parts without submodules.
+   split into its submodules, else it is a candidate. If not even all candidates make the step fit,
+   the cut is an eighth, then a sixteenth; then a half, for models of a few large parts.
 2. Sort the candidates by recomputation time per byte saved.
 3. Take as many of them, in order, as are needed: by bisection, with a placement for each step.
 
-This is a greedy choice along one order, not the optimal set, which would be a knapsack problem with
-a scheduling problem inside. Deterministic.
-
-Complexity: O(log candidates) placements of the graph for each cut.
+This is a greedy choice along one order; the optimal set would be a knapsack problem with a
+scheduling problem inside. Complexity: O(log candidates) placements of the graph for each cut.
 """
 
 import re
@@ -24,7 +18,7 @@ from fractions import Fraction
 from typing import Final
 
 from baechi.errors import InfeasibleError, InputError
-from baechi.placers.placer import Placer
+from baechi.placers.placer import Placer, smallest
 from baechi.placers.solving import find, solve
 from baechi.problem.problem_arrays import Problem
 from baechi.records.cluster import Cluster
@@ -114,6 +108,9 @@ def choose_checkpoint(
     def fits(names: Sequence[str]) -> bool:
         return find(problem_of(names), placer=placer) is not None
 
+    def first_fit(n: int) -> bool:
+        return fits(every[-1][:n])
+
     if fits(()):
         return ()
     every: list[tuple[str, ...]] = []
@@ -124,7 +121,7 @@ def choose_checkpoint(
             continue
         every.append(names)
         if fits(names):
-            return _fewest(names, fits)
+            return names[: smallest(first_fit, len(names))]
     most = every[0] if every else ()
     try:
         solve(graph_of(most), cluster, placer, constraints=constraints)
@@ -133,18 +130,6 @@ def choose_checkpoint(
         text = f"a training step of {traced.name} does not fit {what}: {error}"
         raise InfeasibleError(text, *error.args[1:]) from None
     return most
-
-
-def _fewest(names: tuple[str, ...], fits: Callable[[Sequence[str]], bool]) -> tuple[str, ...]:
-    """The fewest first names with which the step fits; with all of them it does."""
-    low, high = 0, len(names)
-    while high - low > 1:
-        middle = (low + high) // 2
-        if fits(names[:middle]):
-            high = middle
-        else:
-            low = middle
-    return names[:high]
 
 
 def _joinable(

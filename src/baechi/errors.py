@@ -1,15 +1,4 @@
-"""Errors, as a tree of classes.
-
-    BaechiError
-    ├── InputError (ValueError)      a value at the border is wrong: a size, a name, a rate, a shape
-    │   └── FormatError              a file is no Baechi file, is damaged, or has another version
-    ├── TraceError                   no rung of the ladder could trace the model
-    ├── InfeasibleError              no placement fits; says what is missing
-    ├── ReservationError             a ledger refuses, and is as it was
-    └── ExecutionError               a placed model could not run
-
-Every text names the problem with its values, the likely cause, and the remedy.
-"""
+"""Errors; every text names the problem with its values, the likely cause, and the remedy."""
 
 from typing import final
 

@@ -50,8 +50,8 @@ def optimum(program, solver):
     """w in ns."""
     rows = solver_rows(program)
     solution = solver.solve(rows.program)
-    assert solution.status == "optimal"
-    return rows.offset_ns + rows.unit_ns * solution.values[-1]
+    assert not isinstance(solution, str)
+    return rows.offset_ns + rows.unit_ns * solution[-1]
 
 
 @pytest.mark.parametrize("cost", [10.0, 100.0, 10_000.0])
@@ -59,7 +59,7 @@ def optimum(program, solver):
 def test_the_reduced_and_shifted_program_has_the_optimum_of_the_papers(width, cost):
     program = layered(60, width, 1, cost)
     solution = Highs().solve(plain(program))
-    assert optimum(program, Highs()) == pytest.approx(100 * solution.values[-1], rel=1e-7)
+    assert optimum(program, Highs()) == pytest.approx(100 * solution[-1], rel=1e-7)
 
 
 @given(st.integers(2, 40), st.integers(1, 6), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
@@ -113,16 +113,13 @@ def test_a_solver_says_why_it_stopped():
     pytest.importorskip("cvxopt")
     program = solver_rows(layered(300, 10, 1)).program
     stopped = Highs(iterations_per_row=0).solve(program)
-    assert stopped.values is None
-    assert "iteration" in stopped.status
+    assert "iteration" in stopped
     infeasible = LinearProgram(
         *(np.ones(1), np.ones(1)),
         *(np.zeros(1, np.int64), np.zeros(1, np.int64), np.ones(1), -np.ones(1)),
     )
     for solver in (Highs(), Cvxopt()):
-        answer = solver.solve(infeasible)
-        assert answer.values is None
-        assert "infeasible" in answer.status
+        assert "infeasible" in solver.solve(infeasible)
 
 
 @given(st.integers(2, 60), st.integers(1, 8), st.integers(0, 2**32), st.sampled_from([1, 1e5]))
@@ -138,10 +135,10 @@ def test_shares_are_a_point_and_the_simplex_reaches_the_optimum_from_it(n, width
     assert (sums <= lp.limit + 1e-9).all()
     assert (start >= 0).all()
     assert (start <= lp.upper).all()
-    best = pytest.approx(Highs().solve(lp).values[-1], rel=1e-6, abs=1e-9)
-    assert Highs().solve(lp, start).values[-1] == best
+    best = pytest.approx(Highs().solve(lp)[-1], rel=1e-6, abs=1e-9)
+    assert Highs().solve(lp, start)[-1] == best
     capped = replace(lp, upper=np.append(lp.upper[:-1], start[-1]))
-    assert Highs().solve(capped, start).values[-1] == best
+    assert Highs().solve(capped, start)[-1] == best
 
 
 def test_equal_programs_have_equal_answers():
@@ -149,10 +146,10 @@ def test_equal_programs_have_equal_answers():
     program = layered(300, 10, 1)
     rows = solver_rows(program)
     for solver in (Highs(), Cvxopt()):
-        answers = [solver.solve(rows.program).values for _ in range(2)]
+        answers = [solver.solve(rows.program) for _ in range(2)]
         assert np.array_equal(*answers)
     start = near_point(program, rows, np.zeros(len(program.src)))
-    assert np.array_equal(*(Highs().solve(rows.program, start).values for _ in range(2)))
+    assert np.array_equal(*(Highs().solve(rows.program, start) for _ in range(2)))
 
 
 def test_a_point_in_a_fresh_process():
@@ -163,7 +160,7 @@ def test_a_point_in_a_fresh_process():
         "one = np.ones(1)\n"
         "zero = np.zeros(1, np.int64)\n"
         "program = LinearProgram(-one, 2 * one, zero, zero, one, one)\n"
-        "print(Highs().solve(program, 0.5 * one).values[0])\n"
+        "print(Highs().solve(program, 0.5 * one)[0])\n"
     )
     done = subprocess.run([sys.executable, "-c", text], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "1.0"

@@ -1,26 +1,17 @@
 """Efficiencies and the launch floor of a device kind, fitted to measured profiles.
 
-The time of an operator is linear in the launch floor and in the inverse efficiencies x, once it is
-settled which of FLOPs and bytes binds each kernel:
-
-    predicted = sum over its kernels of  ideal * x[class, type, bound]  +  kernels * launch
-
-So the fit is a linear program (least absolute deviations, `_program`), which a few wild
-measurements do not move:
+Once it is settled which of FLOPs and bytes binds each kernel, the time of an operator is linear in
+the launch floor and in the inverse efficiencies x (`docs/estimation.md`, "Calibrating"), and the
+fit is a linear program (least absolute deviations, `_program`):
 
     minimize    sum of  weight * |predicted - measured|  +  a little * |x / x0 - 1|
     subject to  0 <= x, launch
 
-and what binds is settled anew with its answer, until it stays. The weight is 1 / sqrt(measured),
-between relative errors, in which short operators would drown long ones, and absolute ones, the
-other way. The second term keeps an efficiency that the profiles do not determine at the table's x0;
-it is too small to move one that they do.
-
-Distinct operators count once, however often they occur in a model.
+What binds is settled anew with its answer, until it stays. The weight is 1 / sqrt(measured),
+between relative and absolute errors. The second term keeps an efficiency that the profiles do not
+determine at the table's x0; it is too small to move one that they do.
 
 Source: Bloomfield and Steiger, "Least Absolute Deviations" (1983), chapter 1, for the program.
-
-Complexity: a few linear programs of as many rows as twice the distinct operators.
 """
 
 import os
@@ -32,13 +23,7 @@ from typing import Final, final
 
 import numpy as np
 
-from baechi.costs.estimation import (
-    UNSEEN,
-    UNSEEN_BACKWARD,
-    as_run,
-    rounded_classes,
-    workloads,
-)
+from baechi.costs.estimation import UNSEEN, UNSEEN_BACKWARD, as_run, rounded_classes, workloads
 from baechi.errors import InputError
 from baechi.placers.linear_programs import Highs, LinearProgram
 from baechi.records.device_kinds import Calibration, DeviceKind, Efficiency, Fit, Kernel, find
@@ -154,9 +139,9 @@ def _fit(samples: Sequence[_Sample], kind: DeviceKind) -> tuple[dict[_Column, fl
         before = [_share(column, kind, shares) for column in columns]
         tables = [_share(column, kind, {}) for column in columns]
         program = _program(samples, ideals, columns, tables, kind.launch_ns)
-        values = Highs().solve(program).values
-        if values is None:  # feasible and bounded by its making, so only the iteration limit
-            break
+        values = Highs().solve(program)
+        if isinstance(values, str):
+            break  # feasible and bounded by its making, so only the iteration limit
         inverses = values[: len(columns)]
         low, high = _SHARES
         found = [

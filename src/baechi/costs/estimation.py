@@ -1,24 +1,15 @@
-"""Costs computed from shapes alone, for a device that need not be here.
+"""Costs computed from shapes alone, for a device that need not be here (`docs/estimation.md`).
 
     time of an operator = sum over its kernels of
         max(FLOPs / (efficiency * peak), bytes / (efficiency * bandwidth)) + launch
 
 Each distinct operator runs once on fake tensors, forward and backward, and a dispatch mode sees
-every kernel that it would launch. So compositions are taken apart as PyTorch takes them apart, a
-backward has as many products as inputs need gradients, and nothing is allocated: a model on the
-`meta` device is counted as any other. Only an operator that looks at values, in a model whose trace
-had to run the example as well, runs on these.
+every kernel that it would launch. Only an operator that looks at values, in a model whose trace had
+to run the example as well, runs on these.
 
 The fake tensors say that they are on a CPU, because PyTorch without CUDA aborts on the backward of
 those that claim to be on a GPU. Where the two choose different kernels (attention with dropout, a
 recurrent layer), the CPU's are counted.
-
-The work of a kernel comes from `flop_rules`, the peaks and efficiencies from `device_kinds`; a
-`Calibration` puts efficiencies that were fitted to measured profiles in place of the table's. Sizes
-that a trace tells are taken from it, exactly as `profile` does, so that computed and measured
-graphs differ in their costs and never in their structure.
-
-Complexity: O(distinct operators), some milliseconds each.
 """
 
 import contextlib
@@ -238,10 +229,7 @@ def _count(
 
 
 def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
-    """The result, the kernels, and the peak of live bytes beyond what is live at the end.
-
-    That is now, while the result is there and autograd keeps what it saved.
-    """
+    """The result, the kernels, and the peak of live bytes beyond what is live at the end."""
     kernels: list[Kernel] = []
 
     def see(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -259,16 +247,8 @@ def _counted(run: Callable[[], Any]) -> tuple[Any, tuple[Kernel, ...], int]:
 def _unseen(module: TracedModule, nodes: Sequence[fx.Node], differentiable: bool) -> Workload:
     """One operator that fake tensors cannot run, as a copy of all that it touches."""
     facts = module.facts
-    inside = set(nodes)
-    touched = {
-        value
-        for node in nodes
-        for value in (
-            *facts.nodes[node].values,
-            *(v for a in node.all_input_nodes if a not in inside for v in facts.nodes[a].values),
-        )
-    }
-    storages = {value.storage for value in touched}
+    touched = {a for node in nodes for a in (node, *node.all_input_nodes)}
+    storages = {value.storage for node in touched for value in facts.nodes[node].values}
     nbytes = sum(facts.storages[storage].nbytes for storage in storages)
     for leaf in opaque_leaves(module.graph_module, nodes).values():
         nbytes += sum(tensor.nbytes for tensor in (*leaf.parameters(), *leaf.buffers()))

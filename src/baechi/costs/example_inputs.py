@@ -1,15 +1,10 @@
 """Inputs for operators that run alone, and the remark where an operator's time depends on them.
 
-Inputs have the right shapes, strides and types, and values that the operator can take. What follows
-from the example without any activation (positions, masks, token ids) keeps the values that it has
-there. Everything else is made up: floats in (0.1, 1), so that logarithms, roots and variances are
-numbers; booleans that are true; integers that are in range of what they index, drawn evenly, so
-that neither every row nor a single one is read. Where an operator fails on such values, the model
-is run up to it for the real ones.
-
-Known values are computed on the CPU: the example, and what the model holds, may be on any devices.
-
-Complexity: O(nodes + bytes of the known values).
+Inputs have the right shapes, strides and types. What follows from the example without any
+activation (positions, masks, token ids) keeps its values, computed on the CPU. Everything else is
+made up: floats in (0.1, 1), so that logarithms, roots and variances are numbers; booleans that are
+true; integers in range of what they index, drawn evenly, so that neither every row nor a single one
+is read. Where an operator fails on such values, the model is run up to it for the real ones.
 """
 
 import copy
@@ -41,7 +36,6 @@ _INDEXING: Final[dict[str, tuple[int, int | None, int]]] = {
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill"), (0, 1, 2)),
     "take_along_dim": (0, 2, 1),
 }
-_MAX_INDEX: Final = 1 << 31
 # Products of a group of rows with a matrix each: (input, weight, where each group ends).
 _GROUPED: Final = ("_grouped_mm", "grouped_mm", "grouped_mm_fallback")
 # Operator -> what its time depends on. Their backwards add up where indices repeat.
@@ -137,7 +131,8 @@ class ExampleInputs:
                 (groups,) = ends.shape
                 even = torch.arange(1, groups + 1, device=self._device) * rows // groups
                 return even.to(ends.dtype)
-        limit = min((self._index_limit(node, reader) for reader in readers), default=1)
+        direct = [reader for reader in readers if node in reader.all_input_nodes]
+        limit = min((self._index_limit(node, reader) for reader in direct), default=1)
         return filled(self._module, node, lambda value: self._made_up(value, limit))
 
     def _made_up(self, value: Value, limit: int) -> torch.Tensor:
@@ -150,8 +145,8 @@ class ExampleInputs:
             flat = torch.ones(extent, dtype=torch.bool, device=self._device)
         else:
             flat = torch.randint(0, limit, (extent,), device=self._device).to(value.dtype)
-        # Detached, so no view of `flat`: without gradients, operators look at the base of a weight
-        # that is a view, and choose another kernel if the base needs no gradient.
+        # Detached, so no view of `flat`: without gradients, operators choose another kernel for a
+        # weight that is a view of what needs none.
         tensor = flat.as_strided(value.shape, value.stride).detach()
         return tensor.requires_grad_(value.requires_grad)
 
@@ -167,8 +162,6 @@ class ExampleInputs:
     def _index_limit(self, node: fx.Node, reader: fx.Node) -> int:
         """The number of valid indices if `reader` indexes something with `node`; else 1."""
         rule = _INDEXING.get(operator_name(reader).rstrip("_"))
-        if node not in reader.all_input_nodes:
-            return _MAX_INDEX
         if rule is None:
             return 1
         whole, dimension, place = rule
@@ -203,8 +196,7 @@ def real_inputs(
 ) -> dict[fx.Node, Any]:
     """The values that an operator reads in a run of the traced model on its example.
 
-    The model itself stays as it is: state that is written is copied first. Needs values of all
-    parameters, and the memory of a forward up to there.
+    The model stays as it is. Needs values of all parameters, and the memory of a forward.
     """
     inside = set(nodes)
     wanted = {node for inner in nodes for node in inner.all_input_nodes if node not in inside}

@@ -1,24 +1,17 @@
 """One operator measured on its own: the times of its forward and backward, and its memory.
 
-An operator runs on tensors made for it (`example_inputs`). Where it fails on these it is measured
-on the model's own. Forward and backward are timed apart, each as it is in a step: the forward
-builds autograd's graph, and memory is as a whole step leaves it. There some things are so that a
-tight loop would hide:
+An operator runs on tensors made for it (`example_inputs`); where it fails on these it is measured
+on the model's own. Two things of a step that a tight loop would hide are restored:
 
-- An operator's parameters were last touched a whole step ago, and are in no cache. So where the
-  step's bytes outgrow the caches, and the operator has enough parameters for it to matter,
-  everything is evicted before every reading, and the activations, or the gradients that have just
-  arrived, are read once to bring them back. Others run on what is in the caches.
-- Gradients of parameters stay until the optimizer has run. What the allocator does not keep of
-  them after that lands in pages that the process has to get from the system in the next step. So
-  those backwards are measured a second time, with gradients of parameters of earlier runs held,
-  while those of activations are freed and used again.
+- Parameters were last touched a whole step ago. So where the step's bytes outgrow the caches, and
+  the operator has enough parameters for it to matter, everything is evicted before every reading,
+  and the activations, or the gradients that have just arrived, are read once to bring them back.
+- Gradients of parameters stay until the optimizer has run, so what the allocator does not keep of
+  them lands in new pages in the next step. Those backwards are measured a second time, with
+  gradients of parameters of earlier runs held.
 
-Scratch is what is live only inside a run. What autograd kept goes as the backward goes, and
-gradients take its room: that much less is live at the backward's fullest than what was kept and the
-gradients together. So do the gradients that arrive: an operator of several kernels, such as a
-normalization with its ReLU, lets go of them after the first. Where gradients are wanted torch may
-choose another kernel, so the scratch of a forward without is measured, too.
+Scratch is what is live only inside a run. As a backward goes, gradients take the room of what
+autograd kept, and of the gradients that arrive: that much less is live at its fullest.
 """
 
 import ctypes
@@ -48,8 +41,8 @@ from baechi.tracing.subgraph import leaf_copies, located
 
 # Results of another method are not comparable: raise this when a time's meaning changes.
 METHOD: Final = 5
-# What glibc's allocator keeps at most of freed memory: twice its largest mmap threshold
-# (malloc/malloc.c, DEFAULT_MMAP_THRESHOLD_MAX). CUDA's keeps everything.
+# What glibc's allocator keeps at most of freed memory, twice DEFAULT_MMAP_THRESHOLD_MAX; CUDA's
+# keeps everything.
 _ALLOCATOR_KEEPS_BYTES: Final = 64 * 2**20
 # Fewer bytes of parameters come from memory in a small part of what the operator takes.
 _MIN_COLD_BYTES: Final = 1 << 18
@@ -105,7 +98,7 @@ class Bench:
             method=METHOD,
         )
         if self.place.type == "cuda":
-            # Autograd's thread has no context before its first kernel, and cuBLAS would warn of it.
+            # Autograd's thread has no context before its first kernel: cuBLAS would warn of it.
             leaf = torch.ones(2, device=self.place, requires_grad=True)
             torch.autograd.grad(leaf.exp().sum(), leaf)
 
@@ -269,8 +262,7 @@ class Alone:
         self._differentiable = [t for t, _ in wanted]
         self._is_state = [is_state for _, is_state in wanted]
         self._activations = [t for t, is_state in read if not is_state]
-        # Autograd forbids in-place writes to a leaf, and what has got a gradient by one is of that
-        # run; so an operator that writes gets copies.
+        # Autograd forbids in-place writes to a leaf, so an operator that writes gets copies.
         facts = module.facts.nodes
         written = {s for node in nodes for s in facts[node].writes}
         values = (v for node in [*part.inputs, *nodes] for v in facts[node].values)
@@ -365,10 +357,7 @@ def _give_memory_back() -> None:
 
 
 def _sizes(alone: Alone, place: torch.device) -> Measured:
-    """The memory of an operator; on CUDA from the allocator, with libraries' scratch.
-
-    These first runs warm up, too.
-    """
+    """The memory of an operator; these first runs warm up, too."""
     meter = Meter([0])
     peaks = partial(_cuda_peaks, place) if place.type == "cuda" else partial(_cpu_peaks, meter)
     saved_bytes = saved_inside_bytes(alone.forward, alone.known)

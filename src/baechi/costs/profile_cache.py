@@ -1,12 +1,9 @@
 """Cache of measured costs: an SQLite file that a second run of the same model reads.
 
-A row is one operator under `Conditions`: everything besides the operator that its time depends on.
-Every row is committed as soon as it is measured, so neither Ctrl-C nor a kill loses it. Several
-processes may use one file: each statement is its own transaction.
-
-A problem with the file never costs a measurement: a damaged file is renamed and a new one begun;
-where nothing can be written (a full disk, a read-only folder) the store warns once and goes on
-without. A file that the user named and that is not Baechi's is refused.
+A row is one operator under `Conditions`, committed as soon as it is measured. Several processes may
+use one file. A problem with the file never costs a measurement: a damaged file is renamed and a new
+one begun; where nothing can be written the store warns once and goes on without. A file that the
+user named and that is not Baechi's is refused.
 """
 
 import hashlib

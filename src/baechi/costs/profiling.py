@@ -1,13 +1,10 @@
-"""Measured costs: each distinct operator alone, once.
+"""Measured costs: each distinct operator alone, once (`op_benchmark`), kept in a file.
 
-An operator runs on tensors made for it (`op_benchmark`), so the whole model need never fit one
-device, and twelve equal layers are measured as one. Where a tensor has several readers, adding up
-their gradients is a part of its producer's backward, as it is in autograd. What was measured is
-kept in a file (`profile_cache`), so a second run measures nothing.
+Where a tensor has several readers, adding up their gradients is a part of its producer's backward,
+as it is in autograd.
 
-What disturbs a machine for a second or two (another process, another virtual machine) lengthens
-whatever is measured meanwhile, and never shortens it. So an operator is not measured once for long
-but in passes over all operators, seconds apart, and
+What disturbs a machine for a second or two lengthens whatever is measured meanwhile, and never
+shortens it. So an operator is measured in passes over all operators, seconds apart, and
 
     its time      is the lowest of its passes
     its spread    is how far above that the next pass is: what confirms it
@@ -15,10 +12,7 @@ but in passes over all operators, seconds apart, and
 
 A pass that was held up throughout (`timers`) may lower a time but confirms none; until one does,
 the spread is the time itself. What is not settled after two passes is measured again, the least
-certain first, for a while. What is uncertain even then is reported.
-
-Complexity: O(distinct operators), about 0.2 s each: two passes over what is new, and at most half
-of their time again. With a full store O(operators).
+certain first, for at most half of their time. What is uncertain even then is reported.
 """
 
 import contextlib
@@ -262,11 +256,7 @@ def _lowest(before: tuple[int, int], found: tuple[int, int]) -> tuple[int, int]:
 
 
 def _additions(traced: Traced) -> list[Counter[Addition]]:
-    """The additions in the backward of every op.
-
-    Gradients of a tensor's readers, the caller's loss among them, are added up one by one; so are
-    those of a parameter that later operators read, too.
-    """
+    """The additions in the backward of every op; the caller's loss is a reader, too."""
     rows: list[Counter[Addition]] = [Counter() for _ in traced.ops]
     for tensor in traced.tensors:
         if tensor.differentiable and tensor.producer in traced.differentiated:

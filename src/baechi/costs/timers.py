@@ -3,20 +3,18 @@
 A run is what a `Preparation` hands out: `prepare(n)` makes `n` runs, each to be called once, and
 everything that it does itself is outside of the reading.
 
-On a CPU: repeats of a run, less an empty loop, by their median. A reading is *held up* where the
-calling thread was off its core for a part of it: something else ran there. Such readings are left
-out. This finds contention in runs of several threads, too: a waiting thread sleeps, so that its CPU
-time falls behind wall time.
+On a CPU: repeats of a run, less an empty loop, by their median. A reading is *held up*, and left
+out, where the calling thread was off its core for a part of it. This finds contention in runs of
+several threads, too: a waiting thread sleeps, so that its CPU time falls behind wall time.
 
 On CUDA: events on the stream, behind a kernel that spins until everything is queued.
 
     host     spin  e e' | flush  e op e' | flush  e op e' | ...        queued at once
     stream   [spin][e e'][flush][e op e'][flush][e op e']...           no gap of a launch between
 
-So what the host takes to launch an op, and the gaps while it does, are in no reading. What a pair
-of events costs by itself is measured among the rest and subtracted. Short ops are captured in a
-CUDA graph that repeats them; where a capture fails they are repeated as they are. An op that makes
-the host wait cannot be queued: it is clocked by the host, from an idle device to an idle device.
+So what the host takes to launch an op is in no reading. Short ops are captured in a CUDA graph that
+repeats them; where a capture fails they are repeated as they are. An op that makes the host wait is
+clocked by the host, from an idle device to an idle device.
 """
 
 import gc
@@ -88,10 +86,7 @@ class Reading:
 
 @final
 class CpuTimer:
-    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy.
-
-    `busy` tells how long the calling thread has had a core; the system's clock, if it is fine.
-    """
+    """A monotonic clock of the host. Launching an op is part of its time: the thread is busy."""
 
     def __init__(self, wall: Clock = time.perf_counter_ns, busy: Clock | None = None) -> None:
         self._wall = wall
@@ -224,7 +219,8 @@ class CudaTimer:
 
     def _queued(self, runs: Sequence[Run], launch_ns: int) -> list[float]:
         """The stream's time between events around every run; the host queues one in `launch_ns`."""
-        pairs = [[_event() for _ in range(2)] for _ in runs]
+        event: Any = partial(torch.cuda.Event, enable_timing=True)
+        pairs = [(event(), event()) for _ in runs]
         torch.cuda.synchronize(self._device)
         spin_ns = len(runs) * (launch_ns + _RECORDING_NS) * _SPIN_MARGIN
         spin(int(spin_ns * self._cycles_per_ns))
@@ -285,10 +281,7 @@ class CudaTimer:
         return elapsed_ns
 
     def _spin_rate(self) -> float:
-        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work.
-
-        One that was idle begins at a fraction of it, and spins would be too short by as much.
-        """
+        """Cycles of the spinning kernel per nanosecond, at the clock of a GPU that is at work."""
         rate = spun_ns = 0.0
         while spun_ns < _RAMP_NS:
             took_ns = max(*self._queued([partial(spin, _RAMP_CYCLES)], 0), 1.0)
@@ -299,15 +292,8 @@ class CudaTimer:
 
 @cache
 def _captures(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which timed runs of a device are captured: the same for every timer.
-
-    torch never gives a stream back, and cuBLAS keeps a workspace for each.
-    """
+    """The stream for captures, one for all timers: torch never gives a stream back."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _call(runs: Sequence[Run]) -> list[Any]:

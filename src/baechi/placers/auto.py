@@ -1,15 +1,8 @@
 """Portfolio of placers: simulate all candidates, search from the best, and keep the best.
 
-Candidates in order, which breaks ties: every single device, the placers, and the results of local
-search from them (`placers/local_search.py`). So the result is never worse than the best single
-device that fits, nor than any of the placers, nor than with less effort. `docs/solver.md` has the
-efforts with their cost: `"fast"` runs m-ETF, HEFT and a quick contiguous split, and a short search
-(a balanced one where that finds nothing); `"balanced"` all placers, also on the coarse graph;
-`"thorough"` the same with a longer search.
-
-With more than `_MANY_DEVICES` devices, m-ETF and HEFT run first; the other placers and the search
-use only the devices that the best of them use. Above `_BALANCED_OPS` ops placers get only the
-coarse graph unless the effort is thorough.
+Candidates in order, which breaks ties: every single device, the placers, the result with less
+effort, and that of local search from them. So the result is never worse than any of these.
+`docs/solver.md` has the efforts with their cost.
 """
 
 from collections.abc import Mapping

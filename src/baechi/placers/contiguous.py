@@ -1,19 +1,17 @@
 """Contiguous splits: the groups in a row, cut into one segment per device, by dynamic programming.
 
-The row follows the groups' first ops in a topological order of the ops: index order, depth first,
-and by decreasing upward rank (`_orders`). A segment fits if its groups' loads fit at some moments
-of that order (`live_loads`). Of the splits over the first k devices, for every k, two are
-best (`contiguous_splits` in `csrc/schedulers/contiguous_splits.cc`):
+The row follows the groups' first ops in a topological order of the ops (`_orders`). A segment fits
+if its groups' loads fit at some moments of that order (`live_loads`). Of the splits over the first
+k devices, for every k, two are best (`csrc/schedulers/contiguous_splits.cc`):
 
 - least cut: the smallest sum of mean transfer times of all tensors that a segment reads but does
-  not make, each counted once per segment;
-- bottleneck: the smallest maximum over the segments of their time plus that sum.
+  not make, each counted once per segment, for chain-like graphs or slow links;
+- bottleneck: the smallest maximum over the segments of their time plus that sum, for graphs with
+  branches or fast links.
 
-The first suits chain-like graphs or slow links; the second, graphs with branches or fast links.
-Devices take segments by decreasing memory, by decreasing speed, and in index order
-(`_rows_of_devices`). The exact clock evaluates all of them in the order of the row, and the best
-also by earliest start and by rank (`shortest_assignment`). If none fits, increasing shares of
-every memory are left free for bytes missing from the loads, such as copies (`HEADROOMS`).
+The exact clock evaluates all of them in the order of the row, and the best also by earliest start
+and by rank (`shortest_assignment`). If none fits, increasing shares of every memory are left free
+for bytes missing from the loads, such as copies (`HEADROOMS`).
 
 Source: PipeDream's partitioner (SOSP 2019, section 3.1) and Tarnawski et al. (NeurIPS 2020) for
 splits of a chain by dynamic programming; here with memory, with tensors that several segments read,
@@ -55,9 +53,8 @@ class Contiguous(Placer):
         work: Steps of one dynamic program: by default some tens of milliseconds, and 2,048 blocks
             for 8 devices.
         headrooms: Shares of every memory to leave free, tried in order until something fits.
-        reordered: Number of the best splits also scheduled by earliest start and by rank,
-            which costs more than following the order of the row; `None` is a few of them, and all
-            as long as nothing fits.
+        reordered: Number of the best splits also scheduled by earliest start and by rank; `None`
+            is a few of them, and all as long as nothing fits.
     """
 
     name: ClassVar[str] = "contiguous"

@@ -1,22 +1,22 @@
 """The devices to look at: those that missing links leave, choices of some, and those in use.
 
-`linked`: with constraints, a greedy placer may put an op where its consumers, which must be
-elsewhere, cannot get its output. Such devices are ruled out beforehand: a device stays allowed for
-a group only if for every group that it shares a tensor with some allowed device is linked to it
-(arc consistency: Mackworth, Consistency in Networks of Relations, 1977). If the ops form a tree, no
-dead end remains; otherwise fewer do. O(edges * sweeps), and O(devices**2) per set of devices met.
+`linked`: a device stays allowed for a group only if for every group that it shares a tensor with
+some allowed device is linked to it (arc consistency: Mackworth, Consistency in Networks of
+Relations, 1977), so that greedy placers meet fewer dead ends. O(edges * sweeps), and O(devices**2)
+per set of devices met.
 
 `device_choices`: with at most k devices, a placer runs once per choice of k devices with all others
-excluded, so no placer needs to handle the limit. A choice must have a device for every group. Equal
-devices are interchangeable, and of choices that differ only in them the first is used. Greedy
-choices come first, by memory, by speed, by both, and around every kind of device in turn by the
-rate of its links; then all others, if they are few. O(choices * (devices * groups + devices**2)).
+excluded. A choice must have a device for every group; of choices that differ only in equal devices
+the first is used. Greedy choices come first, by memory, by speed, by both, and around every kind of
+device in turn by the rate of its links; then all others, if they are few.
+O(choices * (devices * groups + devices**2)).
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from typing import Final
 
 import numpy as np
@@ -111,10 +111,7 @@ def used_devices(problem: Problem, placements: Iterable[Placement]) -> list[int]
 
 
 def linked(problem: Problem) -> Problem | None:
-    """The problem without devices ruled out by missing links; `None` if a group has none left.
-
-    Unchanged where there are no constraints (all ops can be on one device) or no missing links.
-    """
+    """The problem without devices ruled out by missing links; `None` if a group has none left."""
     if problem.constraints is None or problem.cluster.uniform_link is not None:
         return problem
     reach = _reach(problem)
@@ -169,10 +166,6 @@ def _images(reach: NDArray[np.bool_]) -> Callable[[int], int]:
 
     @cache
     def image(devices: int) -> int:
-        union = 0
-        for device, row in enumerate(rows):
-            if devices >> device & 1:
-                union |= row
-        return union
+        return reduce(or_, (row for at, row in enumerate(rows) if devices >> at & 1), 0)
 
     return image

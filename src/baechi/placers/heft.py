@@ -13,13 +13,10 @@ i and device p the table has the shortest time that must follow once i has ended
     OCT(i, p) = max over children j of min over q of OCT(j, q) + w(j, q) + (c(i, j) if p != q),
 
 with mean transfers c (`optimistic_costs`, the same file). Of the ready ops the one with the largest
-mean OCT is next, and goes to the device with the smallest end + OCT. Devices of one kind and speed
-share a column. If all devices are equal, the table is the longest path to the end without
-transfers, and devices are chosen as by HEFT.
+mean OCT is next, and goes to the device with the smallest end + OCT.
 
-Differences from the papers: their model has no memory and no ports, and fills gaps between ops
-already placed; the exact clock has both and only appends. So there are two candidates, and the
-shorter is returned (`by_rank`):
+The papers have no memory and no ports, and fill gaps between ops already placed; the exact clock
+has both and only appends. So there are two candidates, and the shorter is returned (`by_rank`):
 
 - the ranks on the exact clock, without gaps: an op goes to the device where it fits and ends first,
   and one without room waits for memory; dead ends as in `placers/etf.py`;

@@ -63,18 +63,8 @@ class LinearProgram:
         return begin, self.column[order], self.value[order]
 
 
-@final
-@dataclass(frozen=True, eq=False)
-class LinearSolution:
-    """Result of a solver.
-
-    Attributes:
-        status: `"optimal"`, or the solver's own reason for stopping.
-        values: Per column; `None` where it stopped before the optimum.
-    """
-
-    status: str
-    values: NDArray[np.float64] | None
+# The optimum's values per column, or the solver's own reason for stopping before it.
+Solution = NDArray[np.float64] | str
 
 
 class LinearSolver(ABC):
@@ -84,12 +74,8 @@ class LinearSolver(ABC):
     name: ClassVar[str]
 
     @abstractmethod
-    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
-        """The optimum, or the reason for stopping before it.
-
-        Args:
-            program: The program.
-            start: A start for HiGHS; the others ignore it.
+    def solve(self, program: LinearProgram, start: Start = None) -> Solution:
+        """The optimum, or the reason for stopping before it; HiGHS alone reads the start.
 
         Raises:
             InputError: The solver is not installed or has no licence.
@@ -112,7 +98,7 @@ class Highs(LinearSolver):
     name: ClassVar[str] = "highs"
     iterations_per_row: int = 50
 
-    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:
+    def solve(self, program: LinearProgram, start: Start = None) -> Solution:
         """The optimum, or the reason for stopping before it."""
         make: Any = _SilentHighs  # some releases have types, others do not
         solver = make()
@@ -143,8 +129,8 @@ class Highs(LinearSolver):
         solver.run()
         status = solver.getModelStatus()
         if status != highspy.HighsModelStatus.kOptimal:
-            return LinearSolution(solver.modelStatusToString(status).lower(), None)
-        return LinearSolution("optimal", np.array(solver.getSolution().col_value, np.float64))
+            return str(solver.modelStatusToString(status)).lower()
+        return np.array(solver.getSolution().col_value, np.float64)
 
 
 class _SilentHighs(highspy.Highs):
@@ -186,7 +172,7 @@ class Cvxopt(LinearSolver):
 
     name: ClassVar[str] = "cvxopt"
 
-    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> Solution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
         cvxopt = _imported("cvxopt")
         columns = np.arange(len(program.cost))
@@ -210,8 +196,8 @@ class Cvxopt(LinearSolver):
         cost, right = cvxopt.matrix(program.cost), cvxopt.matrix(right)
         answer = cvxopt.solvers.lp(cost, left, right, options=options)
         if answer["status"] != "optimal":
-            return LinearSolution(answer["status"], None)
-        return LinearSolution("optimal", np.array(answer["x"], np.float64).reshape(-1))
+            return str(answer["status"])
+        return np.array(answer["x"], np.float64).reshape(-1)
 
 
 @final
@@ -221,7 +207,7 @@ class Mosek(LinearSolver):
 
     name: ClassVar[str] = "mosek"
 
-    def solve(self, program: LinearProgram, start: Start = None) -> LinearSolution:  # noqa: ARG002 (the interface's)
+    def solve(self, program: LinearProgram, start: Start = None) -> Solution:  # noqa: ARG002 (the interface's)
         """The optimum, or the reason for stopping before it."""
         mosek = _imported("mosek")
         with mosek.Env() as env, _mosek_task(mosek, env, program) as task:
@@ -234,8 +220,8 @@ class Mosek(LinearSolver):
                 ) from error
             status = task.getsolsta(mosek.soltype.bas)
             if status != mosek.solsta.optimal:
-                return LinearSolution(str(status), None)
-            return LinearSolution("optimal", np.array(task.getxx(mosek.soltype.bas), np.float64))
+                return str(status)
+            return np.array(task.getxx(mosek.soltype.bas), np.float64)
 
 
 def _mosek_task(mosek: Any, env: Any, program: LinearProgram) -> Any:

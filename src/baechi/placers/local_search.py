@@ -1,21 +1,17 @@
-"""Local search over placements, from several starts.
+"""Local search over placements, from several starts (`docs/solver.md`).
 
 Simulated annealing (Kirkpatrick, Gelatt, Vecchi, Science 220, 1983) of a device for every group and
-an order of all ops (`csrc/search/local_search.cc`). A placement may exceed the memory meanwhile, at
-a price that rises while it does. `docs/solver.md` describes the moves.
-
-Starts are placements from other placers; list schedules that place whole clusters
-(`csrc/coarsening/clusters.cc`); partitions of the groups that balance work and transfers regardless
-of order, also found by annealing (`csrc/search/partition_search.cc`), for several weights of
-transfers and several time windows; and, when thorough, placements grown along time, whose
+an order of all ops (`csrc/search/local_search.cc`). Starts are placements from other placers; list
+schedules that place whole clusters (`csrc/coarsening/clusters.cc`); partitions that balance work
+and transfers, for several weights of transfers and several time windows
+(`csrc/search/partition_search.cc`); and, when thorough, placements grown along time, whose
 beginning is annealed before more ops are added (`csrc/search/growth.cc`). All get a little of the
-budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin,
-Koren, Somekh, ICML 2013).
+budget, the better ones more, and the best most of it (`Budget`): successive halving (Karnin, Koren,
+Somekh, ICML 2013).
 
 Everything is seeded, and the budget is counted in evaluated ops, so equal input gives equal output;
 the searches of one stage run in separate threads. An evaluation costs O((ops + tensors) log
-tensors) at most, and usually a fraction, since it resumes from the first change and ends as soon
-as the step is known to be too long.
+tensors) at most, and usually a fraction.
 """
 
 import os
@@ -130,10 +126,9 @@ class LocalSearch(Placer):
 def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) -> Placement | None:
     """The best placement found by a search from these and other starts.
 
-    `None` if none is found that fits, or if nothing can be improved: there are no ops, or a start
-    is within a `_CLOSE`th of the lower bound. Graphs for which the budget allows at most `_WORTH`
-    evaluations of the whole step are skipped; so are problems with a limit on the number of
-    devices, for which `solve` tries one choice of devices at a time.
+    `None` if none is found that fits, a start is within a `_CLOSE`th of the lower bound, or the
+    search does not pay; also with a limit on the number of devices, for which `solve` tries one
+    choice of devices at a time.
     """
     n = len(problem.graph.ops)
     # The cost of an op grows with its inputs.
@@ -158,7 +153,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     too_large = len(problem.graph.tensors) * len(devices) > _SIZE
     if too_large or (len(devices) == 1 and placements):
         return None
-    halt = _core.Halt()
+    halt = _core.Halt()  # ends all searches when closed: an interrupt does not wait for them
     workers = min(budget.stages[0][0], os.cpu_count() or 1)
     with ThreadPoolExecutor(workers) as threads, closing(halt):
         space = _Space(problem, devices.astype(np.int32), target, threads, halt)
@@ -196,10 +191,7 @@ class _State:
 
 @final
 class _Space:
-    """A problem on the devices to search; a device of the space is an index into them.
-
-    `halt` ends all searches when closed, so that an interrupt does not wait for them.
-    """
+    """A problem on the devices to search; a device of the space is an index into them."""
 
     def __init__(
         self,
@@ -265,10 +257,7 @@ class _Space:
     def grown(
         self, best: _State, growths: tuple[int, float], evaluations: int
     ) -> tuple[list[_State], int]:
-        """Placements grown along time, and their cost; only the cheap ones if none is better.
-
-        None if one stretch holds all ops, or if the budget of each would be too small.
-        """
+        """Placements grown along time, and their cost; only the cheap ones if none is better."""
         n, devices = len(self._problem.graph.ops), len(self.devices)
         states: list[_State] = []
         spent = 0

@@ -7,13 +7,9 @@ clock, in index order and in list order. The searches, in order of cost (`arrang
 2. packings (`packings`): loads of persistent bytes plus a share of all outputs, packed contiguously
    in topological order or by best fit decreasing, with the smallest common fill level of the
    devices at which everything fits, and with higher ones;
-3. backtracking over devices with the exact clock (`backtracked`), exhaustive on small problems.
-
-`docs/solver.md` describes the backtracking (`csrc/schedulers/backtracking.cc`), its orders and its
-budgets. Without an order the same search packs persistent bytes alone: if that is impossible,
-nothing fits in any order (`is_unpackable`). So it succeeds wherever first fit, bin packing or, on
-small problems, full backtracking does. Complexity: some tens of simulations, and the budget of the
-backtracking.
+3. backtracking over devices with the exact clock (`backtracked`, `docs/solver.md`), exhaustive on
+   small problems. Without an order it packs persistent bytes alone: if that is impossible, nothing
+   fits in any order (`is_unpackable`).
 """
 
 from collections import Counter
@@ -36,6 +32,7 @@ from baechi.placers.placer import (
     placed_in,
     shortest,
     shuffled,
+    smallest,
 )
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
@@ -117,12 +114,9 @@ def _fillings(problem: Problem, loads: Sequence[int], pack: _Pack) -> Iterator[t
         return pack(problem, loads, [memory * fill // _STEPS for memory in problem.pool_memory])
 
     # Fill levels may exceed the memory, since not all loads are there at the same time.
-    low, high = 0, 4 * _STEPS
-    if packed(high) is None:
+    if packed(4 * _STEPS) is None:
         return
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if packed(middle) else (middle, high)
+    high = smallest(lambda fill: bool(packed(fill)), 4 * _STEPS)
     for fill in sorted({high, (high + _STEPS) // 2, max(high, _STEPS)}):
         assignment = packed(fill)
         if assignment is not None:
@@ -190,11 +184,9 @@ def _best_fit(
 
 
 def is_hopeless(problem: Problem) -> bool:
-    """True if a quick test proves that there is no placement.
+    """True if a quick test of persistent and running bytes proves that there is no placement.
 
-    That is if a group is too large for every pool; or the persistent bytes of all groups exceed all
-    pools together; or too many groups are so large that each pool holds only a few; or, if memory
-    is nearly full, a search proves that they cannot be packed.
+    If memory is nearly full, that includes a search for a packing (`is_unpackable`).
     """
     arrays = problem.graph.arrays
     if not arrays.groups:

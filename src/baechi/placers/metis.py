@@ -2,17 +2,14 @@
 
 The vertices are groups, weighted by the bytes that they hold (`live_loads`) and by their time; an
 edge joins the producer of a tensor with each reader, weighted by the mean transfer time over the
-number of readers, so that a tensor whose readers are all elsewhere counts once (`_Net`). The graph
-is cut into k parts, from the fewest devices that hold it up to all of them, balanced by bytes, by
-time, or by both, within several tolerances, in proportion to the devices' memory and speed
-(`_partitions`). If a device cannot hold its part, groups move away (`_Repair`). The exact clock
-evaluates all of them in index order, and the best also by earliest start and by rank
-(`shortest_assignment`).
+number of readers (`_Net`). The graph is cut into k parts, from the fewest devices that hold it up
+to all of them, balanced by bytes, by time, or by both, within several tolerances (`_partitions`).
+If a device cannot hold its part, groups move away (`_Repair`). The exact clock evaluates all of
+them in index order, and the best also by earliest start and by rank (`shortest_assignment`).
 
 Source: Karypis and Kumar, "Multilevel k-way partitioning scheme for irregular graphs" (JPDC 48(1),
-1998), by its authors' library. Good if transfers are expensive and the graph is not a chain. Parts
-may depend on each other both ways, which one step's schedule permits. Complexity: some tens of
-partitions, each O(tensors), and as many simulations.
+1998), by its authors' library. Complexity: some tens of partitions, each O(tensors), and as many
+simulations.
 """
 
 import importlib.util
@@ -25,12 +22,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.placer import (
-    Placer,
-    device_range,
-    live_loads,
-    shortest_assignment,
-)
+from baechi.placers.placer import Placer, device_range, live_loads, shortest_assignment
 from baechi.problem.problem_arrays import Problem
 from baechi.records.placement import Placement
 
@@ -87,14 +79,9 @@ class Metis(Placer):
 
 @final
 class _Net:
-    """The groups as a weighted graph.
+    """The groups as a weighted graph; every edge is there in both directions, by source.
 
-    Attributes:
-        src: Of every edge, which is there in both directions, ascending.
-        dst: Of every edge.
-        weight: Of every edge, ns.
-        loads: Bytes of every group at every moment, a row per moment.
-        times: Time of every group on the fastest device, ns.
+    `loads` has a row per moment; `times` are those on the fastest device.
     """
 
     def __init__(self, problem: Problem) -> None:

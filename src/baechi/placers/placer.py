@@ -110,6 +110,18 @@ def shortest(placements: Iterable[Placement]) -> Placement | None:
     return min(placements, key=lambda placement: placement.stats["makespan_ns"], default=None)
 
 
+def smallest(succeeds: Callable[[int], bool], high: int, low: int = 0, steps: int = 64) -> int:
+    """The number that succeeds where one less does not, by bisection.
+
+    `high` is known to succeed, and `low` to fail; after `steps` the best so far is returned.
+    """
+    while high - low > 1 and steps:
+        middle = (max(low, 0) + high) // 2
+        low, high = (low, middle) if succeeds(middle) else (middle, high)
+        steps -= 1
+    return high
+
+
 def group_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
     """The bytes of every group, with ever larger shares of its outputs and its workspace."""
     persistent = np.array(problem.group_persistent, np.int64)
@@ -128,10 +140,9 @@ def distinct_loads(problem: Problem) -> tuple[tuple[int, ...], ...]:
 def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
     """Bytes held by every group at some moments of a step that runs the ops in that order.
 
-    These are persistent bytes, the group's tensors from their producer to their last consumer (to
-    the end if they stay), and the workspace of the running op, but not copies on other devices. The
-    moments are those with the largest sum in `_MOMENTS` stretches of the order: a row per moment, a
-    column per group. A single moment without bytes where any device holds the whole graph.
+    Copies on other devices do not count. The moments are those with the largest sum in `_MOMENTS`
+    stretches of the order: a row per moment, a column per group. A single moment without bytes
+    where any device holds the whole graph.
     """
     n, groups = len(order), len(problem.group_ops)
     if sum(problem.group_bytes) <= min(problem.pool_memory):
@@ -235,11 +246,7 @@ def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
 
 
 def device_range(problem: Problem, memory: Sequence[int], need: int) -> tuple[int, int]:
-    """The fewest first devices that hold `need` bytes, and the most devices to try.
-
-    `memory` has the bytes of the devices in their order. Splits over very many devices are
-    expensive to find, and their parts are too small to help.
-    """
+    """The fewest first devices, of these bytes, that hold `need`, and the most devices to try."""
     most = min(_most_devices(problem), len(memory))
     fewest = min(most, 1 + bisect_left(list(accumulate(memory[:most])), need))
     return fewest, min(most, max(_DEVICES, 2 * fewest))
@@ -253,10 +260,9 @@ def shortest_assignment(
 ) -> Placement | None:
     """The placement with the shortest step of some assignments, by the exact clock.
 
-    The candidates are devices of all groups, each with a topological order of the ops; those that
-    use a forbidden device are skipped. Each is tried in its order, and the best ones, fitting or
-    not, also by earliest start and by upward rank, which costs more: at most `reordered` of them;
-    `None` is the `_REORDERED` best, and all as long as nothing fits.
+    The candidates are devices of all groups, each with a topological order of the ops. Each is
+    tried in its order, and the best ones, fitting or not, also by earliest start and by upward
+    rank: at most `reordered`; `None` is the `_REORDERED` best, and all as long as nothing fits.
     """
     rated: list[tuple[int, NDArray[np.int32]]] = []
     best: _core.Timeline | None = None

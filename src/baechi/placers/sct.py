@@ -15,19 +15,12 @@ step:
 Of the allowed pairs, the one with the smallest (earliest start, op, device) is committed. Without
 favorites this is m-ETF.
 
-Solvers (`docs/favorites.md`): `"first-order"`, the default, finds a choice and a lower bound that
-proves its distance from the optimum (`csrc/favorites/first_order.cc`); `"highs"`, `"cvxopt"` and
-`"mosek"` (`placers/linear_programs.py`) find the optimum. HiGHS starts from the first-order result,
-which is also used if a solver stops before the optimum. Shares 1 - x that w does not need are
-removed (`FavoriteProgram.needed`): an unneeded favorite child only makes its device idle.
-Rounding: edges with x below 1/2, the smallest x first, then the largest c, then the smallest
-(i, j), are taken as long as i has no favorite child and j is not one yet.
-
+`docs/favorites.md` has the solvers, how shares that w does not need are removed, and the rounding.
 Differences from the paper, besides those of `placers/etf.py`: edges inside one group cost nothing
 and get no favorites; HiGHS instead of MOSEK; no unneeded favorites; the threshold is 1/2 with
-repair, instead of 0.1 without; c is the mean over the links. w is not a lower bound on the makespan
-if communication outweighs computation. Complexity: a linear program of ops + edges rows and
-columns, of which first-order takes some hundred passes over the edges; then as m-ETF.
+repair, instead of 0.1 without; c is the mean over the links. Complexity: a linear program of ops +
+edges rows and columns, of which first-order takes some hundred passes over the edges; then as
+m-ETF.
 """
 
 import math
@@ -67,7 +60,7 @@ class MSCT(ListScheduler):
     hold if communication is small, rho <= 1.
 
     Attributes:
-        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver; see the module.
+        solver: `"first-order"`, `"highs"`, `"cvxopt"`, `"mosek"`, or a solver.
         tolerance: The proved relative gap at which the first-order method stops.
 
     Raises:
@@ -115,8 +108,7 @@ def rho(problem: Problem) -> float:
     """The longest transfer of a tensor, overhead included, over the shortest op of any time.
 
     Over all links between two memories, and all devices. 0.0 if nothing is ever sent; infinity if
-    something is, but no op takes time. Tensors that no other group consumes are not sent.
-    O(tensors + links + ops).
+    something is, but no op takes time.
     """
     arrays = problem.graph.arrays
     producers, consumers = arrays.edges()
@@ -137,14 +129,10 @@ def rho(problem: Problem) -> float:
 @final
 @dataclass(frozen=True, eq=False)
 class Favorites:
-    """Favorite children, with figures of the relaxation.
+    """The favorite child of every op, or -1, with figures of the relaxation.
 
-    Attributes:
-        children: The favorite child of every op, or -1; no op is that of two.
-        objective_ns: w of the relaxed choice before rounding, as a longest path.
-        bound_ns: A lower bound on w: proved by `"first-order"`; for the others their optimum, up to
-            their tolerances.
-        method: The solver, and the reason why another one stopped before it.
+    `objective_ns` is w of the relaxed choice before rounding, `bound_ns` a lower bound on it, and
+    `method` the solver, with the reason why another one stopped before it.
     """
 
     children: NDArray[np.int32]
@@ -204,13 +192,11 @@ def relax(
         # When a solver pushes the point to a vertex, it may not raise w.
         whole = replace(whole, upper=np.append(whole.upper[:-1], start[-1]))
     solution = solver.solve(whole, start)
-    if solution.values is None:
-        return solution.status
+    if isinstance(solution, str):
+        return solution
     shares = np.zeros(len(program.src))
-    shares[program.free] = 1.0 - solution.values[: int(program.free.sum())]
-    return Relaxed(
-        program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution.values[-1])
-    )
+    shares[program.free] = 1.0 - solution[: int(program.free.sum())]
+    return Relaxed(program.feasible(shares), rows.offset_ns + rows.unit_ns * float(solution[-1]))
 
 
 def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
@@ -227,7 +213,7 @@ def first_order(program: FavoriteProgram, tolerance: float) -> Relaxed:
 
 
 def rounded(program: FavoriteProgram, shares: NDArray[np.float64]) -> NDArray[np.int32]:
-    """The favorite children of feasible shares, by the module's rounding."""
+    """The favorite children of feasible shares: x below 1/2, the smallest x first."""
     x = np.round(np.where(program.sole, 0.0, 1.0 - shares), _DIGITS)
     order = np.lexsort((program.dst, program.src, -program.cost, x))
     order = order[x[order] < 0.5]

@@ -1,24 +1,12 @@
 """The linear program for favorite children, as arrays and as rows for a solver.
 
-Given ops with times k_i and edges with transfer times c_ij, choose for every op at most one
-favorite child, so that the step would be short if a favorite child needed no transfer and every
-other child did (with unlimited devices). Source: Hanen and Munier (1995), as in Baechi
-(SoCC 2020; arXiv 2301.08695), section "m-SCT". The relaxation, with x_ij = 0 for a favorite child:
+`docs/favorites.md`, "The program", has the formulation after Hanen and Munier (1995): ops take k_i
+from their starts s_i, edges take c_ij x_ij, where x_ij = 0 for a favorite child, and the step w is
+minimized. An edge gets x = 0 if it is the only candidate at both ends; an edge that costs nothing
+(inside a group, or without a link) gets x = 1; only ops without children need an end row.
 
-    minimize w
-    0 <= x_ij <= 1                               variables
-    s_i + k_i + c_ij x_ij <= s_j                 an edge
-    s_i + k_i <= w                               an op
-    sum over children j of i of (1 - x_ij) <= 1  at most one favorite child
-    sum over parents i of j of (1 - x_ij) <= 1   and favorite of at most one parent
-
-Known values are left out without a change of the optimum: an edge gets x = 0 if it is the only
-candidate at both ends; an edge that costs nothing (inside a group, or without a link) gets x = 1;
-only ops without children need an end row.
-
-Numbers are shifted and scaled to be near 1 and to lose no digits to the length of the path: s and w
-count from their values without transfer times, and the unit is the largest c. So the origin
-satisfies all edge and end rows.
+Numbers are shifted and scaled: s and w count from their values without transfer times, and the unit
+is the largest c. So the origin satisfies all edge and end rows.
 Complexity: edges + ops rows and columns.
 """
 
@@ -85,11 +73,7 @@ class FavoriteProgram:
         return heads, total - tails - self.times, total
 
     def needed(self, shares: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The part of feasible shares that w needs: without it w would grow.
-
-        Every op starts as late as w allows, but no later than it would without any share: then an
-        edge needs at most its share, and none until the slack of its path is used up.
-        """
+        """The part of feasible shares that w needs (`docs/favorites.md`, "Rounding")."""
         without, _, _ = self.spans(np.zeros(len(shares)))
         _, latest, _ = self.spans(shares)
         start = np.minimum(without, latest)
@@ -150,12 +134,9 @@ _Block = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArra
 @final
 @dataclass(frozen=True, eq=False)
 class SolverRows:
-    """The program in the form for solvers; columns are x of the free edges, s of the ops, and w.
+    """The program, shifted by w without transfers and scaled by the largest c, for solvers.
 
-    Attributes:
-        program: Shifted and scaled.
-        offset_ns: w without transfer times.
-        unit_ns: The largest c.
+    Its columns are x of the free edges, s of the ops, and w.
     """
 
     program: LinearProgram

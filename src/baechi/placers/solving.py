@@ -1,12 +1,9 @@
-"""The solver: check, coarsen, place, expand, simulate, and explain failures.
-
-Placers that search fall back on `placers/memory_packing.py`; if nothing is found, the error names
-the missing memory (`_explain`).
-"""
+"""The solver: check, coarsen, place, expand, simulate, and explain failures."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Final, NoReturn
 
 import numpy as np
@@ -21,7 +18,7 @@ from baechi.placers.heft import HEFT, PEFT
 from baechi.placers.local_search import LocalSearch
 from baechi.placers.memory_packing import HASTY, PATIENT, arrangements, is_hopeless
 from baechi.placers.metis import Metis
-from baechi.placers.placer import Placer, shortest
+from baechi.placers.placer import Placer, shortest, smallest
 from baechi.placers.sct import MSCT
 from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import fits_memory, replay
@@ -229,10 +226,8 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
 def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int, int] | None:
     """The smallest extra memory on one device with which `solve` is known to succeed; that device.
 
-    Found by bisection up to the need of the whole graph there (`docs/solver.md`, "Infeasible
-    problems"): to the byte up to `_EXACT_OPS` ops, else to a unit and with fast solves. Under
-    constraints it may be that no single device can help. Then the device is -1, and every device
-    needs that much more; `None` if not even that helps.
+    By bisection (`docs/solver.md`, "Infeasible problems"). Where constraints let no single device
+    help, the device is -1, and every device needs that much more; `None` if not even that helps.
     """
 
     def arranged(units: int, device: int) -> bool:
@@ -258,18 +253,18 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
         helped = next(helping, None)
         if helped is None:
             return None
-        units, device = smallest_extra(solved_fast, units, helped), helped
+        units, device = smallest(partial(solved_fast, device=helped), units), helped
     if device != EVERY:
         for other in different:
             if arranged(units - 1, other):
-                units, device = smallest_extra(arranged, units - 1, other), other
+                units, device = smallest(partial(arranged, device=other), units - 1), other
     # The placer itself may succeed where the arrangements do not, and with more effort.
     others = different[:_COMPARED] if exact and device != EVERY else []
     solvers = (solved_fast, solved) if exact else (solved_fast,)
     for succeeds in solvers[-1:] if effort == "fast" else solvers:
         for other in dict.fromkeys((device, *others)):
             if succeeds(units - 1, other):
-                units, device = smallest_extra(succeeds, units - 1, other), other
+                units, device = smallest(partial(succeeds, device=other), units - 1), other
     return units * unit, device
 
 
@@ -282,22 +277,6 @@ def _is_arranged(problem: Problem) -> bool:
         if narrowed is not None and next(_arranged(narrowed, choice, HASTY), None) is not None:
             return True
     return False
-
-
-def smallest_extra(
-    succeeds: Callable[[int, int], bool], high: int, device: int, *, least: int = 1, steps: int = 64
-) -> int:
-    """The extra memory of a device that suffices where one unit less does not, by bisection.
-
-    `high` is known to suffice, and less than `least` is not tried; after `steps` the best so far is
-    returned.
-    """
-    low = least - 1
-    while high - low > 1 and steps:
-        middle = (max(low, 0) + high) // 2
-        low, high = (low, middle) if succeeds(middle, device) else (middle, high)
-        steps -= 1
-    return high
 
 
 def _missing_for_all(problem: Problem) -> list[int]:

@@ -27,8 +27,7 @@ from baechi.torch_support.torch_devices import blas_bytes, device_kind, torch_de
 from baechi.units import format_bytes, parse_bytes
 from baechi.validation import check_row
 
-# Of a lane: its stream and the one where its graphs are captured, for the caller's thread and for
-# that of autograd.
+# Of a lane: its stream and that of its captures, for the caller's thread and for autograd's.
 _WORKSPACES: Final = 4
 
 Devices = str | torch.device | Device | Cluster | Mapping[str, int | str] | Sequence[Any] | None
@@ -190,8 +189,7 @@ def _free_gpu_bytes(gpu: torch.device) -> int:
     """Bytes that are free on a GPU beside CUDA's context and libraries.
 
     They take some hundred megabytes when they are first used, and keep them: so they are used
-    first, by a matrix product and a convolution. What torch's allocator holds without using it is
-    free for this process.
+    first. What torch's allocator holds without using it is free for this process.
     """
     matrix = torch.zeros(64, 64, device=gpu)
     image = torch.zeros(1, 8, 16, 16, device=gpu)

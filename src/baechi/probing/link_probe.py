@@ -4,21 +4,18 @@ Between torch devices copies of many sizes are timed, and the link has the small
 
     minimize over a >= 0, b >= 0:   max over i of |a + b * size_i - time_i| / time_i
 
-Errors are relative, so that a message of a kilobyte weighs as much as one of a hundred megabytes.
 It is a Chebyshev approximation by two functions, 1 and size, and so its solution errs equally, with
 signs in turn, at three of the sizes; or at two where a or b is 0. The candidates are few: all
-triples and pairs are tried (Cheney, Introduction to Approximation Theory, 1966, chapter 3). That is
-O(sizes**4), for a dozen sizes some milliseconds.
+triples and pairs are tried (Cheney, Introduction to Approximation Theory, 1966, chapter 3).
 
 Between two logical CPU devices a link is what one more cut adds to a step:
 
     few cuts    [o o o o o o]─►[o o o o o o]
     many cuts   [o]─►[o]─►[o]─►[o]─►[o]─►...       o: a small operator with a parameter
 
-A chain of small operators runs on two workers of the runtime itself, forward and backward. The cost
-of a hand-over is the extra time of the second placement per extra hand-over. Its processor time is
-the work of handing over, which no other work hides: Python that leaves and enters a segment, and
-autograd that begins and ends there. The rest is the wait for a thread to wake. No bytes are copied.
+A chain of small operators runs on two workers of the runtime itself, forward and backward. Of the
+extra time per extra hand-over the processor time is the link's overhead, which no other work hides;
+the rest, the wait for a thread to wake, is its latency. No bytes are copied.
 
 Between streams of one GPU it is the wait for a kernel of the other stream.
 """
@@ -61,9 +58,7 @@ _HOPS: Final = 200
 
 _OPS: Final = 24
 # A hand-over costs the more the longer operators take: a worker whose core has been idle goes on
-# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average,
-# and have parameters, whose gradients each segment hands on. With longer ones their own unrest
-# hides what is looked for.
+# more slowly for a while. These take about a tenth of a millisecond, as real ones do on average.
 _ROWS: Final = 32
 _WIDTH: Final = 256
 _WARM_UP_STEPS: Final = 3
@@ -138,8 +133,7 @@ def first_broken_size(
 ) -> int | None:
     """The first size whose bytes a copy from `src` does not leave as they were, if there is one.
 
-    Each copy has bytes of its own, drawn at random from a fixed seed, so that what an earlier copy
-    left behind is not taken for it. They are made and compared on the CPU.
+    Each copy has bytes of its own, so that what an earlier one left behind is not taken for it.
     """
     draw = torch.Generator().manual_seed(0)
     for nbytes in _CHECKED:
@@ -228,7 +222,7 @@ class _Chain(nn.Module):
 def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
     """The link between two logical CPU devices: latency is the wait, overhead the work.
 
-    It takes about half a second, and leaves torch's threads and random state as they were.
+    Takes about half a second, and leaves torch's threads and random state as they were.
     """
     cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
     with torch.inference_mode(False), torch.enable_grad():
@@ -284,11 +278,7 @@ def _crossings(graph: OpGraph, placement: Placement) -> int:
 
 
 def _steps(modules: Sequence[PlacedModule], x: torch.Tensor) -> list[tuple[int, ...]]:
-    """Of each one's steps the time, and the time of processors: ns, the lower quartiles.
-
-    Other processes disturb these least. The modules take turns, so that what disturbs one disturbs
-    all.
-    """
+    """Of each one's steps the time, and that of processors: ns, the lower quartiles, in turns."""
     seed = torch.zeros_like(x)
     readings: list[list[tuple[int, int]]] = [[] for _ in modules]
     for _ in range(_WARM_UP_STEPS + _STEPS):

@@ -1,16 +1,11 @@
-"""Lower bounds on the makespan of every valid schedule.
+"""Lower bounds on the makespan of every valid schedule; with proofs in `docs/bounds.md`.
 
-Devices that the bounds need not distinguish form a *site* (`_Sites`), so the work grows with the
-number of sites, not of devices. The bounds, with their proofs in `docs/bounds.md`:
+Devices that the bounds need not distinguish form a *site* (`_Sites`). The bounds:
 
 - path: an op's earliest start at its best site, its time there, and the shortest time from its end
-  to the end of the step. A change of site costs the cheapest transfer. Either some of an op's
-  ancestors are on another device and cost a transfer, or all are on its own device and run one at
-  a time (`csrc/bounds/bounds.cc`). A step is also no shorter than any group, which one device runs.
-- work: no device is busier than the makespan, so for weights y(p) >= 0 of the devices the makespan
-  is at least (sum over ops of min over p of y(p) time(op, p)) / (sum over p of y(p)); and likewise
-  for what must be done between two times (Fernandez and Bussell, "Bounds on the number of
-  processors and time for multiprocessor optimal schedules", IEEE TC 1973).
+  to the end of the step (`csrc/bounds/bounds.cc`); also the longest group.
+- work: no device is busier than the makespan, in all and between two times (Fernandez and Bussell,
+  "Bounds on the number of processors and time for multiprocessor optimal schedules", IEEE TC 1973).
 - guess: a makespan is assumed, ops that it leaves no time to separate are joined, and if either of
   the above bounds then exceeds it, it is refuted (destructive improvement: Klein and Scholl, EJOR
   1999).
@@ -84,12 +79,11 @@ def _effort(size: int) -> tuple[int, int, int]:
     return window, thresholds, 6 if size <= 2**9 else 3 if size <= 2**12 else 0
 
 
-# The class, the memory, and the allowed groups.
+# The properties of a device that matter, links aside: class, memory and allowed groups.
 _Look = tuple[int, int, bytes]
 
 
 def _look(problem: Problem, device: int) -> _Look:
-    """The properties of a device that matter to the bounds, links aside."""
     allowed = b"" if problem.constraints is None else problem.allowed[device].tobytes()
     memory = problem.pool_memory[problem.device_pool[device]]
     return int(problem.device_class[device]), memory, allowed
@@ -113,16 +107,10 @@ def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_
 
 @final
 class _Sites:
-    """The sites of a problem.
+    """The sites of a problem: per site its devices, shortest times, groups and largest memory.
 
-    Attributes:
-        problem: The problem.
-        members: Per site, its devices.
-        durations: Per site and op the shortest time.
-        allowed: Per site and group, whether it could be on some device there.
-        memory: Per site the largest memory.
-        latency: To another device, per pair of sites; `_FOREVER` where there is no path.
-        rate: Bytes per second likewise; 0 where bytes cost nothing.
+    Per pair of sites, the latency (`_FOREVER` where there is no path) and the rate (0 where bytes
+    cost nothing) to another device.
     """
 
     def __init__(self, problem: Problem, *, limited: bool) -> None:

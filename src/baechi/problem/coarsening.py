@@ -11,20 +11,15 @@ rounds end when nothing changes. With G(u) the group of part u, u and v are join
 - idle: u takes no time and has no persistent bytes; v is its only neighbor on one side, on the side
   where more bytes flow if both have only one.
 - cheap: v is u's only neighbor on one side, and u takes no longer than the fastest link needs for
-  the tensors between them. Everything that v absorbs in this way runs sequentially although it
-  might run in parallel, so its total time is bounded in the same way: this limits the loss where
-  many small branches meet.
+  the tensors between them. The total time of what v absorbs in this way is bounded likewise.
 
-Joining parts joins their groups, so limits apply. Every part of the group with fewer parts must
-have a neighbor in the other: a forward op joins the next one where their backward ops are neighbors
-too, but groups that merely touch do not merge. No group becomes larger than a share of the largest
-memory, so that every group fits on a device and leaves room for others. Groups with different
+Joining parts joins their groups, so every part of the group with fewer parts must have a neighbor
+in the other; no group becomes larger than a share of the largest memory; and groups with different
 allowed devices (colors) are not joined.
 
 Source: Baechi (SoCC 2020; arXiv 2301.08695), sections on co-placement and operator fusion.
 Differences from the paper: fusion never makes a cycle, group size is limited, and branches survive.
-Graphs coarser than this are not easier to place (`docs/solver.md`). Complexity: O((ops + tensors)
-log ops) per round, and a handful of rounds.
+Complexity: O((ops + tensors) log ops) per round, and a handful of rounds.
 """
 
 from collections import Counter

@@ -1,8 +1,7 @@
 """A graph, a cluster and constraints as the flat arrays that the C++ core reads.
 
 The core adds times and bytes without overflow checks; `Problem` proves beforehand that no such sum
-can reach 2**62. `allowed_devices` resolves the names of constraints, refuses contradictions, and
-makes a table of groups and devices; placers read only that, and the limit on the number of devices.
+can reach 2**62. Of constraints, placers read only `allowed` and `max_devices`.
 """
 
 from collections.abc import Collection, Sequence

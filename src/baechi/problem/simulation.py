@@ -1,12 +1,8 @@
 """The one clock: time and memory of a placement, by the rules of `docs/cost-model.md`.
 
-`Timeline` keeps the account, and `simulate` is a fold of its `commit` over a placement's order, so
-a placer and the simulator compute the same numbers. Constraints limit the devices of each group,
-the number of devices in use, and the usable memory.
-
-The implementation is `csrc/clock/timeline.cc`; an independent, slow one is
-`tests/support/oracle.py`. `memory_profile` and `peak_holdings` follow the rules for memory once
-more, from a schedule alone, so the text of a report agrees with its figures.
+`simulate` is a fold of `Timeline.commit` over a placement's order, so a placer and the simulator
+compute the same numbers (`csrc/clock/timeline.cc`). `memory_profile` and `peak_holdings` follow the
+rules for memory once more, from a schedule alone.
 """
 
 from collections import Counter, defaultdict

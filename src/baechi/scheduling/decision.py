@@ -11,6 +11,7 @@ Pure: equal input gives equal output, and nothing is reserved.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, NoReturn, final
 
 from baechi.errors import InfeasibleError, InputError, ReservationError
@@ -19,8 +20,8 @@ from baechi.placers.device_choice import linked
 from baechi.placers.etf import METF
 from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
-from baechi.placers.placer import shortest
-from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
+from baechi.placers.placer import shortest, smallest
+from baechi.placers.solving import EVERY, ample_bytes, find, grown
 from baechi.problem.problem_arrays import Problem, known_to
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster
@@ -212,8 +213,8 @@ def _missing(problem: Problem) -> InfeasibleError:
     )
     for device, name in ((roomiest, devices[roomiest].name), (EVERY, "every device")):
         if helps(ample, device):
-            high = smallest_extra(helps, ample, device)
-            high = smallest_extra(packs, high, device, least=0, steps=_PACKED)
+            high = smallest(partial(helps, device=device), ample)
+            high = smallest(partial(packs, device=device), high, low=-1, steps=_PACKED)
             text += f" Give {format_bytes(high)} more to {name}, wait, or shrink the batch."
             break
     else:
