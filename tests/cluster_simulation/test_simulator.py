@@ -38,10 +38,15 @@ from baechi.cluster_simulation.policies import (
     scheme_named,
     sharing_named,
 )
-from baechi.cluster_simulation.policies.policy import Fifo, FitJobFirst, Policy
-from baechi.cluster_simulation.policies.shortest import ShortestTime
-from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
-from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
+from baechi.cluster_simulation.policies.policy import (
+    Fifo,
+    FinishTimeFairness,
+    FitJobFirst,
+    Policy,
+    ShortestTime,
+    SplitOrWait,
+    TimeSlicing,
+)
 from baechi.cluster_simulation.results import ROW, cluster_csv, held_gpu_time, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.traces import log_normal, poisson_jobs
