@@ -21,7 +21,7 @@ from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.placer import shortest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown, smallest_extra
-from baechi.problem.problem_arrays import Problem, known_to
+from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -148,13 +148,13 @@ def explore(
         if placement is None:
             untried.append(candidate)
         else:
-            shares = [row.share_milli for row in chosen]
-            found.append(_decided(problem, placement, shares, snapshot.version))
+            found.append(_decided(problem, placement, snapshot, chosen))
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
     found = _pareto(found)
     if wish.effort in _POLISH:
-        found = _pareto([*found, *(_polished(graph, row, wish) for row in found)])
+        polished = (_polished(graph, row, snapshot, rooms, wish) for row in found)
+        found = _pareto([*found, *polished])
     return tuple(found)
 
 
@@ -224,12 +224,19 @@ def _missing(problem: Problem) -> InfeasibleError:
 
 
 def _problem(graph: OpGraph, snapshot: Snapshot, chosen: Sequence[Room], wish: Wish) -> Problem:
-    cluster = snapshot.part(chosen)
-    if wish.constraints == Constraints():
+    """The problem of a few rooms, without constraints on the devices of others."""
+    cluster, limits = snapshot.part(chosen), wish.constraints
+    if limits == Constraints():
         return Problem(graph, cluster)
-    limits = known_to(wish.constraints, cluster)
-    enough = limits.max_devices is not None and limits.max_devices >= len(chosen)
-    return Problem(graph, cluster, replace(limits, max_devices=None) if enough else limits)
+    names = {device.name for device in cluster.devices}
+    forbidden = {name: names.intersection(row) for name, row in limits.forbidden.items()}
+    limits = replace(
+        limits,
+        forbidden={name: tuple(row) for name, row in forbidden.items() if row},
+        excluded=(),  # rooms of these are not chosen
+        margins={name: nbytes for name, nbytes in limits.margins.items() if name in names},
+    )
+    return Problem(graph, cluster, limits)
 
 
 def _scheduled(problem: Problem) -> Placement | None:
@@ -269,8 +276,7 @@ def _solved(
         for chosen, problem in problems:
             placement = solver(problem)
             if placement is not None:
-                shares = [row.share_milli for row in chosen]
-                return [_decided(problem, placement, shares, snapshot.version)]
+                return [_decided(problem, placement, snapshot, chosen)]
     return []
 
 
@@ -280,37 +286,32 @@ def _packed(problem: Problem) -> Placement | None:
     return None if narrowed is None else shortest(arrangements(narrowed, HASTY))
 
 
-def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
+def _polished(
+    graph: OpGraph, decision: Decision, snapshot: Snapshot, rooms: Sequence[Room], wish: Wish
+) -> Decision:
     """The placement by `solve` on the devices of a decision, or the decision if there is none."""
-    limits = known_to(replace(wish.constraints, max_devices=None), decision.cluster)
-    problem = Problem(graph, decision.cluster, limits)
+    chosen = [room for room in rooms if room.device in decision.cluster.devices]
+    problem = _problem(graph, snapshot, chosen, wish)
     placement = find(problem, _POLISH[wish.effort])
-    if placement is None:
-        return decision
-    return _decided(problem, placement, decision.shares, decision.version)
+    return decision if placement is None else _decided(problem, placement, snapshot, chosen)
 
 
 def _decided(
-    problem: Problem, placement: Placement, shares: Sequence[int], version: int
+    problem: Problem, placement: Placement, snapshot: Snapshot, chosen: Sequence[Room]
 ) -> Decision:
     """The decision with only the devices that are used."""
     timeline = replay(problem, placement.devices, placement.order)
     peaks = timeline.peaks()
     used = sorted(set(placement.devices))
     index = {device: at for at, device in enumerate(used)}
-    cluster, rows = problem.cluster, problem.cluster.links
-    small = Cluster(
-        tuple(cluster.devices[at] for at in used),
-        tuple(tuple(rows[src][dst] for dst in used) for src in used),
-        cluster.ports,
-    )
+    rows = [chosen[at] for at in used]
     return Decision(
-        small,
+        snapshot.part(rows),
         replace(placement, devices=tuple(index[at] for at in placement.devices)),
         timeline.makespan(),
         tuple(peaks[problem.device_pool[at]] for at in used),
-        tuple(shares[at] for at in used),
-        version,
+        tuple(row.share_milli for row in rows),
+        snapshot.version,
     )
 
 
