@@ -68,11 +68,6 @@ class Decision:
     version: int
 
     @property
-    def used(self) -> int:
-        """The number of devices that it uses."""
-        return len(self.cluster.devices)
-
-    @property
     def devices(self) -> tuple[str, ...]:
         """The names of the devices."""
         return tuple(device.name for device in self.cluster.devices)
@@ -134,7 +129,7 @@ def explore(
     left = _TRIED[wish.effort] if tried is None else tried
     for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
         size, bound_ns = len(candidate.rooms), candidate.bound_ns
-        if any(row.used <= size and row.step_ns <= bound_ns for row in found):
+        if any(len(row.devices) <= size and row.step_ns <= bound_ns for row in found):
             continue
         if left == 0 and found:
             break
@@ -159,9 +154,7 @@ def explore(
 
 
 def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
-    """Raises the error with the missing memory where `explore` finds nothing.
-
-    It takes some forty list schedules, longer than a decision.
+    """Raises the error with the missing memory where `explore` finds nothing: slower than that.
 
     Raises:
         InfeasibleError: As `decide`.
@@ -175,8 +168,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
     if not rows:
         raise ReservationError(
             "the constraints leave no device that the graph may use: a pinned one is taken, or all "
-            "are excluded. Relax them, or wait.",
-            "capacity",
+            "are excluded. Relax them, or wait."
         )
     few = [row for row in rows if len(row.rooms) <= _EXPLAINED] or rows
     largest = max(few, key=lambda row: (row.memory_bytes, -len(row.rooms)))
@@ -186,9 +178,8 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
 def _missing(problem: Problem) -> InfeasibleError:
     """The error of a problem that no list schedule fits, with the smallest memory that helps one.
 
-    Found by bisection to the byte, for the device with the most memory; for every device, where no
-    more of that one helps. A few more steps look whether the denser packings that `solve` tries
-    (`placers/memory_packing.py`) need less; each takes as long as all others.
+    For the device with the most memory; for every device, where no more of that one helps. A few
+    steps of the bisection look whether the denser packings that `solve` tries need less.
     """
     devices = problem.cluster.devices
     ample = ample_bytes(problem)
@@ -256,8 +247,6 @@ def _solved(
 ) -> list[Decision]:
     """A decision on the sets with the most memory, or on all free devices of a part.
 
-    A device without memory may still help: it can run the ops that need none.
-
     First the dense packings, which take milliseconds; then, unless the effort is fast, the full
     solver, which takes up to a second before it gives up.
     """
@@ -318,7 +307,7 @@ def _decided(
 def _pareto(found: Sequence[Decision]) -> list[Decision]:
     """The Pareto list by number of devices and step."""
     rows: list[Decision] = []
-    for row in sorted(found, key=lambda row: (row.used, row.step_ns)):
+    for row in sorted(found, key=lambda row: (len(row.devices), row.step_ns)):
         if not rows or row.step_ns < rows[-1].step_ns:
             rows.append(row)
     return rows

@@ -25,7 +25,7 @@ from typing import ClassVar, Final, final
 
 from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.fleet import FreeDevices
-from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
+from baechi.cluster_simulation.jobs import Events, Job, JobRun
 from baechi.errors import InputError
 
 _LOOKS: Final = 3  # of the next ends
@@ -41,7 +41,6 @@ class Offer:
 
     Attributes:
         run: The job.
-        grant: The GPUs.
         rate: Its work per tick on them, beside the jobs that are there.
         now: The time.
         running: The jobs that run.
@@ -49,7 +48,6 @@ class Offer:
     """
 
     run: JobRun
-    grant: Grant
     rate: int
     now: int
     running: Iterable[JobRun]
@@ -74,16 +72,14 @@ class Policy(ABC):
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
         counts: Whether GPUs are only counted, whatever the scheme.
+        gpus: The size of the cluster, once a simulation has begun.
     """
 
     name: str
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
     counts: bool = False
-
-    def begin(self, gpus: int) -> None:
-        """Called once, with the size of the cluster."""
-        del gpus
+    gpus: int = 1
 
     def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
         """The calendar of a simulation of these jobs, of which some can never run."""
@@ -121,12 +117,7 @@ class Policy(ABC):
 
 
 class Fifo(Policy):
-    """In order of arrival, without overtaking.
-
-    That is also longest pending first: without preemption the longest waiting job is the first to
-    have arrived. And it is Big Brain's order: how many jobs are on a GPU, and on which, is the part
-    of the sharing model and the scheme (`policies.DEFAULTS`).
-    """
+    """In order of arrival, without overtaking: also longest pending first, and Big Brain's."""
 
     blocking = True
 
@@ -136,10 +127,7 @@ class Fifo(Policy):
 
 @final
 class FitJobFirst(Policy):
-    """In order of arrival, but a job that finds room overtakes those that do not.
-
-    Also Gandiva's order where it packs a second job on a GPU while the compute of both fits.
-    """
+    """In order of arrival, but a job that finds room overtakes those that do not."""
 
     def __init__(self, name: str = "fjf") -> None:
         self.name = name
@@ -331,11 +319,6 @@ class FinishTimeFairness(_Periodic):
 
     def __init__(self, lease: int = 600) -> None:
         super().__init__(lease)
-        self._gpus = 1
-
-    def begin(self, gpus: int) -> None:
-        """Keeps the size of the cluster."""
-        self._gpus = gpus
 
     def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
         """By falling rho at a new lease; in between, leases hold."""
@@ -351,7 +334,7 @@ class FinishTimeFairness(_Periodic):
         part of the cluster among the jobs that are there; a wider job runs slower in proportion.
         """
         job = run.job
-        alone = max(Fraction(1), Fraction(job.gpus * jobs, self._gpus)) * max(1, job.duration)
+        alone = max(Fraction(1), Fraction(job.gpus * jobs, self.gpus)) * max(1, job.duration)
         return (now - job.submit_time + run.remaining(now)) / alone
 
 

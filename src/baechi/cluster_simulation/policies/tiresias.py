@@ -1,14 +1,11 @@
 """Least attained service in discrete queues, and the Gittins index in them (Tiresias, NSDI'19).
 
 A job starts in the first queue and goes to the next once the service that it has had passes the
-queue's limit: seconds (`dlas`) or GPU-seconds (`dlas-gpu`, two-dimensional). Queues are served in
-order; within one, running jobs go before waiting ones, in the order in which they came. With
-`gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
-jobs need: the chance to end within the next `delta` over what that costs.
+queue's limit. Queues are served in order; within one, running jobs go before waiting ones, in the
+order in which they came, or all by the Gittins index.
 
-`compat` repeats what the published simulator does, which its results need; all of it is in this
-file, and docs/cluster.md lists it. Between the two limits that are used and the third that is
-written there, the original has three queues, so the third is never read; it is left out here.
+`compat` repeats what the published simulator does, which its results need: docs/cluster.md lists
+it. The original writes a third limit, which it never reads; it is left out here.
 """
 
 from bisect import bisect_right
@@ -38,6 +35,8 @@ def sampled_gpu_times() -> tuple[int, ...]:
 @final
 class GittinsIndex:
     """The index by attained service: higher is more urgent, 0 beyond the samples.
+
+    It is the chance to end within the next `delta` over what that costs.
 
     Args:
         samples: What jobs needed in all.
@@ -99,12 +98,7 @@ class PublishedLongestPending(Fifo):
 
 @final
 class _PublishedEvents(Events):
-    """Ends that fall on the next arrival, as the published simulator notes them.
-
-    Who was to end as the next job arrives does end then, though a demotion in between took its
-    GPUs: the original notes the end with the arrival, and does not take it back unless another end
-    falls on that moment.
-    """
+    """Ends that fall on the next arrival, as the published simulator notes them."""
 
     def __init__(self, arrivals: Iterable[int]) -> None:
         super().__init__(arrivals)
