@@ -150,9 +150,10 @@ class LeastAttained(Policy):
         self._by_gpus = by_gpus
         self._promote = promote
         self._compat = compat
+        self._index: GittinsIndex | None = None
         # The original sorts only where the policy has the plain name.
-        sorts = samples is not None and not (compat and promote)
-        self._index = GittinsIndex(samples, rounded=compat) if sorts else None
+        if samples is not None and not (compat and promote):
+            self._index = GittinsIndex(samples, rounded=compat)
         self._queues: list[list[JobRun]] = [[] for _ in range(len(_LIMITS) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
