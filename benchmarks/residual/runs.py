@@ -16,8 +16,7 @@ from baechi.cluster_simulation.placement_schemes import (
     LeastLoaded,
     Scheme,
 )
-from baechi.cluster_simulation.policies.policy import FitJobFirst, Policy
-from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
+from baechi.cluster_simulation.policies.policy import FitJobFirst, Policy, SplitOrWait
 from baechi.cluster_simulation.results import SimulationResult, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 

@@ -70,7 +70,7 @@ class ReservationError(BaechiError):
             now.
     """
 
-    def __init__(self, message: str, reason: str) -> None:
+    def __init__(self, message: str, reason: str = "capacity") -> None:
         super().__init__(message, reason)
         self.reason = reason
 

@@ -38,11 +38,16 @@ from baechi.cluster_simulation.policies import (
     scheme_named,
     sharing_named,
 )
-from baechi.cluster_simulation.policies.policy import Fifo, FitJobFirst, Policy
-from baechi.cluster_simulation.policies.shortest import ShortestTime
-from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
-from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
-from baechi.cluster_simulation.results import ROW, cluster_csv, held_gpu_time, job_csv, summary
+from baechi.cluster_simulation.policies.policy import (
+    Fifo,
+    FinishTimeFairness,
+    FitJobFirst,
+    Policy,
+    ShortestTime,
+    SplitOrWait,
+    TimeSlicing,
+)
+from baechi.cluster_simulation.results import ROW, cluster_csv, job_csv, summary
 from baechi.cluster_simulation.simulator import simulate_cluster
 from baechi.cluster_simulation.traces import log_normal, poisson_jobs
 
@@ -182,7 +187,9 @@ def test_gpu_seconds_in_are_gpu_seconds_out(policy, jobs):
         )
         assert not result.refused or scheme == "consolidated"
         needed = sum(row.job.gpus * row.job.duration for row in result.outcomes)
-        assert held_gpu_time(result) == needed
+        figures = summary(result)
+        held = needed / (figures["makespan"] * result.gpus) if figures["makespan"] else None
+        assert figures["utilization"] == held
         for row in result.outcomes:
             assert row.completion_time == row.pending_time + row.job.duration
 
@@ -407,7 +414,7 @@ def test_everybody_gets_turns():
 
 def test_the_worst_treated_gets_the_lease():
     policy = FinishTimeFairness(10)
-    policy.begin(4)
+    policy.gpus = 4
     waited, wide = JobRun(Job("waited", 1, 0, 100), 0), JobRun(Job("wide", 4, 80, 100), 1)
     assert policy.rho(waited, 2, 100) == 2
     # A job of four GPUs would run on a share of two of four for twice as long.

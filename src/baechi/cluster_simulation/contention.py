@@ -1,15 +1,7 @@
 """Contention: models of several jobs on one GPU, by exclusion, in turns, or side by side.
 
 A rate is work done per tick. `WORK` units are one tick of a whole GPU of speed 1: a number that all
-small counts divide, so that turns among them are exact integers. The sum of what the jobs of a GPU
-use of its compute is never above the whole.
-
-| model | rate of a job among those on its GPU | models |
-|---|---|---|
-| exclusive | 1 | whole GPUs |
-| time-sliced | 1/n | the driver's turns; also schedulers that only keep books of fractions |
-| MPS-like | min(limit, 1 / sum of the jobs' compute) | concurrent kernels |
-| exclusive on slices | min(1, share / compute) | MIG: every slice is a small GPU (`fleet.Slice`) |
+small counts divide, so that turns among them are exact integers. docs/cluster.md has the rates.
 """
 
 from abc import ABC, abstractmethod
@@ -95,7 +87,7 @@ class Exclusive(Sharing):
 @final
 @dataclass(frozen=True, slots=True)
 class TimeSliced(Sharing):
-    """Up to `most` jobs take turns: each runs at 1/n of its rate alone."""
+    """Up to `most` jobs take turns: the driver's, or those of books of fractions."""
 
     most: int = 2
 

@@ -1,7 +1,4 @@
-"""The GPUs of a simulated cluster, and what is free of them: counted, or GPU by GPU.
-
-A cluster is switches of nodes of GPUs, or of slices of GPUs.
-"""
+"""The GPUs of a simulated cluster, and what is free of them: counted, or GPU by GPU."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -63,8 +60,6 @@ class Fleet:
 
     Attributes:
         gpus: `gpu` means an index into them everywhere.
-        nodes: How many nodes there are.
-        gpus_per_node: Of the largest node.
 
     Raises:
         InputError: No GPUs, nodes out of order, or a speed, a share or held memory out of range.
@@ -281,10 +276,6 @@ class DeviceStates:
             for gpu, part in zip(grant.gpus, grant.parts, strict=True)
         )
         return max(1, slowest * grant.rate // (WORK * WHOLE))
-
-    def neighbors(self, grant: Grant) -> set[int]:
-        """The indices of the jobs on the GPUs of a grant."""
-        return {owner for gpu in grant.gpus for owner in self.owners[gpu]}
 
     def row(self) -> tuple[int, int, int, int, int]:
         """Idle, partly busy and full nodes; idle and busy GPUs."""

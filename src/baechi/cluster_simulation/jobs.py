@@ -186,10 +186,7 @@ _End = tuple[int, int, int, JobRun]
 
 
 class Events:
-    """Arrivals, and the ends of running jobs: a heap, in which ends at former rates are stale.
-
-    Memory is linear in the jobs that have yet to arrive or run.
-    """
+    """Arrivals, and the ends of running jobs: a heap, in which ends at former rates are stale."""
 
     def __init__(self, arrivals: Iterable[int]) -> None:
         self._arrivals = sorted(set(arrivals), reverse=True)

@@ -1,10 +1,9 @@
 """Placement schemes: the choice of GPUs for a job. Without one, GPUs are counted.
 
-A job whose graph is placed has the rate of the predicted step, the predicted peaks as its memory,
-and keeps each GPU as busy as the op times there say. The rate is that on GPUs without other jobs;
-contention is the sharing model's matter. Where only a share of a GPU is left, an op takes as much
-longer as the job wants more than that share: `Job.compute` is what the job keeps busy of a whole
-GPU while an op of it runs.
+A job whose graph is placed has the rate of the predicted step on GPUs without other jobs, the
+predicted peaks as its memory, and keeps each GPU as busy as the op times there say. Where only a
+share of a GPU is left, an op takes as much longer as the job wants more than that share:
+`Job.compute` is what the job keeps busy of a whole GPU while an op of it runs.
 """
 
 import operator
@@ -152,12 +151,10 @@ class Baechi(Scheme):
     Whole on one GPU where that is possible, else on as few as possible, at most `Job.most_gpus`. A
     job without a graph is placed as by `best-fit`.
 
-    A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops, more
-    where none fits. So answers are kept (`DeviceStates.memo`): whether a job fits whole is one for
-    all GPUs of a kind; memory that is left is rounded down to 32nds of a GPU's; where nothing
-    fitted, nothing is tried with less on every device; and nothing is tried where all devices
-    together have less than the whole job holds at its peak, which leaves out splits that would hold
-    less.
+    A split costs a `solve` for each number of devices that is tried, some 0.1 s for 500 ops. So
+    answers are kept (`DeviceStates.memo`) by kinds of GPUs and 32nds of their memory. Nothing is
+    tried with less on every device than what did not fit, nor where all devices together have less
+    than the whole job holds at its peak, which leaves out splits that would hold less.
 
     Attributes:
         effort: As `solve`'s, or `LISTED` for simulations of many jobs.
@@ -257,8 +254,6 @@ class Baechi(Scheme):
 @dataclass(frozen=True, slots=True)
 class AsPlaced(Scheme):
     """Takes GPUs as another scheme does, and splits a graph over them as `Job.placement` says.
-
-    For comparison: it leaves a graph split as its user has split it.
 
     Attributes:
         scheme: Which GPUs; each has room for `Job.memory_bytes`.

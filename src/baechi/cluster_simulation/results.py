@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final, final
 
@@ -87,6 +88,8 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     count = len(times)
     first = min((outcome.job.submit_time for outcome in outcomes), default=0)
     makespan = max((outcome.end_time for outcome in outcomes), default=0) - first
+    busy = ROW.index("busy_gpu")
+    held = sum(row[busy] * (after[0] - row[0]) for row, after in pairwise(result.rows))
     gpu_ticks, byte_ticks = makespan * result.gpus, makespan * result.memory_bytes
     return {
         "policy": result.policy,
@@ -100,17 +103,9 @@ def summary(result: SimulationResult) -> dict[str, Any]:
         "mean_pending": sum(row.pending_time for row in outcomes) / count if count else None,
         "makespan": makespan,
         "preemptions": sum(outcome.preempt for outcome in outcomes),
-        "utilization": held_gpu_time(result) / gpu_ticks if gpu_ticks else None,
+        "utilization": held / gpu_ticks if gpu_ticks else None,
         "memory_utilization": result.byte_ticks / byte_ticks if byte_ticks else None,
     }
-
-
-def held_gpu_time(result: SimulationResult) -> int:
-    """GPU-ticks in which a GPU was held by at least one job."""
-    total = 0
-    for row, following in zip(result.rows, result.rows[1:], strict=False):
-        total += row[ROW.index("busy_gpu")] * (following[0] - row[0])
-    return total
 
 
 def write_result(result: SimulationResult, folder: Path) -> None:

@@ -3,15 +3,10 @@
 The clock goes from event to event: an arrival, an end, or a time that the policy has set
 (`Policy.wake`). At each, in this order: jobs end, jobs arrive, the policy orders, GPUs are given.
 With preemption the order is of all jobs, as if the cluster were empty, but a job keeps its GPUs
-where nothing more urgent needs them.
-
-A job has `duration * WORK` units of work and does `JobRun.rate` of them per tick; where jobs share
-a GPU, rates change as they come and go, and the ends with them (an old end in the heap is stale). A
-tick that is not filled by the last work counts whole, so times stay integers.
+where nothing more urgent needs them. A tick that is not filled by the last work counts whole.
 
 Cost of an event: O(changes log jobs) under `fifo` and `shortest` where GPUs are only counted, else
-O(waiting or runnable jobs), times O(GPUs) for the jobs that a scheme places. Memory is
-linear in jobs plus events.
+O(waiting or runnable jobs), times O(GPUs) for the jobs that a scheme places.
 """
 
 import copy
@@ -89,7 +84,7 @@ def simulate_cluster(
     gpus = len(fleet.gpus)
     refused, admitted = _admission(jobs, empty(), gpus)
     policy = copy.deepcopy(policy)
-    policy.begin(gpus)
+    policy.gpus = gpus
     events = policy.events(admitted, [row.job for row in refused])
     simulation = _Simulation(policy, empty(), admitted, events, preempt_cost + restart_cost)
     simulation.run(progress)
@@ -197,10 +192,7 @@ class _Simulation:
                 progress(len(self.done), len(runs))
 
     def _is_stalled(self, now: int) -> bool:
-        """True if for many events the remaining work has not fallen, in all or of one job.
-
-        Preemptions may cost jobs all that they get done.
-        """
+        """True if for many events the remaining work has not fallen, in all or of one job."""
         self._still += 1
         if self._still % _STALL_EVENTS:
             return False
@@ -355,7 +347,7 @@ class _Simulation:
             return False
         if self._makes_offers:
             rate = self._devices.rate(grant, joins=True)
-            offer = Offer(run, grant, rate, now, self._running.values(), self._devices)
+            offer = Offer(run, rate, now, self._running.values(), self._devices)
             if not self._policy.accepts(offer):
                 return False
         self._start(run, grant, now)
@@ -395,7 +387,8 @@ class _Simulation:
     def _refresh(self, run: JobRun, now: int) -> None:
         """Updates the rates of jobs that share a GPU with one that came or went."""
         if self._shared is not None:
-            for index in sorted(self._shared.neighbors(run.grant)):
+            owners = self._shared.owners
+            for index in sorted({owner for gpu in run.grant.gpus for owner in owners[gpu]}):
                 neighbor = self._runs[index]
                 if neighbor.running:
                     self._pace(neighbor, now)

@@ -1,19 +1,6 @@
-"""Job traces: readers of published formats, and random jobs.
-
-| format | file | source |
-|---|---|---|
-| `tiresias` | CSV with `job_id,num_gpu,submit_time,duration` | SymbioticLab/Tiresias |
-| `muri` | the same, in milliseconds that are cut to seconds | Rivendile/Muri |
-| `philly` | JSON, `cluster_job_log`: jobs with attempts | msr-fiddle/philly-traces |
-| `helios` | CSV, `cluster_log.csv` | S-Lab-System-Group/HeliosData |
-| `pai` | CSV, `pai_task_table.csv` or a job list with a header | alibaba/clusterdata, 2020 |
+"""Job traces: readers of published formats (docs/cluster.md), and random jobs.
 
 Times are in seconds, from the first arrival where the file has clock times.
-
-Three things may be wrong with an entry. It cannot be read, or its id was there before: that is an
-error with line and reason, or, where asked for, counted and left out. Or it is a proper entry of
-something that ran on no GPU, which real clusters have many of: left out and counted always.
-Jobs come out by arrival; those of one time in the order of the file.
 """
 
 import csv
@@ -32,6 +19,7 @@ from baechi.cluster_simulation.jobs import Job
 from baechi.errors import InputError, reason_of
 
 _MALFORMED: Final = ("strict", "skip")
+_JOB_LIST: Final = ("job_id", "num_gpu", "submit_time", "duration")
 _PAI_TASKS: Final = (
     *("job_name", "task_name", "inst_num", "status", "start_time", "end_time"),
     *("plan_cpu", "plan_mem", "plan_gpu", "gpu_type"),
@@ -67,7 +55,7 @@ class Trace:
     """The jobs of a trace.
 
     Attributes:
-        jobs: By arrival.
+        jobs: By arrival; those of one time in the order of the file.
         malformed: Entries that could not be read.
         without_gpus: Entries of what never ran or needed no GPU.
     """
@@ -82,7 +70,7 @@ def read_trace(path: Path | str, format: str, *, malformed: str = "strict") -> T
 
     Args:
         path: The file.
-        format: One of the formats above.
+        format: One of `FORMATS`.
         malformed: `"strict"`: the first entry that cannot be read is an error; `"skip"`: such
             entries are left out and listed.
 
@@ -132,8 +120,7 @@ def _simulators(divisor: int, text: str, path: Path) -> Iterator[_Entry]:
             row.get("model_name", ""),
         )
 
-    columns = ("job_id", "num_gpu", "submit_time", "duration")
-    return _csv(text, path, columns, read)
+    return _csv(text, path, _JOB_LIST, read)
 
 
 def _helios(text: str, path: Path) -> Iterator[_Entry]:
@@ -204,8 +191,7 @@ def _pai(text: str, path: Path) -> Iterator[_Entry]:
     """Alibaba PAI: a table of tasks (percent of GPUs, several to a job), or a list of jobs."""
     first = text.split("\n", 1)[0]
     if "job_id" in first and "num_gpu" in first:
-        columns = ("job_id", "num_gpu", "submit_time", "duration")
-        return _csv(text, path, columns, _of_pai)
+        return _csv(text, path, _JOB_LIST, _of_pai)
     header = None if "job_name" in first else _PAI_TASKS
     needed = ("job_name", "inst_num", "start_time", "end_time", "plan_gpu")
     return _from_zero(_added_up(_csv(text, path, needed, _of_task, header)))
@@ -287,10 +273,7 @@ def _csv(
     read: Callable[[_Row], Job],
     header: tuple[str, ...] | None = None,
 ) -> Iterator[_Entry]:
-    """The entries of a CSV file with their line; a header that lacks columns is an error.
-
-    Each line is read by itself, so that a quote that does not end spoils one line and not the rest.
-    """
+    """The entries of a CSV file, each line by itself: a quote that does not end spoils only one."""
     lines = list(enumerate(text.splitlines(), start=1))
     if header is None:
         header = tuple(map(str.strip, _fields(lines.pop(0)[1]) or ())) if lines else ()
@@ -324,15 +307,11 @@ def _fields(line: str) -> list[str] | None:
 
 
 def _job_or_error(read: Callable[[_T], Job], source: _T) -> Job | _BadEntryError | _NoGpuError:
-    """The job that is read from a row or an object, or its error.
-
-    Fields that are right one by one, but make no job, are an error of the entry, too.
-    """
     try:
         return read(source)
     except (_BadEntryError, _NoGpuError) as error:
         return error
-    except InputError as error:
+    except InputError as error:  # fields that are right one by one, but make no job
         return _BadEntryError(str(error).rstrip("."))
 
 

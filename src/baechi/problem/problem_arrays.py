@@ -394,22 +394,6 @@ def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:
     return np.asarray(allowed[:, allowed.sum(axis=0) == 1].any(axis=1))
 
 
-def known_to(constraints: Constraints, cluster: Cluster) -> Constraints:
-    """The constraints without the devices that the cluster does not have; pins stay."""
-    names = {device.name for device in cluster.devices}
-    forbidden = {
-        name: tuple(device for device in devices if device in names)
-        for name, devices in constraints.forbidden.items()
-    }
-    return Constraints(
-        constraints.pins,
-        {name: devices for name, devices in forbidden.items() if devices},
-        tuple(device for device in constraints.excluded if device in names),
-        constraints.max_devices,
-        {name: nbytes for name, nbytes in constraints.margins.items() if name in names},
-    )
-
-
 def listed(names: Collection[str]) -> str:
     """The names, or the first of very many."""
     rows = [repr(name) for name in names][:_LISTED]

@@ -1,16 +1,7 @@
 """Sharing of devices, and claims of a part of one; in integers, so that they add up exactly.
 
-- `"fractional"`: jobs side by side, each with a limit of memory and of compute (as MPS sets them);
-  what they take together is at most the device.
-- `"whole"`: one job at a time has all of it, whatever it claims.
-- `"mig"`: cut into instances by the profiles of NVIDIA's Multi-Instance GPU: seven compute slices
-  and eight memory slices, and a profile starts only at certain memory slices. An instance is a
-  device of its own, named `gpu/3g@4`: profile 3g at memory slice 4.
-
-An exclusive claim takes all of a fractional device, and so is refused where another job is.
-
-The table is what `nvidia-smi mig -lgipp` prints for the A100 and the H100; on 80 GB the profiles
-are called 1g.10gb, 1g.20gb (`1g.wide`), 2g.20gb, 3g.40gb, 4g.40gb and 7g.80gb.
+docs/embedding.md has the ways of sharing. An instance of NVIDIA's Multi-Instance GPU is a device of
+its own, named `gpu/3g@4`: profile 3g at memory slice 4.
 """
 
 from dataclasses import dataclass, replace
@@ -44,7 +35,8 @@ class Profile(NamedTuple):
         return ((1 << self.memory) - 1) << start
 
 
-# The largest first.
+# The largest first, as `nvidia-smi mig -lgipp` prints them for the A100 and the H100; on 80 GB they
+# are called 7g.80gb, 4g.40gb, 3g.40gb, 2g.20gb, 1g.20gb (`1g.wide`) and 1g.10gb.
 PROFILES: Final[dict[str, Profile]] = {
     "7g": Profile(7, 8, (0,)),
     "4g": Profile(4, 4, (0,)),
@@ -116,17 +108,10 @@ class Room(NamedTuple):
 def rooms(
     place: int, device: Device, sharing: str, use: Use, free_bytes: int, share_milli: int | None
 ) -> list[Room]:
-    """The free part of a device, as devices.
+    """The free part of the device at a place of its cluster, as devices.
 
-    Args:
-        place: The device's index in its cluster.
-        device: The device as if nothing ran there.
-        sharing: How it is shared.
-        use: The part that is taken.
-        free_bytes: Its free memory; that of its pool, where it has one.
-        share_milli: The share that a job wants: it gets no more, and nothing where less is free; a
-            MIG device is cut into the smallest instances that have it. `None` is all that is free,
-            in the largest instances.
+    A job that wants a share gets no more, and nothing where less is free; a MIG device is cut into
+    the smallest instances that have it. `None` is all that is free, in the largest instances.
     """
     if sharing == "mig":
         return _instances(place, device, use, share_milli)

@@ -22,7 +22,7 @@ from baechi.placers.heft import HEFT
 from baechi.placers.memory_packing import HASTY, arrangements, is_hopeless
 from baechi.placers.placer import shortest, smallest
 from baechi.placers.solving import EVERY, ample_bytes, find, grown
-from baechi.problem.problem_arrays import Problem, known_to
+from baechi.problem.problem_arrays import Problem
 from baechi.problem.simulation import replay
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -67,11 +67,6 @@ class Decision:
     peak_bytes: tuple[int, ...]
     shares: tuple[int, ...]
     version: int
-
-    @property
-    def used(self) -> int:
-        """The number of devices that it uses."""
-        return len(self.cluster.devices)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -135,7 +130,7 @@ def explore(
     left = _TRIED[wish.effort] if tried is None else tried
     for candidate in candidates(Demand.of(graph), snapshot.site, rooms, wish):
         size, bound_ns = len(candidate.rooms), candidate.bound_ns
-        if any(row.used <= size and row.step_ns <= bound_ns for row in found):
+        if any(len(row.devices) <= size and row.step_ns <= bound_ns for row in found):
             continue
         if left == 0 and found:
             break
@@ -149,20 +144,18 @@ def explore(
         if placement is None:
             untried.append(candidate)
         else:
-            shares = [row.share_milli for row in chosen]
-            found.append(_decided(problem, placement, shares, snapshot.version))
+            found.append(_decided(problem, placement, snapshot, chosen))
     if not found:
         found = _solved(graph, snapshot, rooms, untried, wish)
     found = _pareto(found)
     if wish.effort in _POLISH:
-        found = _pareto([*found, *(_polished(graph, row, wish) for row in found)])
+        polished = (_polished(graph, row, snapshot, rooms, wish) for row in found)
+        found = _pareto([*found, *polished])
     return tuple(found)
 
 
 def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
-    """Raises the error with the missing memory where `explore` finds nothing.
-
-    It takes some forty list schedules, longer than a decision.
+    """Raises the error with the missing memory where `explore` finds nothing: slower than that.
 
     Raises:
         InfeasibleError: As `decide`.
@@ -176,8 +169,7 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
     if not rows:
         raise ReservationError(
             "the constraints leave no device that the graph may use: a pinned one is taken, or all "
-            "are excluded. Relax them, or wait.",
-            "capacity",
+            "are excluded. Relax them, or wait."
         )
     few = [row for row in rows if len(row.rooms) <= _EXPLAINED] or rows
     largest = max(few, key=lambda row: (row.memory_bytes, -len(row.rooms)))
@@ -187,9 +179,8 @@ def explain(graph: OpGraph, snapshot: Snapshot, wish: Wish) -> NoReturn:
 def _missing(problem: Problem) -> InfeasibleError:
     """The error of a problem that no list schedule fits, with the smallest memory that helps one.
 
-    Found by bisection to the byte, for the device with the most memory; for every device, where no
-    more of that one helps. A few more steps look whether the denser packings that `solve` tries
-    (`placers/memory_packing.py`) need less; each takes as long as all others.
+    For the device with the most memory; for every device, where no more of that one helps. A few
+    steps of the bisection look whether the denser packings that `solve` tries need less.
     """
     devices = problem.cluster.devices
     ample = ample_bytes(problem)
@@ -225,12 +216,19 @@ def _missing(problem: Problem) -> InfeasibleError:
 
 
 def _problem(graph: OpGraph, snapshot: Snapshot, chosen: Sequence[Room], wish: Wish) -> Problem:
-    cluster = snapshot.part(chosen)
-    if wish.constraints == Constraints():
+    """The problem of a few rooms, without constraints on the devices of others."""
+    cluster, limits = snapshot.part(chosen), wish.constraints
+    if limits == Constraints():
         return Problem(graph, cluster)
-    limits = known_to(wish.constraints, cluster)
-    enough = limits.max_devices is not None and limits.max_devices >= len(chosen)
-    return Problem(graph, cluster, replace(limits, max_devices=None) if enough else limits)
+    names = {device.name for device in cluster.devices}
+    forbidden = {name: names.intersection(row) for name, row in limits.forbidden.items()}
+    limits = replace(
+        limits,
+        forbidden={name: tuple(row) for name, row in forbidden.items() if row},
+        excluded=(),  # rooms of these are not chosen
+        margins={name: nbytes for name, nbytes in limits.margins.items() if name in names},
+    )
+    return Problem(graph, cluster, limits)
 
 
 def _scheduled(problem: Problem) -> Placement | None:
@@ -250,8 +248,6 @@ def _solved(
 ) -> list[Decision]:
     """A decision on the sets with the most memory, or on all free devices of a part.
 
-    A device without memory may still help: it can run the ops that need none.
-
     First the dense packings, which take milliseconds; then, unless the effort is fast, the full
     solver, which takes up to a second before it gives up.
     """
@@ -270,8 +266,7 @@ def _solved(
         for chosen, problem in problems:
             placement = solver(problem)
             if placement is not None:
-                shares = [row.share_milli for row in chosen]
-                return [_decided(problem, placement, shares, snapshot.version)]
+                return [_decided(problem, placement, snapshot, chosen)]
     return []
 
 
@@ -281,44 +276,39 @@ def _packed(problem: Problem) -> Placement | None:
     return None if narrowed is None else shortest(arrangements(narrowed, HASTY))
 
 
-def _polished(graph: OpGraph, decision: Decision, wish: Wish) -> Decision:
+def _polished(
+    graph: OpGraph, decision: Decision, snapshot: Snapshot, rooms: Sequence[Room], wish: Wish
+) -> Decision:
     """The placement by `solve` on the devices of a decision, or the decision if there is none."""
-    limits = known_to(replace(wish.constraints, max_devices=None), decision.cluster)
-    problem = Problem(graph, decision.cluster, limits)
+    chosen = [room for room in rooms if room.device in decision.cluster.devices]
+    problem = _problem(graph, snapshot, chosen, wish)
     placement = find(problem, _POLISH[wish.effort])
-    if placement is None:
-        return decision
-    return _decided(problem, placement, decision.shares, decision.version)
+    return decision if placement is None else _decided(problem, placement, snapshot, chosen)
 
 
 def _decided(
-    problem: Problem, placement: Placement, shares: Sequence[int], version: int
+    problem: Problem, placement: Placement, snapshot: Snapshot, chosen: Sequence[Room]
 ) -> Decision:
     """The decision with only the devices that are used."""
     timeline = replay(problem, placement.devices, placement.order)
     peaks = timeline.peaks()
     used = sorted(set(placement.devices))
     index = {device: at for at, device in enumerate(used)}
-    cluster, rows = problem.cluster, problem.cluster.links
-    small = Cluster(
-        tuple(cluster.devices[at] for at in used),
-        tuple(tuple(rows[src][dst] for dst in used) for src in used),
-        cluster.ports,
-    )
+    rows = [chosen[at] for at in used]
     return Decision(
-        small,
+        snapshot.part(rows),
         replace(placement, devices=tuple(index[at] for at in placement.devices)),
         timeline.makespan(),
         tuple(peaks[problem.device_pool[at]] for at in used),
-        tuple(shares[at] for at in used),
-        version,
+        tuple(row.share_milli for row in rows),
+        snapshot.version,
     )
 
 
 def _pareto(found: Sequence[Decision]) -> list[Decision]:
     """The Pareto list by number of devices and step."""
     rows: list[Decision] = []
-    for row in sorted(found, key=lambda row: (row.used, row.step_ns)):
+    for row in sorted(found, key=lambda row: (len(row.devices), row.step_ns)):
         if not rows or row.step_ns < rows[-1].step_ns:
             rows.append(row)
     return rows

@@ -1,13 +1,10 @@
 """Sets of a few devices out of many, the most promising first.
 
 A solve of 500 ops takes milliseconds on eight devices and seconds on a thousand, most of which end
-up unused. So sets of 1, 2, 3, 4, 6, 8, 12, ... devices are made in
-every node, under every switch and of all devices. Of each size and level, the sets with the lowest
-bound on the step come first: the graph's work over the total speed of the set, or its longest chain
-on the fastest device, whichever is longer. With devices of several kinds this is an estimate.
-
-The solver's own choice of devices (`placers/device_choice.py`) differs: it has a problem of few
-devices with all their links, and chooses exactly as many as may be used.
+up unused. So sets of 1, 2, 3, 4, 6, 8, 12, ... devices are made in every node, under every switch
+and of all devices. Of each size and level, the sets with the lowest bound on the step come first:
+the graph's work over the total speed of the set, or its longest chain on the fastest device,
+whichever is longer. With devices of several kinds this is an estimate.
 
 Complexity: O(levels * devices * log devices + ops + tensors).
 """
@@ -186,7 +183,7 @@ def parts(site: Site, rooms: Sequence[Room], wish: Wish) -> list[tuple[int, ...]
     found = [
         tuple(row)
         for row in _grouped(level, rooms, _usable(rooms, limits))
-        if row and needed_of(row) is not None
+        if needed_of(row) is not None
     ]
     return sorted(found, key=lambda row: (-sum(rooms[at].device.memory_bytes for at in row), row))
 
@@ -226,27 +223,26 @@ def _needs(
     return needed_of
 
 
-def _levels(site: Site, same: str) -> list[tuple[str, ...] | None]:
-    """For every level the name of each device's part; `None` for all devices together."""
+def _levels(site: Site, same: str) -> list[tuple[str, ...]]:
+    """For every level the name of each device's part; the last may be all devices together."""
     base = site.base
+    whole = ("",) * len(base.devices)
     if not isinstance(base, Topology):
         if same:
             raise InputError(
                 f"all devices are wanted on one {same}, but the cluster does not say which {same} "
                 "a device is on; give a baechi.Topology."
             )
-        return [None]
+        return [whole]
     if same == "node":
         return [base.nodes]
-    return [base.nodes, base.switches] if same else [base.nodes, base.switches, None]
+    return [base.nodes, base.switches] if same else [base.nodes, base.switches, whole]
 
 
 def _grouped(
-    level: tuple[str, ...] | None, rooms: Sequence[Room], order: Iterable[int]
+    level: tuple[str, ...], rooms: Sequence[Room], order: Iterable[int]
 ) -> list[list[int]]:
     """The rooms of every part of a level, each in this order."""
-    if level is None:
-        return [list(order)]
     parts: dict[str, list[int]] = {}
     for at in order:
         parts.setdefault(level[rooms[at].place], []).append(at)

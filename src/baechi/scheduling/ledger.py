@@ -1,13 +1,8 @@
 """Ledger of a cluster: reservations that never exceed what there is.
 
-Every change is one SQLite transaction, synced to the disk before it is answered: a process that
-dies, at whatever moment, leaves a reservation whole or not at all, and one that was answered is
-there when the file is opened again. Threads and processes may share a file; changes come one after
-the other, so that concurrent ones have the effect of some serial order.
-
-Amounts are integers (bytes, thousandths of compute, memory slices), so that a release restores
-exactly what was there. A change costs O(claims), and O(devices + jobs) where another process has
-changed the file meanwhile.
+Every change is one SQLite transaction, synced to the disk before it is answered; concurrent ones
+have the effect of some serial order. A change costs O(claims), and O(devices + jobs) where another
+process has changed the file meanwhile.
 """
 
 import json

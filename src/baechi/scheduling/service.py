@@ -1,17 +1,7 @@
 """The placement service over HTTP: placements without side effects, and a ledger.
 
-    POST /v1/graphs    an OpGraph file                 -> its digest
-    POST /v1/solve     {graph, wish}                   -> decision, claims
-    POST /v1/whatif    {graph, wish, after, up_to}     -> alternatives, shortage, waiting, curve
-    POST /v1/reserve   {job, claims, version?, request_id?}   -> reservation
-    POST /v1/release   {job, request_id?}              -> reservation
-    GET  /v1/snapshot  free devices, and reservations
-    GET  /healthz, /metrics, /openapi.json, /docs
-
 The messages are those of `messages.py`. Solves run in processes of their own (`worker_pool.py`);
-changes of the ledger are made one after the other in this one. Answers are pure functions of the
-request and of the ledger's version. A reservation that was answered is on the disk; whether one was
-made whose answer was lost, the same request with the same id tells.
+changes of the ledger are made one after the other in this one.
 """
 
 import hmac

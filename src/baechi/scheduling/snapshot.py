@@ -133,8 +133,7 @@ class Site:
                 raise ReservationError(
                     f"device {device.name!r} has "
                     f"{format_bytes(device.memory_bytes - taken + asked)} left, but "
-                    f"{format_bytes(asked)} are claimed. Solve again on what is left, or wait.",
-                    "capacity",
+                    f"{format_bytes(asked)} are claimed. Solve again on what is left, or wait."
                 )
         return tuple(granted), after
 
@@ -155,18 +154,17 @@ class Site:
 
     def _place(self, name: str) -> int:
         place = self.index.get(name)
-        if place is not None and self.sharing[place] != "mig":
-            return place
         if place is None and "mig" in self.sharing:
-            device, _, _ = split_name(name)
-            parent = self.index.get(device)
+            parent = self.index.get(split_name(name)[0])
             if parent is not None and self.sharing[parent] == "mig":
                 return parent
-        if place is not None:
+        if place is None:
+            raise InputError(f"device {name!r} is unknown; the snapshot lists what there is.")
+        if self.sharing[place] == "mig":
             raise InputError(
                 f"device {name!r} is cut into MIG instances; claim one, such as '{name}/3g'."
             )
-        raise InputError(f"device {name!r} is unknown; the snapshot lists what there is.")
+        return place
 
     def _part(self, claim: Claim, place: int, use: Use) -> tuple[Claim, Use]:
         """A claim of a device that is not cut, as granted, and the device's use with it."""
@@ -175,8 +173,7 @@ class Site:
             if claim.memory_bytes > device.memory_bytes:
                 raise ReservationError(
                     f"device {device.name!r} has {format_bytes(device.memory_bytes)}, but "
-                    f"{format_bytes(claim.memory_bytes)} are claimed.",
-                    "capacity",
+                    f"{format_bytes(claim.memory_bytes)} are claimed."
                 )
             claim = replace(claim, memory_bytes=device.memory_bytes, share_milli=WHOLE_MILLI)
         free = WHOLE_MILLI - use.share_milli
@@ -184,8 +181,7 @@ class Site:
             whole = "all" if claim.share_milli == WHOLE_MILLI else f"{claim.share_milli}"
             raise ReservationError(
                 f"device {device.name!r} has {free} of 1000 of its compute left, but {whole} is "
-                "claimed. Claim a smaller share, or wait.",
-                "capacity",
+                "claimed. Claim a smaller share, or wait."
             )
         taken = Use(use.memory_bytes + claim.memory_bytes, use.share_milli + claim.share_milli)
         return claim, taken
@@ -199,15 +195,13 @@ class Site:
         if free is None:
             raise ReservationError(
                 f"device {device!r} has no room for an instance {claim.device!r}; the snapshot "
-                "lists those that are free.",
-                "capacity",
+                "lists those that are free."
             )
         nbytes = self.base.devices[place].memory_bytes * profile.memory // 8
         if claim.memory_bytes > nbytes:
             raise ReservationError(
                 f"an instance {name} of {device!r} has {format_bytes(nbytes)}, but "
-                f"{format_bytes(claim.memory_bytes)} are claimed. Claim a larger profile.",
-                "capacity",
+                f"{format_bytes(claim.memory_bytes)} are claimed. Claim a larger profile."
             )
         granted = Claim(f"{device}/{name}@{free}", nbytes, profile.share_milli, claim.exclusive)
         return granted, use._replace(slices=use.slices | profile.mask(free))
@@ -273,7 +267,7 @@ class Snapshot:
         """
         if not rows:
             raise ReservationError(
-                "nothing is left: every device is taken. Release a job, or wait.", "capacity"
+                "nothing is left: every device is taken. Release a job, or wait."
             )
         base, places = self.site.base, [room.place for room in rows]
         devices = tuple(room.device for room in rows)

@@ -1,13 +1,7 @@
 """Worker processes with a deadline: a solve cannot be interrupted, but its process can be killed.
 
-Each worker has the site and a few parsed graphs. A question that takes too long costs its worker
-only, and no other question:
-
-    request thread ──question──▶ pipe ──▶ worker ──▶ answer (bytes)
-         │ no answer in time: kill, start another, answer 503
-
-Workers get the numbers of a snapshot and change nothing. docs/design.md has why this is no
-library's pool.
+Each worker has the site and a few parsed graphs, gets the numbers of a snapshot, and changes
+nothing. docs/design.md has why this is no library's pool.
 """
 
 import contextlib

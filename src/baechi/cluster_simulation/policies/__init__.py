@@ -17,17 +17,18 @@ from baechi.cluster_simulation.placement_schemes import (
 from baechi.cluster_simulation.policies.policy import (
     FewestGpusFirst,
     Fifo,
+    FinishTimeFairness,
     FitJobFirst,
     Policy,
+    ShortestGpuTime,
+    ShortestTime,
+    SplitOrWait,
+    TimeSlicing,
 )
-from baechi.cluster_simulation.policies.shortest import ShortestGpuTime, ShortestTime
-from baechi.cluster_simulation.policies.split_or_wait import SplitOrWait
-from baechi.cluster_simulation.policies.time_slicing import FinishTimeFairness, TimeSlicing
 from baechi.cluster_simulation.policies.tiresias import (
-    Gittins,
     LeastAttained,
-    LeastAttainedGpuTime,
     PublishedLongestPending,
+    sampled_gpu_times,
 )
 from baechi.errors import InputError
 
@@ -41,20 +42,13 @@ _POLICIES: Final[dict[str, Callable[..., Policy]]] = {
     "shortest": ShortestTime,
     "shortest-gpu": ShortestGpuTime,
     "dlas": LeastAttained,
-    "dlas-gpu": LeastAttainedGpuTime,
-    "dlas-gpu-gittins": Gittins,
+    "dlas-gpu": partial(LeastAttained, "dlas-gpu", by_gpus=True),
+    "dlas-gpu-gittins": partial(LeastAttained, "dlas-gpu-gittins", by_gpus=True),
     "gandiva": TimeSlicing,
     "themis": FinishTimeFairness,
     "gandiva-packing": partial(FitJobFirst, "gandiva-packing"),
     "big-brain": partial(Fifo, "big-brain"),
     "split-or-wait": SplitOrWait,
-}
-# Those in which the published simulator has defects that its results need.
-_PUBLISHED: Final[dict[str, Callable[..., Policy]]] = {
-    "lpjf": partial(PublishedLongestPending, "lpjf"),
-    "dlas": partial(LeastAttained, compat=True),
-    "dlas-gpu": partial(LeastAttainedGpuTime, compat=True),
-    "dlas-gpu-gittins": partial(Gittins, compat=True),
 }
 POLICIES: Final = tuple(_POLICIES)
 # Those of the published simulator that have results to compare with.
@@ -106,16 +100,19 @@ def policy_named(
     """
     if compat is not None and compat not in COMPAT:
         raise InputError(f"compatibility {compat!r} is unknown; give {', '.join(COMPAT)} or none.")
-    makers = _POLICIES if compat is None else {**_POLICIES, **_PUBLISHED}
     family, _, suffix = name.rpartition("-")
     promotes = suffix in _PROMOTE and family in {"dlas-gpu", "dlas-gpu-gittins"}
     base = family if promotes else name
-    if base not in makers:
+    if base not in _POLICIES:
         raise _unknown("policy", name, POLICIES)
-    options: dict[str, object] = {"promote": _PROMOTE[suffix]} if promotes else {}
+    if base == "lpjf" and compat:
+        return PublishedLongestPending("lpjf")
+    options: dict[str, object] = {}
+    if base.startswith("dlas"):
+        options = {"promote": _PROMOTE[suffix] if promotes else 0, "compat": compat is not None}
     if base == "dlas-gpu-gittins":
-        options["samples"] = samples
-    return makers[base](**options)
+        options["samples"] = sampled_gpu_times() if samples is None else samples
+    return _POLICIES[base](**options)
 
 
 def scheme_named(name: str) -> Scheme | None:

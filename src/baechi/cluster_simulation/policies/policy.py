@@ -1,4 +1,4 @@
-"""The interface of policies, which choose the jobs that hold GPUs, and the simplest policies.
+"""The interface of policies, which choose the jobs that hold GPUs, and all but Tiresias's.
 
 A policy orders the jobs; the simulator gives GPUs in that order (`simulator.py`). Without
 preemption the order is of the waiting jobs; with it, of all jobs, and those for which nothing is
@@ -15,12 +15,23 @@ stable sort breaks ties as the published simulators do. A policy of your own:
 """
 
 from abc import ABC
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from fractions import Fraction
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import ClassVar, Final, final
 
+from baechi.cluster_simulation.contention import WORK
 from baechi.cluster_simulation.fleet import FreeDevices
-from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun
+from baechi.cluster_simulation.jobs import Events, Job, JobRun
+from baechi.errors import InputError
+
+_LOOKS: Final = 3  # of the next ends
+# Remaining time, event, rank and job while waiting; while running its end, what orders equals
+# (plus the moment if it was new, minus the moment if it had waited), rank and job.
+_Entry = tuple[int, int, int, JobRun]
 
 
 @final
@@ -30,7 +41,6 @@ class Offer:
 
     Attributes:
         run: The job.
-        grant: The GPUs.
         rate: Its work per tick on them, beside the jobs that are there.
         now: The time.
         running: The jobs that run.
@@ -38,7 +48,6 @@ class Offer:
     """
 
     run: JobRun
-    grant: Grant
     rate: int
     now: int
     running: Iterable[JobRun]
@@ -63,16 +72,14 @@ class Policy(ABC):
         preemptive: Whether running jobs may lose their GPUs.
         blocking: Whether the first job that finds no room holds up all behind it.
         counts: Whether GPUs are only counted, whatever the scheme.
+        gpus: The size of the cluster, once a simulation has begun.
     """
 
     name: str
     preemptive: ClassVar[bool] = False
     blocking: ClassVar[bool] = False
     counts: bool = False
-
-    def begin(self, gpus: int) -> None:
-        """Called once, with the size of the cluster."""
-        del gpus
+    gpus: int = 1
 
     def events(self, admitted: Sequence[Job], refused: Sequence[Job]) -> Events:
         """The calendar of a simulation of these jobs, of which some can never run."""
@@ -110,12 +117,7 @@ class Policy(ABC):
 
 
 class Fifo(Policy):
-    """In order of arrival, without overtaking.
-
-    That is also longest pending first: without preemption the longest waiting job is the first to
-    have arrived. And it is Big Brain's order: how many jobs are on a GPU, and on which, is the part
-    of the sharing model and the scheme (`policies.DEFAULTS`).
-    """
+    """In order of arrival, without overtaking: also longest pending first, and Big Brain's."""
 
     blocking = True
 
@@ -125,10 +127,7 @@ class Fifo(Policy):
 
 @final
 class FitJobFirst(Policy):
-    """In order of arrival, but a job that finds room overtakes those that do not.
-
-    Also Gandiva's order where it packs a second job on a GPU while the compute of both fits.
-    """
+    """In order of arrival, but a job that finds room overtakes those that do not."""
 
     def __init__(self, name: str = "fjf") -> None:
         self.name = name
@@ -145,3 +144,236 @@ class FewestGpusFirst(Policy):
         """By GPUs; equals stay as they were."""
         del now
         return sorted(runs, key=lambda run: run.job.gpus)
+
+
+@final
+class ShortestGpuTime(Policy):
+    """The least remaining time times GPUs first, preempting."""
+
+    name = "shortest-gpu"
+    preemptive = True
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """By remaining GPU-time; equals stay as they were."""
+        return sorted(runs, key=lambda run: run.remaining(now) * run.job.gpus)
+
+
+@final
+class ShortestTime(Policy):
+    """The least remaining time first, preempting.
+
+    A waiting job's key stands still and all running jobs' keys fall alike. So the order of the
+    running jobs is that of their ends, and jobs that wait for equally many GPUs are in a heap of
+    their own: an event costs the jobs that change, and the running jobs behind the first one that
+    waits. Ties are broken as the stable sort in `order` does, which tests compare with: a waiting
+    job goes before a running one that has just caught up with it, a new one behind all. A job of
+    zero length makes two events of one moment: at the second, who came or lost its GPUs at the
+    first is still where it was then.
+    """
+
+    name = "shortest"
+    preemptive = True
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, list[_Entry]] = {}  # by GPUs
+        self._running: list[_Entry] = []
+        self._moment = 0  # of the last event
+        self._event = 0  # counts moments
+        self._count = 0
+        self._stopped: dict[int, tuple[int, int]] = {}  # places that were lost at this moment
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """By remaining time; equals stay as they were."""
+        return sorted(runs, key=lambda run: run.remaining(now))
+
+    def select(
+        self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
+    ) -> tuple[list[JobRun], list[JobRun]]:
+        """As a walk over `order`, from the heaps."""
+        if now > self._moment or not self._event:
+            self._moment = now
+            self._event += 1
+            self._stopped.clear()
+        del self._running[: len(ended)]
+        for run in arrived:
+            self._wait(run, now, new=1)
+        stops, starts = self._walk(now, free)
+        for entry in starts:
+            insort(self._running, (*self._place_of(entry, now), entry[3]))
+        for _, stamp, rank, run in stops:
+            if abs(stamp) == self._event:  # it had just started
+                self._queue(run, now, rank)
+            else:
+                self._stopped[run.index] = stamp, rank
+                self._wait(run, now, new=0)
+        return [entry[3] for entry in stops], [entry[3] for entry in starts]
+
+    def _walk(self, now: int, free: int) -> tuple[list[_Entry], list[_Entry]]:
+        """Gives GPUs to the waiting, and to the running jobs behind the first of them, in order."""
+        heads = [row[0] for row in self._waiting.values() if row]
+        if not heads:
+            return [], []
+        first = bisect_left(self._running, self._place_of(min(heads), now))
+        behind = self._running[first:]
+        sums = [0, *accumulate(entry[3].job.gpus for entry in behind)]
+        free += sums[-1]
+        kept: list[_Entry] = []
+        stops: list[_Entry] = []
+        starts: list[_Entry] = []
+        place = 0
+        while place < len(behind) or free:
+            fitting = [row[0] for gpus, row in self._waiting.items() if row and gpus <= free]
+            best = min(fitting, default=None)
+            needed = best[3].job.gpus if best is not None else 0
+            # Running jobs go on together, up to the first waiting job or the first without room.
+            last = len(behind)
+            if best is not None:
+                last = bisect_left(behind, self._place_of(best, now), place)
+            enough = bisect_right(sums, sums[place] + free - needed, place) - 1
+            jump = min(last, enough)
+            kept += behind[place:jump]
+            free -= sums[jump] - sums[place]
+            place = jump
+            if place < last:
+                entry = behind[place]
+                place += 1
+                if entry[3].job.gpus <= free:
+                    free -= entry[3].job.gpus
+                    kept.append(entry)
+                else:
+                    stops.append(entry)
+            elif best is not None:
+                heappop(self._waiting[needed])
+                free -= needed
+                starts.append(best)
+            else:
+                break
+        if stops:
+            self._running[first:] = kept
+        return stops, starts
+
+    def _place_of(self, waiting: _Entry, now: int) -> tuple[int, int, int]:
+        """A waiting job's place among the running: a new one behind its equals, else before."""
+        remaining, event, rank, run = waiting
+        stamp = self._event if event == 2 * self._event + 1 else -self._event
+        return now + remaining, *self._stopped.get(run.index, (stamp, rank))
+
+    def _wait(self, run: JobRun, now: int, *, new: int) -> None:
+        """Queues a job; at one event, the preempted go before the new."""
+        self._count += 1
+        self._queue(run, now, (2 * self._event + new << 64) + self._count)
+
+    def _queue(self, run: JobRun, now: int, rank: int) -> None:
+        row = self._waiting.setdefault(run.job.gpus, [])
+        heappush(row, (run.remaining(now), rank >> 64, rank, run))
+
+
+class _Periodic(Policy):
+    """Reorders jobs at the end of every quantum."""
+
+    preemptive = True
+
+    def __init__(self, quantum: int) -> None:
+        if quantum < 1:
+            raise InputError(f"a quantum of {quantum} ticks; give at least 1.")
+        self._quantum = quantum
+        self._turn = -1
+
+    def wake(self, runs: Sequence[JobRun], now: int) -> int | None:
+        """The next multiple of the quantum, while a job waits and another runs."""
+        mixed = any(run.running for run in runs) and any(not run.running for run in runs)
+        return (now // self._quantum + 1) * self._quantum if mixed else None
+
+    def _is_new_turn(self, now: int) -> bool:
+        turn = now // self._quantum
+        new = turn > self._turn
+        self._turn = max(self._turn, turn)
+        return new
+
+
+@final
+class TimeSlicing(_Periodic):
+    """Gandiva's round robin (OSDI'18): at a new quantum, those that held GPUs least go first."""
+
+    name = "gandiva"
+
+    def __init__(self, quantum: int = 60) -> None:
+        super().__init__(quantum)
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """By time on GPUs at a new quantum; in between, running jobs keep what they have."""
+        if self._is_new_turn(now):
+            return sorted(runs, key=lambda run: (run.attained(now), run.index))
+        return sorted(runs, key=lambda run: not run.running)
+
+
+@final
+class FinishTimeFairness(_Periodic):
+    """Themis (NSDI'20): leases of GPUs to the jobs that are treated worst.
+
+    We leave out the auction, which makes agents tell the truth about what they gain; a simulator
+    knows.
+    """
+
+    name = "themis"
+
+    def __init__(self, lease: int = 600) -> None:
+        super().__init__(lease)
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """By falling rho at a new lease; in between, leases hold."""
+        if not self._is_new_turn(now):
+            return sorted(runs, key=lambda run: not run.running)
+        rho = {run.index: self.rho(run, len(runs), now) for run in runs}
+        return sorted(runs, key=lambda run: (-rho[run.index], run.index))
+
+    def rho(self, run: JobRun, jobs: int, now: int) -> Fraction:
+        """Finish-time fairness if it ran from now on: 1 is fair, above is worse.
+
+        `(time since arrival + remaining time) / time on a fair share alone`. The share is an equal
+        part of the cluster among the jobs that are there; a wider job runs slower in proportion.
+        """
+        job = run.job
+        alone = max(Fraction(1), Fraction(job.gpus * jobs, self.gpus)) * max(1, job.duration)
+        return (now - job.submit_time + run.remaining(now)) / alone
+
+
+@final
+class SplitOrWait(Policy):
+    """Takes the first place, split if need be, unless waiting for the next ends is sooner.
+
+    A job that is offered a place compares when it would end there with when it would end in the
+    place that it would get once the next running jobs have ended. Both assume that nothing else
+    changes, but for this: what ends is there for one job, so one that waits for it is not waited
+    for by those behind.
+    """
+
+    name = "split-or-wait"
+
+    def __init__(self) -> None:
+        self._claimed: set[int] = set()
+
+    def order(self, runs: list[JobRun], now: int) -> list[JobRun]:
+        """In order of arrival; and nobody waits for an end yet."""
+        del now
+        self._claimed.clear()
+        return runs
+
+    def accepts(self, offer: Offer) -> bool:
+        """True if waiting for one of the next ends would not end the job sooner."""
+        remaining = offer.run.remaining(offer.now) * WORK
+        here = offer.now - (-remaining // offer.rate)
+        soonest = sorted(offer.running, key=lambda run: (run.ends_at(), run.index))
+        ended: list[JobRun] = []
+        for other in soonest[:_LOOKS]:
+            end = other.ends_at()
+            if end >= here:
+                break
+            if other.index in self._claimed:
+                continue
+            ended.append(other)
+            rate = offer.rate_after(ended)
+            if rate and end - (-remaining // rate) < here:
+                self._claimed.update(each.index for each in ended)
+                return False
+        return True

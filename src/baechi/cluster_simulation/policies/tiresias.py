@@ -1,14 +1,11 @@
 """Least attained service in discrete queues, and the Gittins index in them (Tiresias, NSDI'19).
 
 A job starts in the first queue and goes to the next once the service that it has had passes the
-queue's limit: seconds (`dlas`) or GPU-seconds (`dlas-gpu`, two-dimensional). Queues are served in
-order; within one, running jobs go before waiting ones, in the order in which they came. With
-`gittins`, the jobs of a queue go by the index of the service they have had, among samples of what
-jobs need: the chance to end within the next `delta` over what that costs.
+queue's limit. Queues are served in order; within one, running jobs go before waiting ones, in the
+order in which they came, or all by the Gittins index.
 
-`compat` repeats what the published simulator does, which its results need; all of it is in this
-file, and docs/cluster.md lists it. Between the two limits that are used and the third that is
-written there, the original has three queues, so the third is never read; it is left out here.
+`compat` repeats what the published simulator does, which its results need: docs/cluster.md lists
+it. The original writes a third limit, which it never reads; it is left out here.
 """
 
 from bisect import bisect_right
@@ -17,7 +14,7 @@ from decimal import ROUND_HALF_UP, Decimal
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate
-from typing import ClassVar, Final, final
+from typing import Final, final
 
 from baechi.cluster_simulation.jobs import Events, Job, JobRun
 from baechi.cluster_simulation.policies.policy import Fifo, Policy
@@ -38,6 +35,8 @@ def sampled_gpu_times() -> tuple[int, ...]:
 @final
 class GittinsIndex:
     """The index by attained service: higher is more urgent, 0 beyond the samples.
+
+    It is the chance to end within the next `delta` over what that costs.
 
     Args:
         samples: What jobs needed in all.
@@ -99,12 +98,7 @@ class PublishedLongestPending(Fifo):
 
 @final
 class _PublishedEvents(Events):
-    """Ends that fall on the next arrival, as the published simulator notes them.
-
-    Who was to end as the next job arrives does end then, though a demotion in between took its
-    GPUs: the original notes the end with the arrival, and does not take it back unless another end
-    falls on that moment.
-    """
+    """Ends that fall on the next arrival, as the published simulator notes them."""
 
     def __init__(self, arrivals: Iterable[int]) -> None:
         super().__init__(arrivals)
@@ -125,33 +119,41 @@ class _PublishedEvents(Events):
         return ended
 
 
+@final
 class LeastAttained(Policy):
     """Discretized least attained service.
 
     Args:
+        name: Its name in results.
+        by_gpus: By GPU-time (two-dimensional) instead of time.
         promote: A job that has waited `promote` times what it ran since it was last in the first
             queue goes back to it; 0 for never.
         compat: As the published simulator.
-        index: A Gittins index, to order the jobs of a queue.
+        samples: What jobs needed in all: those of a queue are ordered by its Gittins index.
     """
 
-    name = "dlas"
     preemptive = True
-    by_gpus: ClassVar[bool] = False
 
     def __init__(
         self,
+        name: str = "dlas",
         *,
+        by_gpus: bool = False,
         promote: float = 0,
         compat: bool = False,
-        index: GittinsIndex | None = None,
+        samples: Sequence[int] | None = None,
     ) -> None:
         if promote < 0:
             raise InputError(f"promote is {promote}; it must not be negative.")
+        self.name = name
         self.counts = compat
+        self._by_gpus = by_gpus
         self._promote = promote
         self._compat = compat
-        self._index = index
+        self._index: GittinsIndex | None = None
+        # The original sorts only where the policy has the plain name.
+        if samples is not None and not (compat and promote):
+            self._index = GittinsIndex(samples, rounded=compat)
         self._queues: list[list[JobRun]] = [[] for _ in range(len(_LIMITS) + 1)]
         self._level: dict[int, int] = {}  # by a job's index
         self._ran_before: dict[int, int] = {}  # attained when it last came into the first queue
@@ -197,7 +199,7 @@ class LeastAttained(Policy):
         return min(times, default=None)
 
     def _until_demotion(self, run: JobRun, ran: int, limit: int) -> int:
-        if not self.by_gpus:
+        if not self._by_gpus:
             return limit - ran
         if self._compat:  # seconds are subtracted from GPU-seconds; Python 2 divides downwards
             return (limit - ran) // run.job.gpus
@@ -233,32 +235,4 @@ class LeastAttained(Policy):
         return int(ran * self._promote) - pending
 
     def _service(self, run: JobRun, now: int) -> int:
-        return self._ran(run, now) * (run.job.gpus if self.by_gpus else 1)
-
-
-@final
-class LeastAttainedGpuTime(LeastAttained):
-    """By GPU-time: two-dimensional."""
-
-    name = "dlas-gpu"
-    by_gpus = True
-
-
-@final
-class Gittins(LeastAttained):
-    """By GPU-time, and within a queue by the Gittins index."""
-
-    name = "dlas-gpu-gittins"
-    by_gpus = True
-
-    def __init__(
-        self,
-        *,
-        samples: Sequence[int] | None = None,
-        promote: float = 0,
-        compat: bool = False,
-    ) -> None:
-        known = sampled_gpu_times() if samples is None else samples
-        # The original sorts only where the policy has the plain name.
-        index = None if compat and promote else GittinsIndex(known, rounded=compat)
-        super().__init__(promote=promote, compat=compat, index=index)
+        return self._ran(run, now) * (run.job.gpus if self._by_gpus else 1)
