@@ -26,12 +26,7 @@ _MASTER_BYTES: Final = 4
 @final
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """Shape and element size of a parameter that has a gradient.
-
-    Attributes:
-        shape: Its sizes; empty for a scalar.
-        itemsize: Bytes of an element.
-    """
+    """Shape, empty for a scalar, and bytes of an element of a parameter that has a gradient."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -43,18 +38,11 @@ class TrainedParameter:
 
 
 class _Rule(NamedTuple):
-    """State that an optimizer keeps for a parameter.
+    """State that an optimizer keeps for a parameter."""
 
-    Attributes:
-        scalars: Zero-dimensional tensors: a step counter, mostly.
-        moments: Tensors of the parameter's shape and type.
-        factored: The last of `moments` is kept as a row and a column where the parameter is a
-            matrix or more.
-    """
-
-    scalars: int
-    moments: int
-    factored: bool = False
+    scalars: int  # zero-dimensional tensors: a step counter, mostly
+    moments: int  # tensors of the parameter's shape and type
+    factored: bool = False  # the last moment of a matrix or more is kept as a row and a column
 
 
 _RULES: Final = {

@@ -1,21 +1,9 @@
-"""The graph of one training step, mirrored from the forward graph.
-
-    forward op i  ->  backward op i', in the same group
-    tensor i -> j  ->  gradient of the same size j' -> i'
-    what autograd keeps for i'  ->  the tensor lives until i' has run
-    gradients of parameters  ->  persistent bytes of i that are allocated late: with i', or with the
-                           backward that completes them (`_late_gradients`)
-    the caller's loss  ->  one op of no time between the outputs and their gradients; where the
-                           model returns a loss of its own, that alone has a gradient
-    a checkpointed unit  ->  one op more, its forward again, before its backwards
-    (`checkpoint_units`)
+"""The graph of one training step, mirrored from the forward graph (docs/cost-model.md, "Training").
 
 The structure comes first, without costs; the graph is the structure with costs.
 
 Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
 only forward times were simulated; here the backward and its gradients have their own.
-
-Complexity: O(ops + tensors).
 """
 
 from collections import Counter
