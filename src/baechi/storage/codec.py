@@ -165,7 +165,7 @@ def _each(step: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> dict[
     return done
 
 
-def _sequence(inner: Codec, kind: type) -> Codec:
+def _sequence(inner: Codec, kind: Any) -> Codec:
     def write(values: Any) -> list[Any]:
         if not isinstance(values, kind) or isinstance(values, list | str):
             raise Refusal(f"is {show(values)}; it must be a tuple.")

@@ -21,7 +21,7 @@ from baechi.records.op_costs import OpCost
 from baechi.traced.operators import TracedOperators
 
 if TYPE_CHECKING:
-    import networkx
+    pass
 
 
 @final
