@@ -3,8 +3,7 @@
     time of a kernel = max(FLOPs / (compute * peak), bytes / (memory * bandwidth)) + launch
 
 `compute` and `memory` are shares of the datasheet's peaks, one pair per class of operator and
-element type. The shape of the model is the roofline's (Williams, Waterman and Patterson, "Roofline:
-an insightful visual performance model", CACM 52(4), 2009) with a launch added.
+element type: a roofline with a launch added (docs/estimation.md has the source).
 
 The rows are those of `device_kinds.toml` or of a file of the user's. One without a source is
 refused: numbers must be verifiable. Nothing here needs torch or a device.

@@ -1,12 +1,7 @@
 """Bytes of optimizer state per trained parameter, from shapes and types alone.
 
-An optimizer is named by its torch class in lower case, with options after a `+`:
-
-    "adamw"                  torch.optim.AdamW
-    "adamw+amsgrad"          and the largest second moments
-    "adamw+master"           an fp32 copy of every parameter of a smaller type, on which the
-                             optimizer works: mixed precision with master weights
-    "momentum"               torch.optim.SGD with momentum; "sgd" is without
+An optimizer is named by its torch class in lower case, such as `"adamw"`, with options after a `+`;
+`"momentum"` is SGD with momentum. docs/memory.md ("Optimizer state") has all names and options.
 
 Source: the contents of `optimizer.state` for each class of torch.optim (2.11 to 2.13); a test
 compares with the classes themselves.

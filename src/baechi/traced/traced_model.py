@@ -117,14 +117,10 @@ class Traced(TracedOperators):
         _check_kinds(profiles)
         check_optimizer(optimizer)
         costs = _merged(profiles)
-        structure, sizes = _structure(self, training=training, checkpoint=checkpoint)
+        structure, edges = _structure(self, training=training, checkpoint=checkpoint)
+        sizes = (size if size >= 0 else costs[~size].saved_bytes for size in edges)
         tensors = tuple(
-            Tensor(
-                row.producer,
-                row.consumers,
-                size if size >= 0 else costs[~size].saved_bytes,
-                row.kept,
-            )
+            Tensor(row.producer, row.consumers, size, row.kept)
             for row, size in zip(structure.tensors, sizes, strict=True)
         )
         ops = tuple(_ops(self, structure, tensors, costs, optimizer))
