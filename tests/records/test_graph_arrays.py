@@ -24,10 +24,7 @@ from baechi import (
     simulate,
 )
 from baechi.problem.problem_arrays import Problem
-from baechi.records.graph_arrays import exact_sum
 from baechi.records.placement import Rows
-
-INT64_MAX = 2**63 - 1
 
 
 @given(graphs())
@@ -58,11 +55,6 @@ def test_arrays_are_the_columns_of_the_graph(graph):
     assert arrays.running_bytes().tolist() == running
     with pytest.raises(ValueError, match="read-only"):
         arrays.times[:] = 1
-
-
-@given(st.lists(st.integers(0, INT64_MAX) | st.integers(INT64_MAX - 3, INT64_MAX)))
-def test_sums_are_exact(values):
-    assert exact_sum(np.array(values, np.int64)) == sum(values)
 
 
 @given(graphs(), clusters(whole=True), st.data())

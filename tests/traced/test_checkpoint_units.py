@@ -11,7 +11,7 @@ from torch import nn
 
 import baechi
 from baechi.traced.checkpoint_units import module_paths, named_units
-from baechi.traced.step_graph import (
+from baechi.traced.traced_model import (
     BACKWARD,
     LOSS,
     RECOMPUTE,

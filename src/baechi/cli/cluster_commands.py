@@ -1,14 +1,12 @@
-"""The commands about clusters of jobs.
-
-`baechi serve` is the scheduling service on an address; `baechi cluster` is a simulation of a job
-trace, as tables and a picture.
-"""
+"""The commands about clusters of jobs: `baechi cluster` and `baechi serve`."""
 
 import csv
 import ipaddress
+import os
 import signal
 import socket
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,6 +15,7 @@ import typer
 from baechi.cli.console import say, show
 from baechi.errors import InputError, reason_of
 from baechi.records.cluster import Cluster, Topology
+from baechi.records.graph import OpGraph
 from baechi.storage.serialization import load
 
 if TYPE_CHECKING:
@@ -159,22 +158,17 @@ def cluster(
 
 @contextmanager
 def _progress(name: str, jobs: int) -> "Iterator[Callable[[int, int], None] | None]":
-    """A bar on a terminal while a simulation runs, redrawn about every percent."""
+    """A bar on a terminal while a simulation runs."""
     from rich.console import Console
     from rich.progress import Progress
 
-    console, step = Console(stderr=True), max(1, jobs // 100)
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield None
         return
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task(name, total=jobs)
-
-        def redraw(done: int, _: int) -> None:
-            if done % step == 0:
-                bar.update(task, completed=done)
-
-        yield redraw
+        yield lambda done, _: bar.update(task, completed=done)
 
 
 def _usual(
@@ -202,11 +196,6 @@ def _slice(text: str) -> "Slice":
 
 def _with_graphs(jobs: "Sequence[Job]", folder: Path) -> "Sequence[Job]":
     """The jobs, each with the graph of its model where the folder has it."""
-    from dataclasses import replace
-
-    from baechi.records.graph import OpGraph
-    from baechi.storage.serialization import load
-
     if not folder.is_dir():
         raise InputError(f"there is no folder {str(folder)!r} with graphs.")
     models = {job.model for job in jobs if job.model}
@@ -385,17 +374,13 @@ def _is_loopback(host: str) -> bool:
 def _listener(host: str, port: int) -> socket.socket:
     """A socket that listens there, so that its port is known before the service starts."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise InputError(f"cannot listen on {host}: {reason_of(error)}.") from error
-    listener = socket.socket(family, kind, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(512)  # clients that connect before the service has started wait for it
+    family, *_, address = found[0]
+    both = family == socket.AF_INET6
+    try:  # clients that connect before the service has started wait for it
+        return socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
     except OSError as error:
-        listener.close()
-        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}.") from error
-    return listener
+        reason = os.strerror(error.errno or 0)
+        raise InputError(f"cannot listen on {host}:{port}: {reason}.") from error

@@ -177,7 +177,6 @@ def solve(
         baechi solve gpt2.graph.json cluster.json --pin lm_head/linear=cuda:0
         baechi solve llama.graph.json 8xH100-SXM-80GB --latency-us 5 --gbytes-per-s 200
     """
-    import baechi
     from baechi.reporting import Plan, text_report
 
     if cluster is None and devices is None:
@@ -273,7 +272,6 @@ def report(
         baechi report gpt2.graph.json cluster.json gpt2.placement.json \
           -o plan.html --trace plan.trace.json
     """
-    import baechi
     from baechi.reporting import Plan, text_report, write_html, write_trace
 
     operators, target = load(graph, OpGraph), load(cluster, Cluster)

@@ -1,9 +1,8 @@
 """The demo: two real models that fit no single device are split, trained and compared.
 
-Each model is traced and profiled once. Then every placer places the same graph on logical CPU
-devices whose memory is too small for the whole, and the model trains on them: predicted step and
-peaks stand beside measured ones. All results are compared with the unsplit model's, from the same
-weights on the same data and with as many threads as one device has.
+Every placer places the same graph on logical CPU devices whose memory is too small for the whole,
+and the model trains on them: predicted step and peaks stand beside measured ones. All results are
+compared with the unsplit model's, from the same weights and data, with the threads of one device.
 """
 
 import importlib.util
@@ -26,7 +25,6 @@ from baechi.units import format_bytes, format_ns
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
     from rich.table import Table
 
 PLACERS: Final = ("m-topo", "m-etf", "m-sct", "auto")
@@ -146,15 +144,13 @@ def show(job: Job, out: Path, console: "Console") -> None:
     # By placement, since placers may find the same.
     known: dict[object, tuple[str, Schedule, Training, bool]] = {}
     wrong, remarks = [], []
-    with _bar(console) as bar, torch_threads(threads):
-        task = bar.add_task("unsplit", total=(STEPS + 1) * (1 + len(PLACERS)))
-        advance = partial(bar.advance, task)
-        reference = _train(job, model, args, kwargs, advance)
+    with console.status("training, unsplit") as status, torch_threads(threads):
+        reference = _train(job, model, args, kwargs)
         _add(costs, "unsplit", (alone.makespan_ns,), (reference.step_ns,))
         costs.add_row("one device", "refused")
         results.add_row("unsplit", "", "", *reference.losses)
         for placer in PLACERS:
-            bar.update(task, description=placer)
+            status.update(f"training, {placer}")
             model.load_state_dict(start)
             before = time.perf_counter()
             placement = baechi.solve(graph, cluster, placer=placer)
@@ -162,12 +158,11 @@ def show(job: Job, out: Path, console: "Console") -> None:
             key = placement.devices, placement.order
             if key in known:
                 equal = f"as {known[key][0]}"
-                bar.advance(task, STEPS + 1)
             else:
                 placed = baechi.apply(
                     traced, placement, graph=graph, cluster=cluster, threads_per_device=threads
                 )
-                training = _train(job, placed, args, kwargs, advance)
+                training = _train(job, placed, args, kwargs)
                 placed.unplace()
                 equal, is_close = _compare(training.values, reference.values)
                 training = training._replace(values={})  # the tensors may go
@@ -175,7 +170,14 @@ def show(job: Job, out: Path, console: "Console") -> None:
                 known[key] = placer, schedule, training, is_close
             _, schedule, training, is_close = known[key]
             wrong += [] if is_close else [placer]
-            _add_step(costs, placer, graph, schedule, training.measured)
+            moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in schedule.transfers)
+            found = training.measured
+            _add(
+                costs,
+                placer,
+                (schedule.makespan_ns, *schedule.peak_bytes, moved),
+                (found.step_ns, *found.peak_bytes, found.moved_bytes),
+            )
             results.add_row(placer, placed_in, equal, *training.losses)
             if "fallback" in placement.stats:
                 remarks.append(FALLBACK.format(placer, placement.stats["fallback"]))
@@ -220,9 +222,7 @@ class Training(NamedTuple):
     measured: Any  # by `PlacedModule.measure`
 
 
-def _train(
-    job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advance: Callable[[], None]
-) -> Training:
+def _train(job: Job, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Training:
     """Five steps from the model's present weights; a placed model's steps are then measured."""
     import torch
 
@@ -249,10 +249,8 @@ def _train(
             del named
         del output, loss
         optimizer.step()
-        advance()
     optimizer.zero_grad()
     measured = model.measure(STEPS, optimizer=optimizer) if hasattr(model, "measure") else None
-    advance()
     return Training(losses, values, int(statistics.median(times)), measured)
 
 
@@ -278,13 +276,6 @@ def _add(table: "Table", name: str, predicted: Sequence[int], measured: Sequence
     table.add_row("", "error", *map(error_text, predicted, measured))
 
 
-def _add_step(table: "Table", name: str, graph: OpGraph, plan: Schedule, measured: Any) -> None:
-    """The rows of a placed step: its time, peaks and moved bytes."""
-    moved = sum(graph.tensors[transfer.tensor].nbytes for transfer in plan.transfers)
-    found = (measured.step_ns, *measured.peak_bytes, measured.moved_bytes)
-    _add(table, name, (plan.makespan_ns, *plan.peak_bytes, moved), found)
-
-
 def _write(job: Job, out: Path, traced: Any, plan: tuple[Any, ...], measured: Any) -> None:
     """The page, the trace and the files of one placement."""
     path, title = str(out / job.name), f"{job.title} on {job.devices} devices"
@@ -306,13 +297,6 @@ def _table(title: str, *columns: str) -> "Table":
         justify: Any = "left" if column in {"placer", ""} else "right"
         table.add_column(column, justify=justify, no_wrap=True)
     return table
-
-
-def _bar(console: "Console") -> "Progress":
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("training, {task.description:8}"), BarColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 def _say(console: "Console", text: str, *, style: str = "") -> None:

@@ -18,7 +18,6 @@ from baechi.errors import InputError
 from baechi.records.cluster import PORTS, Cluster, Link
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
-from baechi.records.graph_arrays import exact_sum
 from baechi.units import format_bytes
 
 LIMIT: Final = 2**62
@@ -79,7 +78,7 @@ class Problem:
         sent_ns += len(self.graph.tensors) * (1 + latency_ns + overhead_ns)
         # Each op may also have a hand-over inside a pool, which costs the link's latency.
         waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
-        total_ns = exact_sum(self.durations.max(axis=0)) + waits_ns
+        total_ns = sum(self.durations.max(axis=0).tolist()) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
                 f"the step may take {total_ns} ns, more than 2**62 (146 years): a time, a latency, "

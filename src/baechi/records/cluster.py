@@ -121,11 +121,8 @@ class Cluster:
                 f"links has rows of {shape} entries for {len(devices)} devices; "
                 "give one row per source with one entry per destination."
             )
-        equal = isinstance(links[0][-1], Link)
-        for src, row in enumerate(links):
-            # A table may have a million links; identical objects are checked only once.
-            equal = equal and _others_equal(row, src, links[0][-1])
-            if not set(map(type, row[src : src + 1] if equal else row)) <= {Link, NoneType}:
+        for row in links:
+            if not set(map(type, row)) <= {Link, NoneType}:
                 wrong = next(link for link in row if type(link) not in (Link, NoneType))
                 raise InputError(f"a link is {wrong!r}; give a baechi.Link or None.")
 
@@ -135,11 +132,12 @@ class Cluster:
 
         O(devices**2) comparisons, which are of identity where the links are one object.
         """
-        link = self.links[0][-1]
-        if link is None or len(self.devices) == 1:
+        link, n = self.links[0][-1], len(self.devices)
+        if link is None or n == 1:
             return None
-        equal = all(_others_equal(row, device, link) for device, row in enumerate(self.links))
-        return link if equal else None
+        # The diagonal is not read.
+        others = (row.count(link) - (row[src] == link) for src, row in enumerate(self.links))
+        return link if all(count == n - 1 for count in others) else None
 
     @staticmethod
     def uniform(
@@ -159,13 +157,8 @@ class Cluster:
     def connected(devices: Sequence[Device], link: Link, *, ports: str = "duplex") -> "Cluster":
         """`devices`, each ordered pair joined by `link`."""
         n = len(check_row(devices, "devices", Device))
-        row: list[Link | None] = [link] * n
-        links = []
-        for device in range(n):
-            row[device] = None
-            links.append(tuple(row))
-            row[device] = link
-        return Cluster(tuple(devices), tuple(links), ports)
+        links = tuple((link,) * i + (None,) + (link,) * (n - 1 - i) for i in range(n))
+        return Cluster(tuple(devices), links, ports)
 
 
 @final
@@ -321,8 +314,3 @@ def _check_devices(group: Any) -> tuple[Device, ...]:
     if group.ports not in PORTS:
         raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
     return devices
-
-
-def _others_equal(row: tuple[Link | None, ...], device: int, link: Link | None) -> bool:
-    """True if all links of a device's row but its own are equal to `link`."""
-    return row.count(link) - (row[device] == link) == len(row) - 1

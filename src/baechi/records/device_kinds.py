@@ -3,8 +3,7 @@
     time of a kernel = max(FLOPs / (compute * peak), bytes / (memory * bandwidth)) + launch
 
 `compute` and `memory` are shares of the datasheet's peaks, one pair per class of operator and
-element type. The shape of the model is the roofline's (Williams, Waterman and Patterson, "Roofline:
-an insightful visual performance model", CACM 52(4), 2009) with a launch added.
+element type: a roofline with a launch added (docs/estimation.md has the source).
 
 The rows are those of `device_kinds.toml` or of a file of the user's. One without a source is
 refused: numbers must be verifiable. Nothing here needs torch or a device.
@@ -42,14 +41,7 @@ ANY: Final = "any"
 @final
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Work of one kernel, independent of the device.
-
-    Attributes:
-        op_class: One of `OP_CLASSES`.
-        dtype: Element type of the computation, one of `DTYPES`.
-        flops: Floating-point operations; 0 where only bytes count.
-        nbytes: Bytes that it reads and writes, each once.
-    """
+    """Work of one kernel: FLOPs, 0 where only bytes count, and bytes read or written, each once."""
 
     op_class: str
     dtype: str
@@ -98,16 +90,10 @@ _Share: TypeAlias = tuple[str | None, Efficiency]  # the kind that it is for; `N
 @final
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Quality of a calibration: errors of computed times for the operators of one class.
+    """Relative errors of computed times before and after a calibration: median and largest.
 
-    Attributes:
-        op_class: The class that takes most of their time; `"all"` for the sum over all operators.
-        dtype: Its element type.
-        n: Number of distinct operators, counting forward and backward separately.
-        before: Median relative error before the fit; of `"all"`, that of the sum.
-        worst_before: The largest.
-        after: Median relative error after it.
-        worst_after: The largest.
+    They are of `n` distinct operators, counting forward and backward separately, which spend most
+    of their time in one class and element type; in the class `"all"`, of the sum over all.
     """
 
     op_class: str
@@ -395,7 +381,7 @@ def _kind(row: dict[str, Any], tables: Sequence[Sequence[_Share]]) -> DeviceKind
             for kind, share in table:
                 if kind == owner:
                     found.setdefault(share.op_class, []).append(share)
-            chosen = {**found, **chosen}
+            chosen = found | chosen
     return DeviceKind(
         name=name,
         memory_bytes=parse_bytes(row["memory"], what=f"memory of device kind {name!r}"),

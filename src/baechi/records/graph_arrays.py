@@ -7,15 +7,12 @@ pays for them once.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Final, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baechi import _core
-
-# Sums of at most this much of int64 values are computed as int64; larger ones as Python's integers.
-_SAFE: Final = 2**62
 
 
 @final
@@ -118,22 +115,12 @@ def arrays_of(
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
-        total_op_bytes=exact_sum(persistent) + exact_sum(np.maximum(workspace, 0)),
-        total_tensor_bytes=exact_sum(nbytes),
+        # Sums of Python's integers are exact, however large.
+        total_op_bytes=sum(persistent.tolist()) + sum(np.maximum(workspace, 0).tolist()),
+        total_tensor_bytes=sum(nbytes.tolist()),
     )
     for name in GraphArrays.__dataclass_fields__:
         value = getattr(columns, name)
         if isinstance(value, np.ndarray):
             value.setflags(write=False)
     return columns
-
-
-def exact_sum(values: NDArray[np.int64]) -> int:
-    """The sum of non-negative values, however large.
-
-    The sum of n doubles has a relative error of at most n * 2**-52, so if it is below `_SAFE`, the
-    exact sum is far from 2**63 and fits in int64.
-    """
-    if float(values.sum(dtype=np.float64)) < _SAFE:
-        return int(values.sum())
-    return sum(values.tolist())

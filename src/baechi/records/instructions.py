@@ -5,21 +5,8 @@
 
 A program is plain data. Executors run it and decide nothing; `race_proof` proves that in every
 interleaving of its lanes each value is read after it is written and freed after its last use.
-Terms:
-
-- A *lane* is a queue of instructions that run one after another: a worker thread, a stream.
-  Every device has a lane that computes and may have another that copies incoming tensors.
-- A *segment* is a run of operators without interruption on one device. It begins only where a value
-  arrives from another device and ends only where one must leave, so one device is one segment.
-- A *tape* is one autograd graph: operators of one forward segment whose backward ops are in one
-  backward segment. A forward segment runs its tapes one after the other, and a backward segment
-  goes backward over its own, so backward ops run where and when the placement says.
-- A *checkpointed* tape keeps only its inputs when it runs forward. It runs forward
-  *again* in the backward, in a segment of its own, and has its graph from then on.
-- A *phase* lasts from a call to its return: the forward, and then the backward. The caller
-  waits for all lanes at the end of each.
-
-Values that stay inside one tape are not part of the program.
+docs/runtime.md defines the terms: lane, segment, tape, phase, and what runs forward again. Values
+that stay inside one tape are not part of the program.
 """
 
 from collections.abc import Iterator, Sequence
@@ -120,12 +107,7 @@ class Place:
 @final
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """A queue of instructions.
-
-    Attributes:
-        device: Its device.
-        copies: Whether it copies incoming tensors of its device; else it computes.
-    """
+    """A queue of instructions of a device that copies incoming tensors, or else computes."""
 
     device: int
     copies: bool = False

@@ -1,12 +1,7 @@
 """Bytes of optimizer state per trained parameter, from shapes and types alone.
 
-An optimizer is named by its torch class in lower case, with options after a `+`:
-
-    "adamw"                  torch.optim.AdamW
-    "adamw+amsgrad"          and the largest second moments
-    "adamw+master"           an fp32 copy of every parameter of a smaller type, on which the
-                             optimizer works: mixed precision with master weights
-    "momentum"               torch.optim.SGD with momentum; "sgd" is without
+An optimizer is named by its torch class in lower case, such as `"adamw"`, with options after a `+`;
+`"momentum"` is SGD with momentum. docs/memory.md ("Optimizer state") has all names and options.
 
 Source: the contents of `optimizer.state` for each class of torch.optim (2.11 to 2.13); a test
 compares with the classes themselves.
@@ -26,12 +21,7 @@ _MASTER_BYTES: Final = 4
 @final
 @dataclass(frozen=True, slots=True)
 class TrainedParameter:
-    """Shape and element size of a parameter that has a gradient.
-
-    Attributes:
-        shape: Its sizes; empty for a scalar.
-        itemsize: Bytes of an element.
-    """
+    """Shape, empty for a scalar, and bytes of an element of a parameter that has a gradient."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -43,18 +33,11 @@ class TrainedParameter:
 
 
 class _Rule(NamedTuple):
-    """State that an optimizer keeps for a parameter.
+    """State that an optimizer keeps for a parameter."""
 
-    Attributes:
-        scalars: Zero-dimensional tensors: a step counter, mostly.
-        moments: Tensors of the parameter's shape and type.
-        factored: The last of `moments` is kept as a row and a column where the parameter is a
-            matrix or more.
-    """
-
-    scalars: int
-    moments: int
-    factored: bool = False
+    scalars: int  # zero-dimensional tensors: a step counter, mostly
+    moments: int  # tensors of the parameter's shape and type
+    factored: bool = False  # the last moment of a matrix or more is kept as a row and a column
 
 
 _RULES: Final = {

@@ -28,8 +28,7 @@ from baechi.runtime.executable import Executable
 from baechi.runtime.specialization import Specialization
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
-from baechi.traced.step_graph import graded_owners, persistent_bytes
-from baechi.traced.traced_model import Traced
+from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.pytrees import tensors_in
 

@@ -8,7 +8,7 @@ path of the field. docs/design.md explains why no library is used.
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Final, Literal, NamedTuple, Union, final
@@ -152,51 +152,43 @@ def _variant(members: tuple[Any, ...]) -> Codec:
     return Codec(name, write, read)
 
 
-def _sequence(inner: Codec, kind: type) -> Codec:
-    def each(step: Callable[[Any], Any], values: Any) -> list[Any]:
-        done: list[Any] = []
-        try:
-            for value in values:
-                done.append(step(value))  # noqa: PERF401 (len(done) says where it failed)
-        except Refusal as refusal:
-            refusal.path.append(f"[{len(done)}]")
-            raise
-        return done
+def _each(step: Callable[[Any], Any], items: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    """Entries converted by `step`; the index or key of a refused one is added to its path."""
+    done: dict[Any, Any] = {}
+    key: Any = None
+    try:
+        for key, value in items:
+            done[key] = step(value)
+    except Refusal as refusal:
+        refusal.path.append(f"[{key!r}]")
+        raise
+    return done
 
+
+def _sequence(inner: Codec, kind: Any) -> Codec:
     def write(values: Any) -> list[Any]:
         if not isinstance(values, kind) or isinstance(values, list | str):
             raise Refusal(f"is {show(values)}; it must be a tuple.")
-        return each(inner.write, values)
+        return list(_each(inner.write, enumerate(values)).values())
 
     def read(raw: Any) -> tuple[Any, ...]:
         if not isinstance(raw, list):
             raise Refusal(f"is {show(raw)}; it must be a list.")
-        return tuple(each(inner.read, raw))
+        return tuple(_each(inner.read, enumerate(raw)).values())
 
     return Codec("a list", write, read)
 
 
 def _mapping(inner: Codec) -> Codec:
-    def each(step: Callable[[Any], Any], items: Mapping[str, Any]) -> dict[str, Any]:
-        done: dict[str, Any] = {}
-        key = ""
-        try:
-            for key, value in items.items():
-                done[key] = step(value)
-        except Refusal as refusal:
-            refusal.path.append(f"[{key!r}]")
-            raise
-        return done
-
     def write(items: Any) -> dict[str, Any]:
         if not isinstance(items, Mapping) or not all(isinstance(key, str) for key in items):
             raise Refusal(f"is {show(items)}; it must be a mapping of strings.")
-        return each(inner.write, {key: items[key] for key in sorted(items)})
+        return _each(inner.write, sorted(items.items()))
 
     def read(raw: Any) -> Mapping[str, Any]:
         if not isinstance(raw, dict):
             raise Refusal(f"is {show(raw)}; it must be an object.")
-        return FrozenDict(each(inner.read, raw))
+        return FrozenDict(_each(inner.read, raw.items()))
 
     return Codec("an object", write, read)
 

@@ -1,8 +1,7 @@
 """SQLite files of Baechi: ownership, table versions, damage, and concurrent processes.
 
-The header of a file names the program that made it and the version of its tables. Both, and all
-pages, are checked before the first write, so that no other program's file is ever changed. The
-tables of an empty file are made in one transaction. Threads and processes may share a file.
+A file's header names its program and the version of its tables. Both, and all pages, are checked
+before the first write, so that no other program's file changes. Threads and processes may share it.
 """
 
 import os

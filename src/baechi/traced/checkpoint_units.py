@@ -1,14 +1,6 @@
 """Activation checkpointing: units of a model whose forward runs again before their backwards.
 
-    forward     a ── b ── c                   what a, b and c would keep is dropped
-                │
-                └── the unit's inputs stay ──┐
-                                             ▼
-    backward    gradient of c ──► recompute(a b c) ──► c' ──► b' ──► a'
-
-A unit is the operators of one submodule. It is on one device, so recomputed tensors are never sent.
-It starts to run again only when all gradients that enter it have arrived, so never too early: its
-recomputation is an operator like any other for every placer, the clock and the bounds.
+A unit is the operators of one submodule. docs/runtime.md, "What runs forward again", has a picture.
 
 Source: Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174), for given
 units; `checkpointing` chooses them.
@@ -22,11 +14,14 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
-from typing import final
+from typing import TYPE_CHECKING, final
 
 from baechi.errors import InputError
 from baechi.records.op_costs import OpCost
 from baechi.traced.operators import TracedOperators
+
+if TYPE_CHECKING:
+    pass
 
 
 @final
@@ -183,28 +178,20 @@ def groups_of(traced: TracedOperators, units: Sequence[Unit]) -> dict[int, str]:
 
     Units that share a group, as the users of one parameter do, become one group.
     """
-    parent: dict[str, str] = {}
+    import networkx
 
-    def find(label: str) -> str:
-        while parent.setdefault(label, label) != label:
-            label = parent[label]
-        return label
-
-    labels = [f"checkpoint:{unit.name}" for unit in units]
-    rank = {label: k for k, label in enumerate(labels)}
-    for label, unit in zip(labels, units, strict=True):
-        for op in unit.ops:
-            group = traced.ops[op].group
-            if group is not None:
-                # The label of the first unit is the name of all.
-                one, other = find(group), find(label)
-                first = min(one, other, key=lambda name: rank.get(name, len(rank)))
-                parent[one] = parent[other] = first
-    found = {op: find(labels[k]) for op, k in unit_of_ops(units).items()}
-    for op, row in enumerate(traced.ops):
-        if row.group in parent:
-            found[op] = find(row.group)
-    return found
+    unit_of = unit_of_ops(units)
+    joined: networkx.Graph[int | str] = networkx.Graph()  # units with the groups of their operators
+    joined.add_nodes_from(range(len(units)))
+    joined.add_edges_from(
+        (k, group) for op, k in unit_of.items() if (group := traced.ops[op].group) is not None
+    )
+    names: dict[int | str | None, str] = {}
+    for members in networkx.connected_components(joined):
+        first = min(k for k in members if isinstance(k, int))
+        names |= dict.fromkeys(members, f"checkpoint:{units[first].name}")
+    keys = ((op, unit_of.get(op, row.group)) for op, row in enumerate(traced.ops))
+    return {op: names[key] for op, key in keys if key in names}
 
 
 def workspace_bytes(traced: TracedOperators, unit: Sequence[int], costs: Sequence[OpCost]) -> int:

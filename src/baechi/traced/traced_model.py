@@ -1,22 +1,43 @@
-"""A traced model as plain data: its operators, the tensors between them, and saved tensors.
+"""A traced model as plain data, and the graph of one step of it.
 
-`tracing.trace` makes one; `Traced.graph` turns it and a `Profile` into the `OpGraph` that `solve`
-takes. Nothing here needs torch, so a trace can be saved on one machine and placed on another.
+`tracing.trace` makes a `Traced`; nothing here needs torch, so it can be saved on one machine and
+placed on another. The graph of a training step is mirrored from the forward (docs/cost-model.md,
+"Training"). The structure comes first, without costs; the graph is the structure with costs.
+
+Source: Baechi (arXiv 2301.08695, section 4): the backward op is placed with its forward. There
+only forward times were simulated; here the backward and its gradients have their own.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass, field
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any, final
 
 from baechi.errors import InputError
-from baechi.records.graph import OpGraph, StepStructure
-from baechi.records.op_costs import Profile
-from baechi.traced.operators import Attempt, TracedOperators
-from baechi.traced.step_graph import operator_graph, step_structure
-from baechi.validation import check_row
+from baechi.records.graph import Op, OpGraph, PlainOp, PlainTensor, StepStructure, Tensor
+from baechi.records.op_costs import OpCost, Profile
+from baechi.records.optimizer_state import TrainedParameter, check_optimizer, optimizer_state_bytes
+from baechi.traced.checkpoint_units import (
+    Unit,
+    backward_sequence,
+    groups_of,
+    named_units,
+    unit_of_ops,
+    workspace_bytes,
+)
+from baechi.traced.operators import Attempt, TracedOp, TracedOperators
+from baechi.validation import FrozenDict, check_row
+
+# Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
+BACKWARD = "backward:"
+LOSS = "loss"
+RECOMPUTE = "recompute:"
+
+# A tensor of a step with its bytes; `~i` are the extra saved bytes of op i.
+_Edge = tuple[PlainTensor, int]
 
 
 @final
@@ -56,7 +77,7 @@ class Traced(TracedOperators):
         self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
     ) -> StepStructure:
         """The structure of one step of this model, without costs; arguments as those of `graph`."""
-        return step_structure(self, training=training, checkpoint=checkpoint)[0]
+        return _structure(self, training=training, checkpoint=checkpoint)[0]
 
     def graph(
         self,
@@ -81,6 +102,8 @@ class Traced(TracedOperators):
         Raises:
             InputError: A profile is of another model, two are of one kind, the optimizer is
                 unknown, or a name of `checkpoint` fits no submodule.
+
+        Times are kept per named kind; the workspace of an op is the largest of all profiles.
         """
         rows = [profile] if isinstance(profile, Profile) else profile
         profiles = list(check_row(rows, "profiles", Profile))
@@ -91,6 +114,298 @@ class Traced(TracedOperators):
                     f"{len(row.costs)} ops) than this {self.name} (digest {self.digest[:12]}..., "
                     f"{len(self.ops)} ops). Profile this traced model."
                 )
-        return operator_graph(
-            self, profiles, training=training, optimizer=optimizer, checkpoint=checkpoint
+        _check_kinds(profiles)
+        check_optimizer(optimizer)
+        costs = _merged(profiles)
+        structure, edges = _structure(self, training=training, checkpoint=checkpoint)
+        sizes = (size if size >= 0 else costs[~size].saved_bytes for size in edges)
+        tensors = tuple(
+            Tensor(row.producer, row.consumers, size, row.kept)
+            for row, size in zip(structure.tensors, sizes, strict=True)
         )
+        ops = tuple(_ops(self, structure, tensors, costs, optimizer))
+        times = {row.kind: tuple(_times(structure, row.costs)) for row in profiles if row.kind}
+        return OpGraph(ops, tensors, FrozenDict(times))
+
+
+def graded_owners(traced: TracedOperators) -> frozenset[int]:
+    """The ops owning a parameter that gets a gradient, from their own backward or a later op's.
+
+    An optimizer skips other parameters, such as those used under `no_grad`: they have no state.
+    """
+    lent = {
+        index
+        for index, op in enumerate(traced.ops)
+        if any(not traced.differentiated.isdisjoint(later) for _, *later in op.lent)
+    }
+    return traced.differentiated | lent
+
+
+def persistent_bytes(op: TracedOp, *, training: bool, optimizer: str | None) -> int:
+    """Bytes of parameters and buffers and, in training, of gradients and the optimizer's state."""
+    if not training:
+        return op.trained_bytes + op.frozen_bytes
+    trained = op.trained
+    if op.trained_bytes and not trained:
+        # Files of older traces lack the shapes; a single vector is the worst case.
+        trained = (TrainedParameter((-(-op.trained_bytes // 4),), 4),)
+    state = sum(optimizer_state_bytes(optimizer, parameter) for parameter in trained)
+    return 2 * op.trained_bytes + op.frozen_bytes + state
+
+
+def _inference_workspace(cost: OpCost) -> int:
+    """Scratch memory of a forward without gradients.
+
+    Where unknown, tensors that autograd would save may still be made, and freed soon.
+    """
+    measured = cost.inference_workspace_bytes
+    return cost.workspace_bytes + cost.saved_bytes if measured is None else measured
+
+
+def _check_kinds(profiles: Sequence[Profile]) -> None:
+    if not profiles:
+        raise InputError("there is no profile; give one, or one for each kind of device.")
+    for kind, count in Counter(profile.kind for profile in profiles).items():
+        if count > 1:
+            raise InputError(
+                f"two profiles are of kind {kind!r}; give one for each kind of device."
+            )
+        if not kind and len(profiles) > 1:
+            raise InputError("one of several profiles names no kind; each needs its own.")
+
+
+def _merged(profiles: Sequence[Profile]) -> list[OpCost]:
+    """The first profile's costs, with the largest sizes of all: any device may be chosen."""
+    return [
+        replace(
+            costs[0],
+            workspace_bytes=max(cost.workspace_bytes for cost in costs),
+            backward_workspace_bytes=max(cost.backward_workspace_bytes or 0 for cost in costs),
+            backward_reused_bytes=min(cost.backward_reused_bytes for cost in costs),
+            inference_workspace_bytes=max(map(_inference_workspace, costs)),
+            saved_bytes=max(cost.saved_bytes for cost in costs),
+        )
+        for costs in zip(*(profile.costs for profile in profiles), strict=True)
+    ]
+
+
+def _times(structure: StepStructure, costs: Sequence[OpCost]) -> Iterator[int]:
+    """The time of every op."""
+    for index, op in enumerate(structure.ops):
+        if op.phase == "backward":
+            yield costs[op.forward[0]].backward_ns
+        else:  # a loss takes none
+            again = (index,) if op.phase == "forward" else op.forward
+            yield sum(costs[own].forward_ns for own in again)
+
+
+def _ops(
+    traced: TracedOperators,
+    structure: StepStructure,
+    tensors: Sequence[Tensor],
+    costs: Sequence[OpCost],
+    optimizer: str | None,
+) -> Iterator[Op]:
+    """The ops of a structure with their costs."""
+    ops, training = traced.ops, structure.is_training
+    graded = graded_owners(traced) if training else frozenset()
+    late = _late_gradients(traced) if training else {}
+    sent = Counter[int]()
+    for tensor in tensors:
+        sent[tensor.producer] += tensor.nbytes
+    again = {op for unit in structure.units.values() for op in unit}
+    times = _times(structure, costs)
+    for index, (row, time_ns) in enumerate(zip(structure.ops, times, strict=True)):
+        persistent = workspace = late_bytes = reused = 0
+        if row.phase == "forward":
+            persistent = persistent_bytes(ops[index], training=index in graded, optimizer=optimizer)
+            cost = costs[index]
+            workspace = cost.workspace_bytes if training else _inference_workspace(cost)
+            if index in again:  # it frees now what autograd would save
+                workspace += cost.saved_bytes
+        elif row.phase == "recompute":
+            workspace = workspace_bytes(traced, row.forward, costs)
+        elif row.phase == "backward":
+            (own,) = row.forward
+            # A shared parameter's gradient of this op, and its sum with that so far.
+            workspace = (costs[own].backward_workspace_bytes or 0) + 2 * ops[own].shared_bytes
+            late_bytes = late.get(own, 0)
+            reused = min(costs[own].backward_reused_bytes, sent[index] + late_bytes)
+        yield Op(
+            row.name,
+            time_ns,
+            persistent_bytes=persistent,
+            workspace_bytes=workspace,
+            group=row.group,
+            late_bytes=late_bytes,
+            reused_bytes=reused,
+            phase=row.phase,
+            forward=row.forward,
+        )
+
+
+def _structure(
+    traced: TracedOperators, *, training: bool, checkpoint: str | Iterable[str] | None
+) -> tuple[StepStructure, list[int]]:
+    """As `Traced.structure`, whose arguments it takes, and the bytes of tensors as in `_Edge`."""
+    if checkpoint is not None and not training:
+        raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    units = () if checkpoint is None else named_units(traced, checkpoint)
+    groups = groups_of(traced, units)
+    ops = [PlainOp(op.name, groups.get(i, op.group)) for i, op in enumerate(traced.ops)]
+    if training:
+        ops, edges = _mirror(traced, ops, units)
+    else:
+        edges = [_edge(t.producer, t.consumers, t.nbytes, t.kept) for t in traced.tensors]
+    structure = StepStructure(tuple(ops), tuple(tensor for tensor, _ in edges))
+    return structure, [size for _, size in edges]
+
+
+def _edge(producer: int, consumers: Iterable[int], size: int, kept: bool = False) -> _Edge:
+    return PlainTensor(producer, tuple(sorted(set(consumers))), kept), size
+
+
+def _mirror(
+    traced: TracedOperators, forward: list[PlainOp], units: Sequence[Unit]
+) -> tuple[list[PlainOp], list[_Edge]]:
+    """Forward, loss, backward and recompute ops, and the tensors between them."""
+    sequence = backward_sequence(traced, units)
+    loss = len(forward)
+    place = {row: loss + 1 + i for i, row in enumerate(sequence)}
+    twin = {row: at for row, at in place.items() if row >= 0}
+    again = {op: place[~k] for op, k in unit_of_ops(units).items()}
+    # The caller computes the loss on the device of the model's last output.
+    graded = [tensor.producer for tensor in traced.tensors if tensor.kept and tensor.differentiable]
+    home = max(graded, default=-1)
+    # A backward joins its forward's group, so that an op without one gets one of its own name.
+    grouped = [
+        replace(op, group=op.name) if op.group is None and (i in twin or i == home) else op
+        for i, op in enumerate(forward)
+    ]
+
+    def later(row: int) -> PlainOp:
+        if row >= 0:
+            return PlainOp(BACKWARD + forward[row].name, grouped[row].group, "backward", (row,))
+        unit = units[~row]
+        return PlainOp(RECOMPUTE + unit.name, forward[unit.ops[0]].group, "recompute", unit.ops)
+
+    edges = _values(traced, twin, again, loss)
+    # Even where nothing is saved: saved bytes depend on the device's kernels, edges do not.
+    edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
+    edges += [_edge(op, (at,), 0) for op, at in again.items()]
+    edges += _gradients(traced, twin, again, loss)
+    loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
+    return [*grouped, loss_op, *map(later, sequence)], edges
+
+
+def _values(
+    traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
+) -> list[_Edge]:
+    """The tensors of the forward with all their readers, and those that a unit recomputes.
+
+    `twin` has the backward op of every forward op with one; `again` the op that runs an op of a
+    unit again.
+    """
+    savers: list[list[int]] = [[] for _ in traced.tensors]
+    for op in twin:
+        for saved in traced.ops[op].saves:
+            savers[saved].append(op)
+    edges, made_again = [], []
+    for index, tensor in enumerate(traced.tensors):
+        to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
+        mine = again.get(tensor.producer)
+        own = [twin[op] for op in savers[index] if mine is not None and again.get(op) == mine]
+        others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
+        readers = [again[op] for op in tensor.consumers if again.get(op, mine) != mine]
+        consumers = (*tensor.consumers, *to_loss, *others, *readers)
+        edges.append(_edge(tensor.producer, consumers, tensor.nbytes, tensor.kept))
+        if own and mine is not None:
+            made_again.append(_edge(mine, own, tensor.nbytes))
+    return edges + made_again
+
+
+def _gradients(
+    traced: TracedOperators, twin: Mapping[int, int], again: Mapping[int, int], loss: int
+) -> Iterator[_Edge]:
+    """The gradients of tensors, from their readers' backwards or the loss to their producers'."""
+    viewed = _viewed_whole(traced)
+    has_loss = any(t.scalar for t in traced.tensors if t.kept and t.differentiable)
+    for tensor in traced.tensors:
+        if not tensor.differentiable or tensor.producer not in twin:
+            continue
+        mine = again.get(tensor.producer)
+        sizes = tensor.gradient_bytes or (tensor.nbytes,) * len(tensor.consumers)
+        if tensor.producer in viewed:
+            sizes = (0,)
+        sources: list[tuple[int, int | None, int]] = []
+        if tensor.kept:
+            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
+        sources += [
+            (twin[c], again.get(c), nbytes)
+            for c, nbytes in zip(tensor.consumers, sizes, strict=True)
+            if c in twin
+        ]
+        for source, theirs, nbytes in sources:
+            # A unit starts to run again when all gradients that enter it have arrived.
+            first = () if mine is None or theirs == mine else (mine,)
+            yield _edge(source, (*first, twin[tensor.producer]), nbytes)
+
+
+def _late_gradients(traced: TracedOperators) -> dict[int, int]:
+    """Bytes of parameter gradients completed by the backward of each forward op.
+
+    a parameter that one op reads        with that op's backward
+    one that is only viewed for a reader with that reader's
+    one that several ops read            with the last one's, if all others' can run only after
+                                         it; else the order is unknown: not late at all
+    """
+    late = {op: _own_bytes(traced.ops[op]) for op in traced.backward_ops}
+    for op, reader in _viewed_whole(traced).items():
+        late[reader] += late.pop(op)
+    before: dict[int, list[int]] = {op: [] for op in traced.backward_ops}  # what it reads
+    for tensor in traced.tensors:
+        if tensor.differentiable and tensor.producer in before:
+            for consumer in traced.differentiated.intersection(tensor.consumers):
+                before[consumer].append(tensor.producer)
+
+    @cache
+    def all_after(op: int) -> set[int]:
+        """The op, and all ops whose backward comes after its own in every order."""
+        found, left = {op}, [op]
+        while left:
+            new = set(before[left.pop()]) - found
+            found |= new
+            left += new
+        return found
+
+    for op in traced.backward_ops:
+        for nbytes, *later in traced.ops[op].lent:
+            readers = traced.differentiated.intersection((op, *later))
+            last = max(readers)
+            if readers <= all_after(last) and last in late:
+                late[last] += nbytes
+    return late
+
+
+def _own_bytes(op: TracedOp) -> int:
+    """Bytes of the gradients of its parameters that no later op reads."""
+    return op.trained_bytes - sum(nbytes for nbytes, *_ in op.lent)
+
+
+def _viewed_whole(traced: TracedOperators) -> dict[int, int]:
+    """Operators that only view a whole parameter for one reader, with that reader.
+
+    The gradient from the reader is a view of the parameter's own gradient: it exists once, from the
+    reader's backward on. A parameter that is read in parts gets a gradient assembled from theirs.
+    """
+    found = {}
+    for op in reversed(traced.backward_ops):
+        sent = [tensor for tensor in traced.made[op] if tensor.differentiable]
+        own = traced.ops[op]
+        if len(sent) != 1 or sent[0].nbytes or sent[0].gradient_bytes != (_own_bytes(own),):
+            continue
+        (reader,) = sent[0].consumers
+        grouped = own.group is not None and own.group == traced.ops[reader].group
+        if grouped and reader in traced.differentiated:
+            found[op] = reader
+    return found
