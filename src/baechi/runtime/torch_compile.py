@@ -5,10 +5,8 @@
 
 A compiled function is special for shapes, strides, what needs a gradient, autocast, and the number
 of torch threads: a *mode*. torch compiles where a new mode first runs, one thread at a time, and
-puts random states back when it has. So a mode's first step is made by one thread, which has as many
-torch threads as a worker; no worker ever compiles, and no draw of another gets lost.
-
-What torch cannot compile whole runs as generated, and says why.
+then puts random states back. So a mode's first step is made by one thread, which has as many torch
+threads as a worker; else draws of others got lost.
 """
 
 import threading

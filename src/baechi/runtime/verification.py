@@ -237,7 +237,7 @@ class _Verification:
 
     def _traced(self, found: list[_Difference] | None = None) -> Callable[[Call], Any]:
         """The trace, with the copy's state; notes values, or `found` gets how they differ now."""
-        written = {storage for fact in self._facts.values() for storage in fact.writes}
+        written = self._module.facts.written
 
         def keep(key: _Key, tensor: torch.Tensor) -> None:
             node, leaf, is_gradient = key

@@ -132,8 +132,6 @@ class _Binder:
         made = (node for node in self._returned if node.op not in ("placeholder", "get_attr"))
         self._results = {node: i for i, node in enumerate(made)}
         self._slots: dict[tuple[fx.Node, int, int], int] = {}  # (node, tensor, device)
-        facts = self._module.facts.nodes.values()
-        self._written = {storage for fact in facts for storage in fact.writes}
 
     def bound(self) -> Bound:
         """The bound program."""
@@ -314,7 +312,8 @@ class _Binder:
         }
 
     def _is_written(self, node: fx.Node) -> bool:
-        return any(v.storage in self._written for v in self._module.facts.nodes[node].values)
+        facts = self._module.facts
+        return any(v.storage in facts.written for v in facts.nodes[node].values)
 
     def _graded_bytes(self, nodes: Sequence[fx.Node]) -> int:
         facts = self._module.facts

@@ -193,7 +193,7 @@ def sharing_of(
     facts, graph = module.facts.nodes, module.graph_module.graph
     count = Counter(value.storage for node in results for value in facts[node].values)
     # What forward writes has another history since: a result is no view of what it was.
-    written = {storage for fact in facts.values() for storage in fact.writes}
+    written = module.facts.written
     arguments = {
         value.storage: index
         for index, node in enumerate(graph.find_nodes(op="placeholder"))

@@ -4,9 +4,9 @@
     worker 0     run[a b c]─(1)─┐            run[f g]
     worker 1                    └─(2)─►copy, run[d e]
 
-A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, a
-lock with one opener and one waiter, and (2) the waiter closes it again as it passes; so gates need
-no reset between calls. An error opens every gate: every lane goes on, finds it, and stops.
+A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, and
+(2) the waiter closes it again as it passes. An error opens every gate: every lane goes on, finds
+it, and stops.
 """
 
 import contextlib
@@ -151,10 +151,12 @@ class CpuExecutor:
             single device all of them.
 
     Attributes:
+        bound: The program's binding to the model.
         threads: torch threads per worker; None if there are no workers.
     """
 
     def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
+        self.bound = bound
         self._gates = _Gates()
         self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
         self._gates.reset()

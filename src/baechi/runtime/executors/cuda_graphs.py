@@ -3,10 +3,7 @@
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
 
-A recording has addresses in it. So what enters a tape is copied to where it was when the tape was
-recorded, unless it lies there already, and what leaves it stays where it is from step to step. The
-autograd graph of a recorded forward is kept, and any backward over it may be recorded later.
-`docs/runtime.md` (CUDA graphs) says when a step is replayed.
+`docs/runtime.md` (CUDA graphs) says what is copied and kept, and when a step is replayed.
 
 Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
 
