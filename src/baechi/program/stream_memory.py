@@ -83,14 +83,10 @@ def solve_with_held(
 ) -> Placement:
     """A placement that fits including the bytes held by streams.
 
-    Args:
-        graph: The graph.
-        cluster: The devices, with their free capacity.
-        placer: As in `solve`.
-        gpus: The GPU of every logical device; None for a CPU.
-        effort: As in `solve`.
-        constraints: As in `solve`; their margins stay free in addition.
-        replayed: As in `scheduled`.
+    One that does not fit is solved again with as many bytes left free as were held: these change
+    with the placement, so this is repeated a few times. On a single device, the last resort,
+    nothing is held. Arguments are those of `solve` and of `scheduled`; margins of the constraints
+    stay free in addition.
 
     Raises:
         InfeasibleError: No placement was found.

@@ -7,7 +7,6 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any, NoReturn, TypeAlias, final
 
 import torch
@@ -156,7 +155,7 @@ class Plan:
                 result.append(None if total is None else total.to(tensor.device))
         for parameter in self.trained:
             device, slots = bound.parameters[parameter]
-            with nullcontext() if step.meter is None else step.meter.counting(device):
+            with step.counting(device):
                 result.append(step.taken(slots))
             if result[-1] is None and gradient_hooks(parameter):
                 raise ExecutionError(

@@ -29,7 +29,7 @@ from baechi.torch_support.torch_internals import (
     refusals,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.fx_nodes import op_and_line
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -152,8 +152,7 @@ class CompiledTape:
         for before, line in pairwise(lines):
             node = self._nodes.get(line.partition("=")[0].strip())
             if node is not None and "eval_with_key" in before:
-                source = source_line(node)
-                return f", at {op_name(node)}" + (f" ({source})" if source else "")
+                return f", at {op_and_line(node)}"
         return ""
 
     def _refuse(self, reason: str) -> None:

@@ -35,9 +35,9 @@ class CudaRecorder:
         self._latest = -1
 
     def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
-        """Capture what the function launches; the replay launches it on the current stream.
+        """Capture what the function launches; one that comes late gets a pool of its own.
 
-        Its rank is its place in the order of a step; one that comes late gets a pool of its own.
+        Its rank is its place in the order of a step.
 
         Raises:
             RuntimeError: It cannot be captured.

@@ -97,14 +97,9 @@ def bind(
     places: Sequence[torch.device],
     options: CompileOptions | None = None,
 ) -> Bound:
-    """The program, bound to a traced model and to torch devices.
+    """The program, bound to a traced model and to the torch device of every logical device.
 
-    Args:
-        module: The model.
-        structure: The compiled step.
-        program: The compiled placement of it.
-        places: The torch device of every logical device.
-        options: Of `torch.compile`, for every tape; None leaves them as generated.
+    With `options` of `torch.compile` every tape is compiled; None leaves them as generated.
 
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.

@@ -7,6 +7,7 @@ for its gradient.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -111,6 +112,10 @@ class Step:
         self.graphed: set[int] = set()  # tapes whose forward was a replay; their backward must be
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases
+
+    def counting(self, device: int) -> AbstractContextManager[None]:
+        """Count what is made inside; autograd takes the mode along to the thread of a GPU."""
+        return nullcontext() if self.meter is None else self.meter.counting(device)
 
     def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: nothing else holds it then."""

@@ -143,15 +143,10 @@ class _Gates:
 class CpuExecutor:
     """A worker per logical device; a single device without workers runs in the caller's thread.
 
-    Args:
-        program: The program to run.
-        bound: To what.
-        n_devices: Logical devices.
-        threads: torch threads per worker; `None` gives each an equal share of torch's own, and a
-            single device all of them.
+    `threads` are torch's per worker; None gives each an equal share of torch's own, and a single
+    device all of them.
 
     Attributes:
-        bound: The program's binding to the model.
         threads: torch threads per worker; None if there are no workers.
     """
 

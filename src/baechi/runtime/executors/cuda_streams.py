@@ -26,7 +26,6 @@ from baechi.records.instructions import Copy, Free, Instruction, Place, Program,
 from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.cuda_graphs import Graphs, Statics
-from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import (
     crossings,
     cut_up,
@@ -94,12 +93,7 @@ class CudaExecutor:
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
     because their peaks must not depend on how threads meet. Calls from several threads take turns.
-
-    Args:
-        program: The program to run.
-        bound: To what.
-        places: The torch device of every logical device; CPUs may be among them.
-        graphs: The tapes as CUDA graphs.
+    With `graphs`, tapes run as CUDA graphs.
     """
 
     def __init__(
@@ -227,7 +221,7 @@ class CudaExecutor:
         elif isinstance(row, Free):
             self.bound.frees[phase][Place(row.tensor, row.device)].clear(step)
         else:
-            with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
+            with _on(stream), step.counting(self._program.lanes[lane].device):
                 if isinstance(row, Run):
                     self._run_tapes(step, phase, self._program.phases[phase].segments[row.segment])
                 else:
@@ -430,11 +424,6 @@ def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
-    """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
-    return contextlib.nullcontext() if meter is None else meter.counting(device)
 
 
 def _stream(place: torch.device) -> torch.cuda.Stream:
