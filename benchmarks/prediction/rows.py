@@ -211,7 +211,7 @@ class _Case:
         by_error = sorted(counted, key=lambda one: one[0] / one[1].step_ns)
         predicted_ns, found, calm = by_error[len(by_error) // 2]
         peaks = zip(*(each.peak_bytes for _, each, _ in self._passes), strict=True)
-        phases = self.placed._current.executable.program.phases
+        phases = self.placed._current.program.phases
         return Row(
             *self.title,
             ops=len(self.profiled.graph.ops),

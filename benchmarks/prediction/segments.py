@@ -112,7 +112,7 @@ def main(
                 if title != "auto"
             ]
             few, many = (
-                sum(len(phase.segments) for phase in module._current.executable.program.phases)
+                sum(len(phase.segments) for phase in module._current.program.phases)
                 for module in modules
             )
             few_ns, many_ns = least_cpu_ns(modules, args, kwargs)

@@ -191,17 +191,17 @@ def _overhead(training: bool, rounds: int) -> list[str]:
     many = baechi.Placement(graph.digest, tuple(devices), tuple(range(len(devices))))
     one = baechi.Placement(graph.digest, (0,) * len(devices), many.order)
     whole, cut = (baechi.apply(traced, p, ["cpu:0", "cpu:1"]) for p in (one, many))
-    runner = cut._current.executable._runner
-    program = cut._current.executable.program
-    inline = CudaExecutor(program, runner.bound, [torch.device("cpu")] * 2)
+    usual = cut._current._executor
+    program = cut._current.program
+    inline = CudaExecutor(program, usual.bound, [torch.device("cpu")] * 2)
 
     def run(executor: Any) -> None:
-        step = Step(training, None, (x,), runner.bound.sizes)
-        for value in runner.bound.input_values:
+        step = Step(training, None, (x,), usual.bound.sizes)
+        for value in usual.bound.input_values:
             step.flags[value] = training
         executor.run(step, 0)
         if training:
-            (result,) = runner.bound.results.values()
+            (result,) = usual.bound.results.values()
             step.grads[result.grads[0]] = torch.ones(1)
             with torch.no_grad():
                 executor.run(step, 1)
@@ -213,7 +213,7 @@ def _overhead(training: bool, rounds: int) -> list[str]:
                 torch.autograd.grad(y, x, torch.ones(1))
 
     with nullcontext() if training else torch.no_grad():
-        sides = [run_whole, lambda: run(inline), lambda: run(runner.executor)]
+        sides = [run_whole, lambda: run(inline), lambda: run(usual)]
         seconds = _in_turns(sides, rounds, lambda: None)
     quartiles = (statistics.quantiles([row[0] for row in rows], n=4)[0] for rows in seconds)
     base, alone, handed = quartiles

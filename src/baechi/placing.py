@@ -28,11 +28,11 @@ from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
+from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.runtime_checks import refuse_meta
-from baechi.runtime.specialization import Specialization
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
@@ -185,10 +185,8 @@ class _Planner:
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
 
-    def __call__(
-        self, model: nn.Module, call: Call, earlier: Sequence[Specialization]
-    ) -> Specialization:
-        homes = first_devices(special.executable.state_devices for special in earlier)
+    def __call__(self, model: nn.Module, call: Call, earlier: Sequence[Executable]) -> Executable:
+        homes = first_devices(special.state_devices for special in earlier)
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
@@ -214,7 +212,7 @@ class _Planner:
             if self.progress:
                 self._say(_outlook(placed.schedule, self.cluster, placement))
             if unsplit is not None:
-                verify(unsplit, special.executable, call)
+                verify(unsplit, special, call)
             return special
 
     def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement]:

@@ -103,7 +103,7 @@ def test_the_peak_goes_down_as_predicted(n: int) -> None:
         for said, got in zip(placed.schedule.peak_bytes, peaks, strict=True):
             assert 0.97 * got <= said <= 1.07 * got
         seen[checkpoint] = max(peaks)
-        placed._current.executable.close()
+        placed._current.close()
     assert seen["blocks.*"] < (0.5 if n == 1 else 0.8) * seen[None]
 
 
@@ -289,5 +289,5 @@ def test_the_peak_of_a_real_model_with_units_is_predicted(name: str, checkpoint:
     placement = baechi.solve(graph, cluster, placer="single")
     placed = baechi.apply(model, placement, graph=graph, cluster=cluster, threads_per_device=1)
     (seen,) = metered.measured(placed, call, "adamw")
-    placed._current.executable.close()
+    placed._current.close()
     assert 0.97 * seen <= placed.schedule.peak_bytes[0] <= 1.07 * seen

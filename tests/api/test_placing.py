@@ -328,7 +328,7 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
     monkeypatch.setattr(module, "move", lambda tensor, place: moved.append((tensor, place)))
     seen: list[int] = []
 
-    def specialize(_model: nn.Module, _call: object, _earlier: object) -> module.Specialization:
+    def specialize(_model: nn.Module, _call: object, _earlier: object) -> module.Executable:
         seen.append(len(moved))
         raise ValueError("traced")
 

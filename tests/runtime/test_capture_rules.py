@@ -48,7 +48,7 @@ def reasons(
     placement = baechi.solve(graph, cpus(devices), placer=baechi.RandomPlacer(1))
     places = [torch.device("cpu")] * devices
     executable = Executable(traced, graph, placement, places, None)
-    return {obstacle(traced.module, code, alone=alone) for code in executable._runner.bound.tapes}
+    return {obstacle(traced.module, code, alone=alone) for code in executable._executor.bound.tapes}
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,9 @@ def test_compiled_tapes_of_several_gpus_run_eagerly(monkeypatch: pytest.MonkeyPa
     for compiled in (False, True):
         options = {"compile": {"backend": "aot_eager"}} if compiled else {}
         placed = place_on(baechi.trace(model, (x,)), 2, baechi.RandomPlacer(0), **options)
-        executable = placed._current.executable
-        tapes = [replace(t, place=places[t.device]) for t in executable._runner.bound.tapes]
-        bound = replace(executable._runner.bound, tapes=tuple(tapes))
+        executable = placed._current
+        tapes = [replace(t, place=places[t.device]) for t in executable._executor.bound.tapes]
+        bound = replace(executable._executor.bound, tapes=tuple(tapes))
         graphs = Graphs(placed.traced.module, executable.program, bound, places)
         threads = "torch.compile keeps no graph for the threads of several devices"
         assert set(graphs.reasons) - {"it launches nothing"} == {threads if compiled else ""}

@@ -19,7 +19,6 @@ import baechi
 from baechi.runtime.autograd.binding import bind
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.step_function import Runner
 from baechi.tracing.pytrees import tensors_in
 
 STEPS = WARM_UP + 3
@@ -38,7 +37,7 @@ def replaying(
     ranks: list[int] | None = None,
 ) -> Graphs:
     """Let a placed module run as on CUDA with graphs, with a recorder for CPUs."""
-    executable = placed._current.executable
+    executable = placed._current
     program = executable._compiled(copy_lanes=True)
     bound = bind(executable.module, executable._structure, program, executable.places)
     noted: list[int] = [] if ranks is None else ranks
@@ -51,7 +50,7 @@ def replaying(
     )
     executable.close()
     executable.program = program
-    executable._runner = Runner(bound, CudaExecutor(program, bound, executable.places, graphs))
+    executable._executor = CudaExecutor(program, bound, executable.places, graphs)
     return graphs
 
 
@@ -129,7 +128,7 @@ def test_gradients_of_a_tied_weight_are_added_up_across_recorded_tapes() -> None
     model, x = Tied(), torch.randn(3, 4)
     placed = placed_at_random(model, (x,), {}, 0, 2)
     replaying(placed)
-    assert any(tape.sums for tape in placed._current.executable._runner.bound.tapes)
+    assert any(tape.sums for tape in placed._current._executor.bound.tapes)
     expected = step(copy.deepcopy(model), (x,), {})
     for _ in range(STEPS):
         placed.zero_grad()
@@ -289,7 +288,7 @@ def test_a_step_that_never_goes_backward_is_forgotten() -> None:
 def _like(placed: baechi.PlacedModule) -> Any:
     from baechi.runtime.autograd.step import Step
 
-    sizes = placed._current.executable._runner.bound.sizes
+    sizes = placed._current._executor.bound.sizes
     return Step(True, None, (torch.randn(4, 8),), sizes)
 
 
@@ -360,8 +359,8 @@ def test_what_runs_eagerly_is_counted_and_may_be_refused() -> None:
     n = len(graphs.reasons)
     graphs.demand()
     assert graphs.remarks == ()
-    executable = placed._current.executable
-    bound, places = executable._runner.bound, executable.places
+    executable = placed._current
+    bound, places = executable._executor.bound, executable.places
     none = Graphs(executable.module, executable.program, bound, places)
     reason = "a cpu device has no CUDA graphs"
     assert none.remarks == (f"{n} of {n} tapes run without CUDA graphs: {reason}",)
@@ -407,7 +406,7 @@ def test_measured_steps_are_replays(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     placed = placed_at_random(Tied(), (torch.randn(3, 4),), {}, 0, 2)
     graphs = replaying(placed)
-    placed._current.executable.graphs = graphs
+    placed._current.graphs = graphs
     begun: list[bool] = []
     begin = Graphs.begin
 

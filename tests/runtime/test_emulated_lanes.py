@@ -18,9 +18,7 @@ from baechi.runtime.autograd.binding import bind
 from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors import cuda_streams
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
-from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.stream_buffers import HeldStorages
-from baechi.runtime.step_function import Runner
+from baechi.runtime.executors.cuda_streams import CudaExecutor, HeldStorages
 
 CASES = [
     *(
@@ -56,7 +54,7 @@ class Chains(nn.Module):
 
 def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     """Let a placed module run as on lanes of one GPU."""
-    executable = placed._current.executable
+    executable = placed._current
     program = executable._compiled(copy_lanes=True)
     bound = bind(executable.module, executable._structure, program, executable.places)
     recorded = None
@@ -71,7 +69,7 @@ def on_streams(placed: baechi.PlacedModule, graphs: bool) -> None:
     executable.close()
     gpus: Any = [Gpu() for _ in executable.places]
     executable.program = program
-    executable._runner = Runner(bound, CudaExecutor(program, bound, gpus, recorded))
+    executable._executor = CudaExecutor(program, bound, gpus, recorded)
 
 
 def train(module: Any, args: Any, kwargs: Any, steps: int) -> list[torch.Tensor]:

@@ -214,7 +214,7 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
     earlier = threading.enumerate()
     module = placed.at_random(model, (x,), devices=2)
     placed.step(module, (x,), {})
-    gone = weakref.ref(module), weakref.ref(module._current.executable)
+    gone = weakref.ref(module), weakref.ref(module._current)
     new = [t for t in threading.enumerate() if t not in earlier]
     workers = [t for t in new if t.name.startswith("baechi-")]
     assert len(workers) == 2

@@ -249,7 +249,7 @@ def test_what_needs_a_gradient_only_later_is_planned_anew_or_refused() -> None:
 def test_a_fork_without_the_workers_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 5)
     placed = at_random(Shares(), (x,), seed=0)
-    assert isinstance(placed._current.executable._runner.executor, CpuExecutor)
+    assert isinstance(placed._current._executor, CpuExecutor)
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(baechi.ExecutionError, match="another process"):
         placed(x)

@@ -1,6 +1,5 @@
 """The executors: parallel, orderly in failure, and gone when their module is."""
 
-import dataclasses
 import gc
 import threading
 import time
@@ -154,15 +153,14 @@ def test_the_stream_executor_launches_in_an_order_that_is_right_without_streams_
     model, args, kwargs = zoo.MODELS["t5"]()
     traced = baechi.trace(model, args, kwargs)
     placed = place_on(traced, 3, baechi.RandomPlacer(5))
-    executable = placed._current.executable
+    executable = placed._current
     places = [torch.device("cpu")] * 3
-    executor = CudaExecutor(executable.program, executable._runner.bound, places)
-    inline = dataclasses.replace(executable._runner, executor=executor)
+    inline = CudaExecutor(executable.program, executable._executor.bound, places)
     loss = model(*args, **kwargs).loss
     loss.backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
     model.zero_grad()
-    with unittest.mock.patch.object(executable, "_runner", inline):
+    with unittest.mock.patch.object(executable, "_executor", inline):
         other = placed(*args, **kwargs).loss
         other.backward()
     torch.testing.assert_close(other, loss)

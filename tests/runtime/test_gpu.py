@@ -212,7 +212,7 @@ def test_training_by_cuda_graphs_follows_the_unsplit_model(name: str, devices: l
             torch.testing.assert_close(other, one, **TOLERANCES)
     # The `capture_rules` know what fails in these models before it is captured.
     assert not [remark for remark in placed.remarks if "could not be captured" in remark]
-    assert "" in placed._current.executable.graphs.reasons
+    assert "" in placed._current.graphs.reasons
 
 
 @pytest.mark.parametrize("devices", [LANES[:1], LANES[:2], TWO_GPUS])
@@ -230,7 +230,7 @@ def test_inference_by_cuda_graphs_equals_the_unsplit_model(name: str, devices: l
     for outputs in kept:  # no later replay has changed what the caller got
         for one, other in zip(expected, outputs, strict=True):
             torch.testing.assert_close(other, one, check_device=False, **TOLERANCES)
-    assert "" in placed._current.executable.graphs.reasons
+    assert "" in placed._current.graphs.reasons
 
 
 def test_dropout_in_a_cuda_graph_draws_as_the_eager_one() -> None:
@@ -407,11 +407,11 @@ def test_a_model_is_verified_on_lanes_of_a_gpu_and_a_wrong_weight_is_named() -> 
     placed = placed_randomly(model, args, kwargs, LANES, 0)
     special = placed._current
     call = special.traced.module.call
-    verify(unsplit, special.executable, call, every=True)
+    verify(unsplit, special, call, every=True)
     with torch.no_grad():
         next(model.parameters())[0, 0] += 1
     with pytest.raises(baechi.ExecutionError, match=r"first at .*linear.* on logical device"):
-        verify(unsplit, special.executable, call)
+        verify(unsplit, special, call)
 
 
 class Shifted(nn.Module):

@@ -69,7 +69,7 @@ def peaks(name: str, n: int, optimizer: str | None, seed: int) -> list[tuple[int
     placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
     seen = measured(placed, call, optimizer)
     predicted = placed.schedule.peak_bytes
-    placed._current.executable.close()
+    placed._current.close()
     return [(said, got) for said, got in zip(predicted, seen, strict=True) if got]
 
 
@@ -158,5 +158,5 @@ def test_what_was_accepted_runs_within_its_caps(name: str) -> None:
         cluster = cluster_of(2, cap)
         placed = baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
         seen = measured(placed, call, "adamw")
-        placed._current.executable.close()
+        placed._current.close()
         assert max(seen) <= cap, (percent, cap, seen, placed.schedule.peak_bytes)

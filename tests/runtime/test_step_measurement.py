@@ -18,7 +18,6 @@ from baechi import InputError, Measurement
 from baechi.records.placement import error_of
 from baechi.runtime import step_measurement as measuring
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.step_function import Runner
 from baechi.torch_support.memory_meter import Meter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -286,13 +285,13 @@ def test_inputs_count_on_a_gpu_once_where_they_are_copied_or_written(
 def test_what_is_sent_between_torch_devices_counts_as_moved() -> None:
     """Copies to `cpu:0` are as those to a GPU: torch names no tensor's device so."""
     placed = placed_halves()
-    executable = placed._current.executable
+    executable = placed._current
     with placed.metered() as handed_over:
         placed(torch.randn(4, 16)).sum().backward()
     bound, n = executable._counted.bound, len(executable.places)
-    program = executable._counted.executor._program
+    program = executable._counted._program
     elsewhere = [torch.device("cpu", 0)] * n
-    executable.__dict__["_counted"] = Runner(bound, CudaExecutor(program, bound, elsewhere))
+    executable.__dict__["_counted"] = CudaExecutor(program, bound, elsewhere)
     with placed.metered() as sent:
         placed(torch.randn(4, 16)).sum().backward()
     assert sent.moved_bytes == handed_over.moved_bytes > 0

@@ -220,8 +220,8 @@ def test_nothing_is_found_where_nothing_differs(name: str) -> None:
     unsplit = Unsplit(model)
     placed = again_at_random(traced, seed=1, devices=3)
     try:
-        verify(unsplit, placed._current.executable, traced.module.call)
-        verify(unsplit, placed._current.executable, traced.module.call, every=True)
+        verify(unsplit, placed._current, traced.module.call)
+        verify(unsplit, placed._current, traced.module.call, every=True)
     finally:
         placed.unplace()
 
@@ -235,5 +235,5 @@ def test_a_wrong_parameter_on_its_device_is_found() -> None:
     with torch.no_grad():
         model.layers[2].weight[0, 0] += 1
     with pytest.raises(baechi.ExecutionError, match=r"first at layers\.2/linear_2 \(.*forward"):
-        verify(unsplit, placed._current.executable, traced.module.call)
+        verify(unsplit, placed._current, traced.module.call)
     placed.unplace()

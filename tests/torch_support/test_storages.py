@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import baechi
 from baechi.runtime.executors.cuda_graphs import Statics
-from baechi.runtime.executors.stream_buffers import CopyBuffers
+from baechi.runtime.executors.cuda_streams import CopyBuffers
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.storages import crossings, cut_up, laid_out, once, spanned
 
@@ -171,8 +171,7 @@ def test_a_step_that_is_replayed_finds_room_and_views_where_they_were() -> None:
     span = spanned(views)
 
     def land(statics: Statics | None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        _, whole = buffers.room(span, span, place, "key", statics)
-        return whole, buffers.views(whole, views, "key", statics)
+        return buffers.room(span, views, place, "key", statics)
 
     first, again, eager = land(statics), land(statics), land(None)
     assert first[0] is again[0]
@@ -186,7 +185,7 @@ def test_a_step_that_is_replayed_finds_room_and_views_where_they_were() -> None:
 def test_what_arrives_from_another_gpu_lies_as_what_was_sent(name: str) -> None:
     tensor, _ = LAYOUTS[name]
     part = once(tensor)
-    room, there = CopyBuffers().room(part, tensor, torch.device("cpu"), "key", None)
+    room, (there,) = CopyBuffers().room(part, [tensor], torch.device("cpu"), "key", None)
     room.copy_(part)
     assert torch.equal(there, tensor)
     assert room.stride() == part.clone().stride()

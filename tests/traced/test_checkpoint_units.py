@@ -288,7 +288,7 @@ def test_a_step_with_units_equals_the_unsplit_model_s(
     try:
         assert_equal_steps(model, placed, args, kwargs)
     finally:
-        placed._current.executable.close()
+        placed._current.close()
 
 
 def test_masks_of_dropout_are_drawn_again_on_one_device_as_in_the_unsplit_model() -> None:

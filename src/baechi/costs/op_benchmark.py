@@ -28,8 +28,9 @@ from torch import fx
 
 from baechi.costs.example_inputs import ExampleInputs, function_of, real_inputs
 from baechi.costs.profile_cache import Conditions, Measured
-from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run, no_collections
+from baechi.costs.timers import CpuTimer, CudaTimer, Preparation, Reading, Run
 from baechi.errors import InputError
+from baechi.torch_support.graph_capture import no_collections
 from baechi.torch_support.memory_meter import Meter, saved_inside_bytes
 from baechi.torch_support.storages import distinct_storages, key_of
 from baechi.torch_support.torch_devices import cache_bytes, device_kind, fp32_precisions, hardware

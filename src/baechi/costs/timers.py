@@ -17,12 +17,10 @@ repeats them; where a capture fails they are repeated as they are. An op that ma
 clocked by the host, from an idle device to an idle device.
 """
 
-import gc
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Final, final
@@ -158,18 +156,6 @@ def rounds(
 def median_ns(readings_ns: Sequence[float], repeats: int, empty_ns: float) -> int:
     """The median time of one run, less that of an empty one, of readings of several runs each."""
     return max(round(statistics.median(readings_ns) / repeats - empty_ns), 0)
-
-
-@contextmanager
-def no_collections() -> Iterator[None]:
-    """Keep Python's garbage collector out of the readings."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _pair(first: None, second: None) -> tuple[None, None]:

@@ -12,10 +12,7 @@ here an instruction takes one tick, in the program's launch order, whenever it r
 `docs/runtime.md` (Lifetimes) says why. Streams of one GPU read one storage, while the clock has a
 copy for each device. So if only the producer's autograd saved it, the producer is charged until the
 end of the step as well: over all devices of a GPU that is never less than the memory in use.
-
-A placement that does not fit so is solved again with as many bytes left free as were held: held
-bytes change with the placement, so this is repeated a few times. On a single device nothing crosses
-and nothing is held: it is the last resort. On CPUs one solve suffices. Deterministic.
+Deterministic.
 
 Complexity: O(n log n) in ops, consumers and instructions.
 """
@@ -86,14 +83,10 @@ def solve_with_held(
 ) -> Placement:
     """A placement that fits including the bytes held by streams.
 
-    Args:
-        graph: The graph.
-        cluster: The devices, with their free capacity.
-        placer: As in `solve`.
-        gpus: The GPU of every logical device; None for a CPU.
-        effort: As in `solve`.
-        constraints: As in `solve`; their margins stay free in addition.
-        replayed: As in `scheduled`.
+    One that does not fit is solved again with as many bytes left free as were held: these change
+    with the placement, so this is repeated a few times. On a single device, the last resort,
+    nothing is held. Arguments are those of `solve` and of `scheduled`; margins of the constraints
+    stay free in addition.
 
     Raises:
         InfeasibleError: No placement was found.

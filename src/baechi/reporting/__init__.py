@@ -1,7 +1,6 @@
 """Reports of a placement: text, a page for the browser, a trace for Perfetto.
 
-Everything is computed from values that a file can hold, so that a report can be made on a machine
-that has neither torch nor the model.
+Everything is computed from values that a file can hold, without torch and the model.
 """
 
 from baechi.reporting.facts import Plan as Plan

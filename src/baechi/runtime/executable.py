@@ -23,10 +23,9 @@ from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
 from baechi.runtime.executors.cuda_graphs import WARM_UP, Graphs
 from baechi.runtime.executors.cuda_streams import CudaExecutor
-from baechi.runtime.executors.executor import make_executor
 from baechi.runtime.parameter_devices import devices_of_state
 from baechi.runtime.runtime_checks import SharingGuard, StateGuard
-from baechi.runtime.step_function import Plan, Runner, StepFunction
+from baechi.runtime.step_function import Executor, Plan, StepFunction
 from baechi.runtime.torch_compile import CompiledTape, CompileOptions, compiling, mode_of
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import gpus_of
@@ -43,11 +42,10 @@ from baechi.tracing.workarounds import compact
 
 @final
 class Executable:
-    """A traced model on its devices.
+    """A traced model on its devices, for one shape of call.
 
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
-    leaves tapes as generated. `plan` is the graph that was placed, and on what, where that is
-    known.
+    leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
 
     Attributes:
         program: The program to run; proved.
@@ -67,16 +65,19 @@ class Executable:
         threads: int | None,
         options: CompileOptions | None = None,
         cuda_graphs: CudaGraphs = False,
-        plan: tuple[OpGraph, Cluster] | None = None,
+        graph: OpGraph | None = None,
+        cluster: Cluster | None = None,
     ) -> None:
         check_wish(cuda_graphs, places)
-        self._plan = plan
+        self.traced = traced
+        self.placement = placement
+        self.graph = graph
+        self.cluster = cluster
         module: TracedModule = traced.module
         self.module = module
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
-        self._placement = placement
         self._instant = _instant(module, structure)
         self._streams = any(place.type == "cuda" for place in places)
         # CPU workers share one generator: drawing in launch order makes a seed mean something.
@@ -92,50 +93,53 @@ class Executable:
             self.graphs = Graphs(module, self.program, bound, places)
             if cuda_graphs is True:
                 self.graphs.demand()
-        executor = make_executor(self.program, bound, places, threads, self.graphs)
-        self._runner = Runner(bound, executor)
-        graph = module.graph_module.graph
-        self._given = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-        self._returned: Any = graph.output_node().args[0]
+        self._executor = self._executor_of(bound, self.graphs)
+        nodes = module.graph_module.graph
+        self._given = {node: i for i, node in enumerate(nodes.find_nodes(op="placeholder"))}
+        self._returned: Any = nodes.output_node().args[0]
         self._numbers = {node: i for i, node in enumerate(bound.results)}
         self._sharing_guard = SharingGuard(module)
         self._rewritten = _rewritten(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
-        leaves = list(opaque_leaves(module.graph_module, graph.nodes).values())
+        leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
-        program = compile_program(
-            self._structure, self._placement, instant=self._instant, **options
-        )
+        program = compile_program(self._structure, self.placement, instant=self._instant, **options)
         check_program(program)
         return program
 
+    def _executor_of(self, bound: Bound, graphs: Graphs | None = None) -> Executor:
+        """Workers on CPUs, streams where a device is a GPU."""
+        if self._streams:
+            return CudaExecutor(self.program, bound, self.places, graphs)
+        return CpuExecutor(self.program, bound, len(self.places), self._threads)
+
     @cached_property
     def schedule(self) -> Schedule | None:
-        """The predicted schedule of a step, where the plan is known; a metered step follows it."""
-        if self._plan is None:
+        """The predicted schedule of a step, where graph and cluster are known."""
+        graph, cluster = self.graph, self.cluster
+        if graph is None or cluster is None:
             return None
-        graph, cluster = self._plan
         return scheduled(
-            *(graph, cluster, self._placement, gpus_of(self.places[: len(cluster.devices)])),
+            *(graph, cluster, self.placement, gpus_of(self.places[: len(cluster.devices)])),
             replayed=self.graphs is not None,
-            # The plan's program differs where other ops take no time in it.
+            # The graph's program differs where other ops take no time in it.
             program=self.program if self._instant == instant_ops(graph) else None,
         )
 
     @cached_property
-    def _counted(self) -> Runner:
-        """The runner of metered steps: on CPUs one thread, with copies as between real devices."""
+    def _counted(self) -> Executor:
+        """For metered steps: on CPUs one thread, with copies as between real devices."""
         if self._streams and self._modes is None:
-            return self._runner
+            return self._executor
         program = self.program
         if not self._streams:
             program = self._compiled(copy_lanes=True, one_thread=True, schedule=self.schedule)
         bound = bind(self.module, self._structure, program, self.places)
-        return Runner(bound, CudaExecutor(program, bound, self.places))
+        return CudaExecutor(program, bound, self.places)
 
     @property
     def warm_up(self) -> int:
@@ -175,33 +179,31 @@ class Executable:
     @contextmanager
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
         """Run another code of the same program inside the block, on workers of its own."""
-        usual = self._runner
+        usual = self._executor
         bound = change(bind(self.module, self._structure, self.program, self.places))
-        executor = make_executor(self.program, bound, self.places, self._threads)
-        self._runner = Runner(bound, executor)
+        self._executor = executor = self._executor_of(bound)
         try:
             yield
         finally:
-            self._runner = usual
+            self._executor = usual
             executor.close()
 
     def close(self) -> None:
         """Stop the workers."""
-        self._runner.executor.close()
+        self._executor.close()
 
     @cached_property
-    def _alone(self) -> Runner:
+    def _alone(self) -> Executor:
         """The same tapes in one thread: a mode's first step, which compiles; and hooked ones."""
-        executor = self._runner.executor
+        executor = self._executor
         if not isinstance(executor, CpuExecutor) or executor.threads is None:
-            return self._runner
-        bound = self._runner.bound
-        return Runner(bound, CudaExecutor(self.program, bound, self.places))
+            return executor
+        return CudaExecutor(self.program, executor.bound, self.places)
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Reasons why parts do not run as requested; truth values that calls must repeat."""
-        functions = (tape.function for tape in self._runner.bound.tapes)
+        functions = (tape.function for tape in self._executor.bound.tapes)
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
@@ -211,24 +213,24 @@ class Executable:
         """The model's own return value for a call of the traced shape."""
         self._state_guard.check()
         if self._modes is None or meter is not None:
-            return self._run(self._runner if meter is None else self._counted, call, meter)
+            return self._run(self._executor if meter is None else self._counted, call, meter)
         differentiate = self.training and torch.is_grad_enabled()
-        parameters = tuple(self._runner.bound.parameters)
+        parameters = tuple(self._executor.bound.parameters)
         hooked = any(gradient_hooks(parameter) for parameter in parameters)
         mode = mode_of(call, parameters, differentiate), hooked
         if mode in self._modes:
-            return self._run(self._runner, call, None)
-        executor = self._runner.executor
+            return self._run(self._executor, call, None)
+        executor = self._executor
         with compiling(executor.threads if isinstance(executor, CpuExecutor) else None):
             result = self._run(self._alone, call, None)
         self._modes.add(mode)
         return result
 
-    def _run(self, runner: Runner, call: Call, meter: Meter | None) -> Any:
+    def _run(self, executor: Executor, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
             with torch.no_grad():
-                step = Step(False, meter, call.tensors, runner.bound.sizes)
-                runner.executor.run(step, 0)
+                step = Step(False, meter, call.tensors, executor.bound.sizes)
+                executor.run(step, 0)
             step.write_back()
             return self._finish(call, step.results)
         if any(forward_ad.unpack_dual(t).tangent is not None for t in call.tensors):  # type: ignore[no-untyped-call]
@@ -244,15 +246,16 @@ class Executable:
                 "placement recompute: baechi.place(model, devices, checkpoint=...)."
             )
         if is_hooked():
-            runner = self._alone if meter is None else runner  # hooks are of the caller's thread
-        step = Step(True, meter, call.tensors, runner.bound.sizes)
-        for value, tensor in zip(runner.bound.input_values, call.tensors, strict=True):
+            # Hooks are of the caller's thread.
+            executor = self._alone if meter is None else executor
+        step = Step(True, meter, call.tensors, executor.bound.sizes)
+        for value, tensor in zip(executor.bound.input_values, call.tensors, strict=True):
             step.flags[value] = tensor.requires_grad
-        trained = [p for p in runner.bound.parameters if p.requires_grad]
+        trained = [p for p in executor.bound.parameters if p.requires_grad]
         hooked = self._hooked(trained)
         step.apart = bool(hooked)
         inputs = [tensor for tensor in call.tensors if tensor.requires_grad]
-        plan = Plan(runner, step, call, trained, hooked)
+        plan = Plan(executor, step, call, trained, hooked)
         seed = torch.empty(0, requires_grad=True)
         tokens = StepFunction.apply(plan, seed, *inputs, *trained)  # type: ignore[no-untyped-call]
         if self._rewritten:

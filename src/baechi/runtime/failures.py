@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from baechi.errors import ExecutionError
 from baechi.runtime.torch_compile import CompiledTape
-from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.fx_nodes import op_and_line, op_name
 
 # A line of a traceback that torch has kept as text: in generated code, and what is there.
 _GENERATED: Final = re.compile(r'File "(<eval_with_key>[^"]*)".*\n\s*(\w+)')
@@ -71,8 +71,7 @@ def located(
             "(run it under torch.autograd.set_detect_anomaly(True) to see which)"
         )
     else:
-        source = source_line(node)
-        where = f"{op_name(node)} ({source})" if source else op_name(node)
+        where = op_and_line(node)
     return ExecutionError(
         f"{where} failed on logical device {device}: {type(error).__name__}: {error}"
     )

@@ -31,7 +31,7 @@ from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.executors.capture_rules import CudaGraphs
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
-from baechi.runtime.specialization import CallLock, Specialization, Specializations, call_key
+from baechi.runtime.specialization import CallLock, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
 from baechi.torch_support.memory_meter import Meter
@@ -42,7 +42,7 @@ from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
 
 # The model, the call, and what other calls got so far, the first one first.
-Specialize = Callable[[nn.Module, Call, Sequence[Specialization]], Specialization]
+Specialize = Callable[[nn.Module, Call, Sequence[Executable]], Executable]
 
 
 def apply(
@@ -104,13 +104,11 @@ def apply(
         )
     options = compile_options(compile, places)
     placed = PlacedModule(traced.module.model, None, 1)
-    plan = None if graph is None or cluster is None else (graph, cluster)
-    executable = Executable(
-        traced, step, placement, places, threads_per_device, options, cuda_graphs, plan
+    placed._latest = Executable(
+        *(traced, step, placement, places, threads_per_device),
+        *(options, cuda_graphs, graph, cluster),
     )
-    special = Specialization(traced, placement, graph, cluster, executable)
-    placed._specializations.add(call_key(traced.module.model, traced.module.call), special)
-    placed._latest = special
+    placed._specializations.add(call_key(traced.module.model, traced.module.call), placed._latest)
     return placed
 
 
@@ -222,10 +220,10 @@ class PlacedModule(nn.Module):
         self._specializations = Specializations()
         self._specialize = specialize
         self._limit = limit
-        self._latest: Specialization | None = None
+        self._latest: Executable | None = None
         self._lock = CallLock()
         self._meter: Meter | None = None
-        self._measured: dict[Specialization, Measurement] = {}
+        self._measured: dict[Executable, Measurement] = {}
         self._original_devices = [(t, t.device) for t in [*model.parameters(), *model.buffers()]]
         self._closed = False
         shared = {name: _forwarded(name) for name in _CONTAINER if hasattr(type(model), name)}
@@ -264,26 +262,26 @@ class PlacedModule(nn.Module):
         with self._lock.side_by_side():
             call = canonical_call(self._model, args, kwargs)
             special = self._specializations.find(call_key(self._model, call), call)
-            if special is not None and (special is self._latest or special.executable.is_settled):
+            if special is not None and (special is self._latest or special.is_settled):
                 self._latest = special
-                return special.executable(call, self._meter)
-        executable = self._special(self._model, call).executable
+                return special(call, self._meter)
+        special = self._special(self._model, call)
         with self._lock.side_by_side():
-            return executable(call, self._meter)
+            return special(call, self._meter)
 
     def _check_open(self) -> None:
         if self._closed:
             raise ExecutionError("this module was unplaced; call the model that unplace() gave.")
 
-    def _special(self, model: nn.Module, call: Call) -> Specialization:
+    def _special(self, model: nn.Module, call: Call) -> Executable:
         with self._lock.alone():  # of calls from several threads one plans, and the others wait
             key = call_key(model, call)
             special = self._specializations.find(key, call) or self._make(model, call, key)
             self._latest = special
-            special.executable.settle()
+            special.settle()
             return special
 
-    def _make(self, model: nn.Module, call: Call, key: Any) -> Specialization:
+    def _make(self, model: nn.Module, call: Call, key: Any) -> Executable:
         if self._specialize is None:
             raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
@@ -294,13 +292,13 @@ class PlacedModule(nn.Module):
             special = self._specialize(model, call, tuple(self._specializations))
         except BaseException:
             if self._latest is not None:
-                self._latest.executable.settle()
+                self._latest.settle()
             raise
         self._specializations.add(key, special)
         return special
 
     @property
-    def _current(self) -> Specialization:
+    def _current(self) -> Executable:
         if self._latest is None:
             raise ExecutionError(
                 "this module is not specialized yet: call it once, or give `place` example_args."
@@ -320,12 +318,12 @@ class PlacedModule(nn.Module):
     @property
     def program(self) -> Program:
         """The program of the latest shape of call, proved free of races."""
-        return self._current.executable.program
+        return self._current.program
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """Reasons why parts do not run as requested; truth values of the example that must hold."""
-        return self._current.executable.remarks
+        return self._current.remarks
 
     @property
     def graph(self) -> OpGraph:
@@ -342,7 +340,7 @@ class PlacedModule(nn.Module):
         """The predicted schedule of a step; on GPUs its peaks include what streams hold."""
         self._known("graph")
         self._known("cluster")
-        return cast(Schedule, self._current.executable.schedule)
+        return cast(Schedule, self._current.schedule)
 
     def _known(self, what: str) -> Any:
         value = getattr(self._current, what)
@@ -412,7 +410,7 @@ class PlacedModule(nn.Module):
         special = self._current
         used = max(special.placement.devices, default=0) + 1
         meter = Meter([0] * (used if special.cluster is None else len(special.cluster.devices)))
-        for tensor, device in special.executable.state_devices.items():
+        for tensor, device in special.state_devices.items():
             state = {} if optimizer is None else optimizer.state.get(tensor, {})
             for value in (tensor, tensor.grad, *state.values()):
                 if isinstance(value, torch.Tensor):
@@ -426,7 +424,7 @@ class PlacedModule(nn.Module):
     def unplace(self) -> nn.Module:
         """The model itself, back on the devices it came from; this module runs no more."""
         for special in self._specializations:
-            special.executable.close()
+            special.close()
         self._closed = True
         self._move_back()
         return self._model

@@ -1,10 +1,4 @@
-"""Checks before a placed model runs: of its placement, of the model's state, of a call's arguments.
-
-A placed model runs the tensors that it was traced with. If the caller replaces one instead of
-writing into it, unties a weight that has several names, or gives a layer the bias that it lacked,
-the caller trains or loads another model than the placed one. `model.half()` keeps the object, but
-the plan is for its former type.
-"""
+"""Checks before a placed model runs: of its placement, its state, and a call's arguments."""
 
 from collections.abc import Sequence
 from typing import Any, final
@@ -25,7 +19,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     """The structure of the step that was placed: of the placed graph, where that is known.
 
     Raises:
-        InputError: It is of another graph, parts a group, or is in no topological order.
+        InputError: It is of another graph, or parts a group.
     """
     n = len(traced.ops)
     step = graph or traced.structure(training=len(placement.devices) > n)
@@ -47,15 +41,6 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
             f"the graph given is not of this {traced.name}: its forward ops have other names, or "
             "it does not say which ops are not forward (Op.phase). Give the graph of this trace."
         )
-    place = {op: i for i, op in enumerate(placement.order)}
-    for tensor in traced.tensors:
-        for consumer in tensor.consumers:
-            if place[consumer] < place[tensor.producer]:
-                raise InputError(
-                    f"the placement's order runs {traced.ops[consumer].name!r} before "
-                    f"{traced.ops[tensor.producer].name!r}, whose result it reads; "
-                    "it is of another graph."
-                )
     device_of: dict[str, int] = {}
     for op, device in zip(traced.ops, placement.devices[:n], strict=True):
         if op.group is not None and device_of.setdefault(op.group, device) != device:
@@ -147,10 +132,9 @@ class SharingGuard:
         last = {id(tensor): i for i, tensor in enumerate(tensors)}
         # (i, j): the argument i is the very tensor that j is.
         self._one = [(i, last[id(t)]) for i, t in enumerate(tensors) if last[id(t)] != i]
-        facts = module.facts.nodes
+        facts, written = module.facts.nodes, module.facts.written
         given = [facts[n].values for n in module.graph_module.graph.find_nodes(op="placeholder")]
         storages = [{value.storage for value in values} for values in given]
-        written = {storage for fact in facts.values() for storage in fact.writes}
         # (i, j): i is written, and shares nothing with j.
         self._apart = [
             (i, j)

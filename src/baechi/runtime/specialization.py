@@ -3,34 +3,17 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from threading import Condition, get_ident
 from typing import Any, final
 
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster
-from baechi.records.graph import OpGraph
-from baechi.records.placement import Placement
 from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import hooks_of
-from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.faithfulness import HOOKS
 from baechi.tracing.pytrees import is_container
-
-
-@final
-@dataclass(frozen=True, eq=False)
-class Specialization:
-    """A placed model for one shape of call; graph and cluster are None where `apply` got none."""
-
-    traced: Traced
-    placement: Placement
-    graph: OpGraph | None
-    cluster: Cluster | None
-    executable: Executable
 
 
 @final
@@ -41,35 +24,35 @@ class Specializations:
     """
 
     def __init__(self) -> None:
-        self._rows: dict[Any, list[Specialization]] = {}
+        self._rows: dict[Any, list[Executable]] = {}
 
-    def __iter__(self) -> Iterator[Specialization]:
+    def __iter__(self) -> Iterator[Executable]:
         return (special for row in self._rows.values() for special in row)
 
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
 
-    def find(self, key: Any, call: Call) -> Specialization | None:
+    def find(self, key: Any, call: Call) -> Executable | None:
         """The specialization that can run a call of this key, or None."""
         for special in self._rows.get(key, ()):
-            if special.executable.attributes.hold() and special.executable.takes(call):
+            if special.attributes.hold() and special.takes(call):
                 return special
         return None
 
-    def add(self, key: Any, special: Specialization) -> None:
+    def add(self, key: Any, special: Executable) -> None:
         """Take one more, instead of one for the same but for what needs a gradient."""
         told = special.traced.module.gradients
         others = [
             other
             for other in self._rows.get(key, ())
-            if not other.executable.attributes.hold() or other.traced.module.gradients != told
+            if not other.attributes.hold() or other.traced.module.gradients != told
         ]
         self._rows[key] = [*others, special]
 
     def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
         """The error for a call that none of these can run, where no other can be made."""
         mode = "training" if model.training else "evaluation"
-        found = (s.executable.attributes.changed() for s in self._rows.get(key, ()))
+        found = (s.attributes.changed() for s in self._rows.get(key, ()))
         changed = next((f": {text}" for text in found if text), "")
         return InputError(
             f"this placed {type(model).__name__} was made by `apply` for one shape of call; "
@@ -83,7 +66,7 @@ class Specializations:
     def too_many(self, model: nn.Module, call: Call) -> InputError:
         """Why a call is refused that would be one more than the limit."""
         mode = "training" if model.training else "evaluation"
-        found = (special.executable.attributes.changed() for special in self)
+        found = (special.attributes.changed() for special in self)
         changed = next((f" Of its attributes, {text}." for text in found if text), "")
         grown = (each for each in call.objects if not is_container(each))
         kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in grown))

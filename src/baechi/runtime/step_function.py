@@ -7,17 +7,16 @@ So `loss.backward()`, hooks, accumulation and any optimizer work as on the unspl
 
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, TypeAlias, final
 
 import torch
 from torch.utils import _pytree as pytree
 
 from baechi.errors import ExecutionError
-from baechi.runtime.autograd.binding import Bound, BoundResult
+from baechi.runtime.autograd.binding import BoundResult
 from baechi.runtime.autograd.step import OutputFunction, Seeds, Step
-from baechi.runtime.executors.executor import Executor
+from baechi.runtime.executors.cpu_workers import CpuExecutor
+from baechi.runtime.executors.cuda_streams import CudaExecutor
 from baechi.torch_support.torch_internals import (
     allow_writes,
     gradient_hooks,
@@ -28,14 +27,7 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.calling_convention import Call
 
-
-@final
-@dataclass(frozen=True)
-class Runner:
-    """A program bound to the model, and its executor."""
-
-    bound: Bound
-    executor: Executor
+Executor: TypeAlias = CpuExecutor | CudaExecutor
 
 
 @final
@@ -44,19 +36,19 @@ class Plan:
 
     def __init__(
         self,
-        runner: Runner,
+        executor: Executor,
         step: Step,
         call: Call,
         trained: list[torch.nn.Parameter],
         hooked: frozenset[torch.nn.Parameter],
     ) -> None:
-        self.runner = runner
+        self.executor = executor
         self.step = step
         self.call = call
         self.trained = trained
         self.hooked = hooked  # those whose gradients had hooks when the forward ran
         self.spent = False
-        self.seeds = Seeds(runner.bound.sizes.grads, step.meter)
+        self.seeds = Seeds(executor.bound.sizes.grads, step.meter)
         self.graded = [tensor.requires_grad for tensor in call.tensors]  # a write may change that
         self.outputs: list[torch.Tensor] = []  # the tensors among the results with gradients
         self._origins: list[tuple[BoundResult, int]] = []  # of each its result, and its leaf there
@@ -69,9 +61,9 @@ class Plan:
         """Run the forward, and take its results apart."""
         step = self.step
         with torch.enable_grad():
-            self.runner.executor.run(step, 0)
+            self.executor.run(step, 0)
         step.write_back()
-        for value, row in zip(step.results, self.runner.bound.results.values(), strict=True):
+        for value, row in zip(step.results, self.executor.bound.results.values(), strict=True):
             flag = step.flags[row.value]
             leaves, spec = pytree.tree_flatten(value)
             places = [-1] * len(leaves)
@@ -152,32 +144,28 @@ class Plan:
                     "placed.unplace()."
                 )
         self.spent = not keep
-        step, bound = self.step, self.runner.bound
+        step, bound = self.step, self.executor.bound
         step.grads, step.keep = self.seeds.taken(), keep
-        self.runner.executor.run(step, 1)
+        self.executor.run(step, 1)
         result: list[torch.Tensor | None] = []
         rows = zip(self.call.tensors, self.graded, bound.input_grads, strict=True)
         for tensor, graded, slots in rows:
             if graded:
-                total = self._taken(slots)
+                total = step.taken(slots)
                 result.append(None if total is None else total.to(tensor.device))
         for parameter in self.trained:
             device, slots = bound.parameters[parameter]
-            with nullcontext() if step.meter is None else step.meter.counting(device):
-                result.append(self._taken(slots))
+            with step.counting(device):
+                result.append(step.taken(slots))
             if result[-1] is None and gradient_hooks(parameter):
                 raise ExecutionError(
                     f"a parameter (of shape {list(parameter.shape)}) whose gradient has a hook "
                     "gets none in this backward: the loss does not depend on it. torch would run "
                     "the hook with None; use register_post_accumulate_grad_hook, or remove it."
                 )
-        self.runner.executor.meet(step)
+        self.executor.meet(step)
         step.grads = []
         return result
-
-    def _taken(self, slots: Sequence[int]) -> torch.Tensor | None:
-        """The sum of some gradients, which the step forgets: autograd then keeps it uncopied."""
-        return self.step.taken(slots)
 
 
 class StepFunction(torch.autograd.Function):

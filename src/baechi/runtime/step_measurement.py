@@ -25,7 +25,6 @@ from baechi.errors import InputError
 from baechi.records.graph import OpGraph
 from baechi.records.placement import Measurement, Placement
 from baechi.runtime.executable import Executable
-from baechi.runtime.specialization import Specialization
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
@@ -40,7 +39,7 @@ Reading = Callable[[Callable[[], object]], int]
 Metered = Callable[[], AbstractContextManager[Meter]]
 
 
-def measure_steps(special: Specialization, metered: Metered, steps: int) -> Measurement:
+def measure_steps(executable: Executable, metered: Metered, steps: int) -> Measurement:
     """Measured steps of a placed model on copies of the call's tensors; `metered` makes a meter.
 
     Raises:
@@ -48,9 +47,9 @@ def measure_steps(special: Specialization, metered: Metered, steps: int) -> Meas
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise InputError(f"steps is {steps!r}; measure at least one step.")
-    executable, module = special.executable, special.traced.module
-    loss = len(special.traced.ops)  # the op after the forward's, where there is a backward
-    loss_device = special.placement.devices[loss] if executable.training else 0
+    module = executable.module
+    loss = len(executable.traced.ops)  # the op after the forward's, where there is a backward
+    loss_device = executable.placement.devices[loss] if executable.training else 0
     clock = _Clock(executable.places)
     with _kept(module.model, executable.places), module.call.autocast.applied():
         run = _Steps(executable, module.model, module.call, loss_device)

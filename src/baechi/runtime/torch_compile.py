@@ -5,10 +5,8 @@
 
 A compiled function is special for shapes, strides, what needs a gradient, autocast, and the number
 of torch threads: a *mode*. torch compiles where a new mode first runs, one thread at a time, and
-puts random states back when it has. So a mode's first step is made by one thread, which has as many
-torch threads as a worker; no worker ever compiles, and no draw of another gets lost.
-
-What torch cannot compile whole runs as generated, and says why.
+then puts random states back. So a mode's first step is made by one thread, which has as many torch
+threads as a worker; else draws of others got lost.
 """
 
 import threading
@@ -31,7 +29,7 @@ from baechi.torch_support.torch_internals import (
     refusals,
 )
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import op_name, source_line
+from baechi.tracing.fx_nodes import op_and_line
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -154,8 +152,7 @@ class CompiledTape:
         for before, line in pairwise(lines):
             node = self._nodes.get(line.partition("=")[0].strip())
             if node is not None and "eval_with_key" in before:
-                source = source_line(node)
-                return f", at {op_name(node)}" + (f" ({source})" if source else "")
+                return f", at {op_and_line(node)}"
         return ""
 
     def _refuse(self, reason: str) -> None:

@@ -2,14 +2,8 @@
 
     the model itself ──step──► outputs, gradients, buffers ◄──step── the placed model
 
-If these differ, the operators of the trace run one by one, unsplit and then on their devices in the
-order of the program. A value is compared when it is made, its gradient when it is complete: when
-the first reader of the value has gone backward. In backward order, the first gradient that differs
-was computed by readers whose own gradients are right, so the backward of one of them differs.
-
-Where operators draw random numbers on several devices, they draw in another order than the unsplit
-model. Then the trace, which draws as the model does, stands in for it, and in both runs every
-operator that draws starts from a seed of its own.
+`docs/runtime.md` (Verifying) says what follows if these differ, or draw random numbers in another
+order.
 """
 
 import copy
@@ -28,7 +22,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.fx_nodes import op_name, operator_name, source_line
+from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.workarounds import compact
@@ -237,7 +231,7 @@ class _Verification:
 
     def _traced(self, found: list[_Difference] | None = None) -> Callable[[Call], Any]:
         """The trace, with the copy's state; notes values, or `found` gets how they differ now."""
-        written = {storage for fact in self._facts.values() for storage in fact.writes}
+        written = self._module.facts.written
 
         def keep(key: _Key, tensor: torch.Tensor) -> None:
             node, leaf, is_gradient = key
@@ -283,7 +277,9 @@ class _Verification:
                 what = f"the gradient of {op_name(node)}{where}"
                 found.append(self._backward(self._readers(node), node, what, text))
             elif text:
-                found.append(_Difference((0, self._rank[node]), f"{_named(node)}{where}: {text}"))
+                found.append(
+                    _Difference((0, self._rank[node]), f"{op_and_line(node)}{where}: {text}")
+                )
 
         return compare
 
@@ -337,7 +333,7 @@ class _Verification:
         self, readers: Sequence[fx.Node], node: fx.Node, what: str, text: str
     ) -> _Difference:
         first = readers[0] if readers else node
-        names = " or of ".join(map(_named, readers))
+        names = " or of ".join(map(op_and_line, readers))
         makers = f"the backward of {names}" if names else "what the caller's loss gives"
         return _Difference((1, -self._rank[first]), f"{makers}, which makes {what}: {text}")
 
@@ -417,11 +413,6 @@ def _distance(expected: torch.Tensor, actual: torch.Tensor) -> str:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
-
-
-def _named(node: fx.Node) -> str:
-    source = source_line(node)
-    return f"{op_name(node)} ({source})" if source else op_name(node)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -35,9 +35,9 @@ class CudaRecorder:
         self._latest = -1
 
     def record(self, function: Callable[[], None], rank: int) -> Callable[[], None]:
-        """Capture what the function launches; the replay launches it on the current stream.
+        """Capture what the function launches; one that comes late gets a pool of its own.
 
-        Its rank is its place in the order of a step; one that comes late gets a pool of its own.
+        Its rank is its place in the order of a step.
 
         Raises:
             RuntimeError: It cannot be captured.
@@ -46,7 +46,9 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         pool = self._pool if rank >= self._latest else torch.cuda.graph_pool_handle()
         self._latest = max(rank, self._latest)
-        with _undisturbed(), torch.cuda.stream(self._stream):
+        # Garbage may hold graphs, and must not be collected in a capture.
+        with no_collections(), warnings.catch_warnings(), torch.cuda.stream(self._stream):
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # one of views
             try:
                 # Autograd's and other people's threads may take memory meanwhile.
                 graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -110,14 +112,12 @@ class CudaRecorder:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """No garbage is collected inside, since it may hold graphs; a graph of views may be empty."""
-    collects = gc.isenabled()
+def no_collections() -> Iterator[None]:
+    """Keep Python's garbage collector out of a block."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")
-            yield
+        yield
     finally:
-        if collects:
+        if was_on:
             gc.enable()

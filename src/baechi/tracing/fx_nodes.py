@@ -64,6 +64,12 @@ def _own_path(path: str) -> str:
     return "" if path == "model" else path.removeprefix("model.")
 
 
+def op_and_line(node: fx.Node) -> str:
+    """The operator's name with its source line, if known."""
+    source = source_line(node)
+    return f"{op_name(node)} ({source})" if source else op_name(node)
+
+
 def source_line(node: fx.Node) -> str:
     """`modeling_gpt2.py:680 in forward: hidden_states = ...`, from the tracer's own record.
 

@@ -97,14 +97,9 @@ def bind(
     places: Sequence[torch.device],
     options: CompileOptions | None = None,
 ) -> Bound:
-    """The program, bound to a traced model and to torch devices.
+    """The program, bound to a traced model and to the torch device of every logical device.
 
-    Args:
-        module: The model.
-        structure: The compiled step.
-        program: The compiled placement of it.
-        places: The torch device of every logical device.
-        options: Of `torch.compile`, for every tape; None leaves them as generated.
+    With `options` of `torch.compile` every tape is compiled; None leaves them as generated.
 
     Raises:
         ExecutionError: The graph lacks a tensor that the model reads, or its gradient.
@@ -132,8 +127,6 @@ class _Binder:
         made = (node for node in self._returned if node.op not in ("placeholder", "get_attr"))
         self._results = {node: i for i, node in enumerate(made)}
         self._slots: dict[tuple[fx.Node, int, int], int] = {}  # (node, tensor, device)
-        facts = self._module.facts.nodes.values()
-        self._written = {storage for fact in facts for storage in fact.writes}
 
     def bound(self) -> Bound:
         """The bound program."""
@@ -314,7 +307,8 @@ class _Binder:
         }
 
     def _is_written(self, node: fx.Node) -> bool:
-        return any(v.storage in self._written for v in self._module.facts.nodes[node].values)
+        facts = self._module.facts
+        return any(v.storage in facts.written for v in facts.nodes[node].values)
 
     def _graded_bytes(self, nodes: Sequence[fx.Node]) -> int:
         facts = self._module.facts

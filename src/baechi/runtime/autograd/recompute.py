@@ -4,8 +4,7 @@
                     └── kept, with the state of the world then ──┐
     again       the same arguments, in the same world ──► generated code ──► the tape's graph
 
-The world is what the code reads besides its arguments: the generator of random numbers, autocast,
-and buffers, of which it writes into copies when it runs again: running statistics move once.
+The world is what the code reads besides its arguments: the generator, autocast, buffers.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,6 +7,7 @@ for its gradient.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -112,6 +113,10 @@ class Step:
         self.moved: dict[int, torch.Tensor] = {}  # written inputs that are on another device
         self.own: Any = None  # the executor's state between the phases
 
+    def counting(self, device: int) -> AbstractContextManager[None]:
+        """Count what is made inside; autograd takes the mode along to the thread of a GPU."""
+        return nullcontext() if self.meter is None else self.meter.counting(device)
+
     def taken(self, slots: Iterable[int]) -> torch.Tensor | None:
         """The sum of some gradients, which the step forgets: nothing else holds it then."""
         total: torch.Tensor | None = None
@@ -193,7 +198,7 @@ def sharing_of(
     facts, graph = module.facts.nodes, module.graph_module.graph
     count = Counter(value.storage for node in results for value in facts[node].values)
     # What forward writes has another history since: a result is no view of what it was.
-    written = {storage for fact in facts.values() for storage in fact.writes}
+    written = module.facts.written
     arguments = {
         value.storage: index
         for index, node in enumerate(graph.find_nodes(op="placeholder"))

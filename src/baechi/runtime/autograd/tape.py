@@ -4,9 +4,8 @@
     backward    gradients of what it published -> autograd -> gradients of what entered
     recompute   what a checkpointed one kept -> cut off -> generated code -> its graph
 
-Each tape is an autograd graph of its own. What enters is cut off from its producer's graph, and
-only gradient edges are remembered, so no activation lives longer than autograd itself needs it.
-Which slot holds what is settled once, by `binding`; here values are only moved.
+Each tape is an autograd graph of its own (`docs/runtime.md`, Running it). Which slot holds what is
+settled once, by `binding`; here values are only moved.
 """
 
 from collections import defaultdict

@@ -1,9 +1,7 @@
 """Rules for what may be captured as a CUDA graph, decided before anything runs.
 
-A CUDA graph is a list of kernels with fixed addresses and arguments. So nothing in it may wait for
-the host, take its size from values, or write outside of the graph's own memory. Most of PyTorch's
-own operators qualify; others are not captured. A tape that the rules miss fails at its capture, and
-then runs eagerly, too.
+Nothing in a graph may wait for the host, take its size from values, or write outside of the graph's
+own memory. A tape that the rules miss fails at its capture, and then runs eagerly, too.
 
 Sources: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs (constraints), and
 `aten/src/ATen/cuda/CUDAGeneratorImpl.cpp` for what a replay does to the random state.

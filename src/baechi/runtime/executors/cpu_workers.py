@@ -4,9 +4,9 @@
     worker 0     run[a b c]─(1)─┐            run[f g]
     worker 1                    └─(2)─►copy, run[d e]
 
-A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, a
-lock with one opener and one waiter, and (2) the waiter closes it again as it passes; so gates need
-no reset between calls. An error opens every gate: every lane goes on, finds it, and stops.
+A lane is a list of functions, made once. An event that another lane waits for (1) opens a gate, and
+(2) the waiter closes it again as it passes. An error opens every gate: every lane goes on, finds
+it, and stops.
 """
 
 import contextlib
@@ -143,18 +143,15 @@ class _Gates:
 class CpuExecutor:
     """A worker per logical device; a single device without workers runs in the caller's thread.
 
-    Args:
-        program: The program to run.
-        bound: To what.
-        n_devices: Logical devices.
-        threads: torch threads per worker; `None` gives each an equal share of torch's own, and a
-            single device all of them.
+    `threads` are torch's per worker; None gives each an equal share of torch's own, and a single
+    device all of them.
 
     Attributes:
         threads: torch threads per worker; None if there are no workers.
     """
 
     def __init__(self, program: Program, bound: Bound, n_devices: int, threads: int | None) -> None:
+        self.bound = bound
         self._gates = _Gates()
         self._lanes = [_lanes(program, bound, i, self._gates) for i in range(len(program.phases))]
         self._gates.reset()

@@ -3,10 +3,7 @@
     forward     values -> static inputs -> replay -> static outputs, and flags as recorded
     backward    gradients -> static seeds -> replay -> static gradients
 
-A recording has addresses in it. So what enters a tape is copied to where it was when the tape was
-recorded, unless it lies there already, and what leaves it stays where it is from step to step. The
-autograd graph of a recorded forward is kept, and any backward over it may be recorded later.
-`docs/runtime.md` (CUDA graphs) says when a step is replayed.
+`docs/runtime.md` (CUDA graphs) says what is copied and kept, and when a step is replayed.
 
 Nothing here is CUDA's own: `graph_capture` records on a GPU, and the tests record on a CPU.
 
@@ -31,6 +28,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.executors.capture_rules import LAUNCHES_NOTHING, obstacle
 from baechi.torch_support.graph_capture import CudaRecorder
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.pytrees import tensors_in
 
 # As many as `torch.cuda.make_graphed_callables` takes: libraries choose their kernels meanwhile.
 WARM_UP: Final = 3
@@ -44,12 +42,8 @@ class Recorder(Protocol):
     def record(self, function: Callable[[], None], rank: int) -> Replay:
         """Record what the function launches; it takes place when it is replayed first.
 
-        What one recording has let go of, the next may take, as long as they are made in the order
-        in which a step replays them. One that is made late must have memory of its own.
-
-        Args:
-            function: The function to record.
-            rank: Its place in the order of a step.
+        Its rank is its place in the order of a step. What one recording has let go of, the next may
+        take; one that comes late must have memory of its own.
 
         Raises:
             Exception: It cannot be recorded; nothing of it has taken place.
@@ -94,21 +88,15 @@ class _Static:
     """
 
     def __init__(self, value: Any) -> None:
-        self.tensors = _tensors(value)
+        self.tensors = tensors_in(value)
         self.targets = [tensor.data for tensor in self.tensors]
 
     def fill(self, value: Any) -> None:
         """Copy what is not there already."""
-        rows = zip(self.tensors, self.targets, _tensors(value), strict=True)
+        rows = zip(self.tensors, self.targets, tensors_in(value), strict=True)
         for static, target, tensor in rows:
             if tensor is not static:
                 target.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 @final
@@ -227,7 +215,7 @@ class GraphedTape:
         results = [(r, scratch.results[r]) for output in outputs for r in output.results]
         flags = [(output.value, scratch.flags[output.value]) for output in outputs]
         for _, value in (*slots, *results):
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 statics.add(tensor)
         record = scratch.records[code.index]
         return _Forward(replay, fills, inputs, slots, results, flags, record)

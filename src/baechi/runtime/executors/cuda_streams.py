@@ -5,20 +5,16 @@
     device 1           run[x y]              └─(3)─►run[d e]
 
 (1) the lane that copies waits for the producer's; (2) the copy runs beside both that compute; (3)
-the reader's lane waits for the copy. Instructions are launched in the program's launch order, every
-lane is a stream, and every wait an event, made once.
-
-What crosses lanes is memory of the lane that sent it (on one GPU) or copied it (between two), and
-read by another; so it is held to the end of the phase, where all streams wait for all. Results that
-may be another stream's memory are copied to the caller's. `docs/runtime.md` (Lifetimes) says which
-stream owns what, and when it is freed; nothing needs `record_stream`.
+the reader's lane waits for the copy. `docs/runtime.md` (On CUDA) says which stream owns what, and
+when it is freed.
 """
 
 import contextlib
 import itertools
 import threading
+import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
@@ -27,16 +23,57 @@ import torch
 from torch.utils import _pytree as pytree
 
 from baechi.records.instructions import Copy, Free, Instruction, Place, Program, Run, Segment, Wait
-from baechi.runtime.autograd.binding import Bound
+from baechi.runtime.autograd.binding import Bound, Moves
 from baechi.runtime.autograd.step import Step
-from baechi.runtime.executors.cuda_graphs import Graphs
-from baechi.runtime.executors.stream_buffers import CopyBuffers, HeldStorages, move
-from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.storages import laid_out, once, spanned
+from baechi.runtime.executors.cuda_graphs import Graphs, Statics
+from baechi.torch_support.storages import (
+    crossings,
+    cut_up,
+    distinct_storages,
+    key_of,
+    laid_out,
+    once,
+    spanned,
+)
 from baechi.torch_support.torch_internals import copy_each
 
 Event = tuple[int, int, int]  # phase, lane, position
 Streams = Sequence[torch.cuda.Stream | None]
+Send = Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@final
+class HeldStorages:
+    """Storages that cross streams, held over a phase; between phases, weak references to them.
+
+    What autograd has saved of them is dropped when the host reaches it in the backward, whatever
+    other streams still do with it; so the backward holds it again, to its own end.
+    """
+
+    def __init__(self) -> None:
+        self._strong: dict[int, torch.UntypedStorage] = {}
+        self._weak: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __len__(self) -> int:
+        return len(self._strong)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return any(key in self._strong for key in distinct_storages([tensor]))
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor's storages until `rest`."""
+        self._strong.update(distinct_storages([tensor]))
+
+    def rest(self) -> None:
+        """Drop all, but remember weakly what others keep alive."""
+        self._weak = [weakref.ref(storage) for storage in self._strong.values()]
+        self._strong = {}
+
+    def wake(self) -> None:
+        """Hold again what is still alive."""
+        alive = [storage for reference in self._weak if (storage := reference()) is not None]
+        self._strong.update((key_of(storage), storage) for storage in alive)
+        self._weak = []
 
 
 @final
@@ -56,12 +93,7 @@ class CudaExecutor:
     The first logical device of a GPU computes on the caller's current stream, the others on streams
     of their own. CPUs among the devices run inline; metered steps on CPUs alone run so, too,
     because their peaks must not depend on how threads meet. Calls from several threads take turns.
-
-    Args:
-        program: The program to run.
-        bound: To what.
-        places: The torch device of every logical device; CPUs may be among them.
-        graphs: The tapes as CUDA graphs.
+    With `graphs`, tapes run as CUDA graphs.
     """
 
     def __init__(
@@ -72,7 +104,7 @@ class CudaExecutor:
         graphs: Graphs | None = None,
     ) -> None:
         self._program = program
-        self._bound = bound
+        self.bound = bound
         self._places = tuple(places)
         self._graphs = graphs
         # A GPU's thread of autograd that goes backward inside a backward takes what waits for it,
@@ -187,13 +219,13 @@ class CudaExecutor:
             elif event is not None and stream is not None:
                 stream.wait_event(event)
         elif isinstance(row, Free):
-            self._bound.frees[phase][Place(row.tensor, row.device)].clear(step)
+            self.bound.frees[phase][Place(row.tensor, row.device)].clear(step)
         else:
-            with _on(stream), _counting(step.meter, self._program.lanes[lane].device):
+            with _on(stream), step.counting(self._program.lanes[lane].device):
                 if isinstance(row, Run):
                     self._run_tapes(step, phase, self._program.phases[phase].segments[row.segment])
                 else:
-                    moves = self._bound.copies[phase][Place(row.tensor, row.dst)]
+                    moves = self.bound.copies[phase][Place(row.tensor, row.dst)]
                     made = step.meter is not None or self._places[row.src] != self._places[row.dst]
                     send = partial(self._send, step, row, streams, phase)
                     move(step, moves, send, together=made)
@@ -201,7 +233,7 @@ class CudaExecutor:
     def _run_tapes(self, step: Step, phase: int, segment: Segment) -> None:
         graphs = step.own.graphs
         for index in segment.tapes:
-            tape = self._bound.tapes[index] if graphs is None else graphs.tape(step, index)
+            tape = self.bound.tapes[index] if graphs is None else graphs.tape(step, index)
             if segment.again:
                 tape.recompute(step)
             elif phase:
@@ -229,12 +261,12 @@ class CudaExecutor:
         elif step.meter is not None:
             tensor = step.meter.copy(row.dst, tensor)
         if tensor.device == place:
-            moved = tensor
+            moved = cut_up(tensor, tensors)
         elif reader is None or tensor.device.type != "cuda":  # to or from a CPU
             if maker is not None:
                 maker.synchronize()
             part = once(tensor)  # at once: of pinned memory, too, which the caller may write
-            moved = laid_out(part.to(place), part, tensor)
+            moved = cut_up(laid_out(part.to(place), part, tensor), tensors)
         else:
             # A copy between GPUs runs on the current stream of its source and begins after what is
             # queued on that of its destination, which then waits for it (torch,
@@ -245,15 +277,15 @@ class CudaExecutor:
                 out.wait_stream(torch.cuda.current_stream(place))
                 if tensor.layout is torch.strided:
                     part = once(tensor)
-                    room, moved = self._copy_buffers.room(part, tensor, place, key, statics)
+                    room, moved = self._copy_buffers.room(part, tensors, place, key, statics)
                     # Dense first: a strided copy across devices is a slow kernel.
                     dense = part if part.stride() == room.stride() else part.clone()
                     room.data.copy_(dense, non_blocking=True)
                 else:
-                    moved = tensor.to(place)
+                    moved = cut_up(tensor.to(place), tensors)
         if reader is not None:
-            run.held.add(moved)
-        return self._copy_buffers.views(moved, tensors, key, statics)
+            run.held.add(moved[0])  # all are views of one storage
+        return moved
 
     def _give_results(self, step: Step, run: _StepRun) -> None:
         """Results in memory that is the caller's."""
@@ -267,7 +299,7 @@ class CudaExecutor:
         """Gradients in memory that stays as it is; those of inputs in the caller's own."""
         slots: Iterable[int] = range(len(step.grads))
         if run.graphs is None:
-            slots = itertools.chain.from_iterable(self._bound.input_grads)
+            slots = itertools.chain.from_iterable(self.bound.input_grads)
         by_place: dict[torch.device, dict[int, torch.Tensor]] = defaultdict(dict)
         for slot in slots:
             gradient = step.grads[slot]
@@ -312,6 +344,71 @@ class CudaExecutor:
             join([*callers, *lanes], [*callers, *lanes])
 
 
+@final
+class CopyBuffers:
+    """The buffer of every copy between GPUs, and the tensors in it, where steps are replayed.
+
+    CUDA graphs have addresses in them, and know a static tensor by its identity: so a replayed step
+    finds both as they were in the last.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, tuple[Any, torch.Tensor, tuple[torch.Tensor, ...]]] = {}
+
+    def room(
+        self,
+        part: torch.Tensor,
+        tensors: Sequence[torch.Tensor],
+        place: torch.device,
+        key: Hashable,
+        statics: Statics | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """The buffer that a part is copied to, and the tensors to arrive in it.
+
+        Args:
+            part: The part to copy: `once(spanned(tensors))`.
+            tensors: The tensors to arrive.
+            place: On which torch device.
+            key: The copy and the kind of step.
+            statics: Of the step, if it is replayed.
+        """
+        first = min(t.storage_offset() for t in tensors)
+        layout = [(t.dtype, t.shape, t.stride(), t.storage_offset() - first) for t in tensors]
+        known = self._known.get(key) if statics is not None else None
+        if known is None or known[0] != layout:
+            room = torch.empty_like(part, device=place)  # as it lies: its readers count on that
+            known = (layout, room, cut_up(laid_out(room, part, spanned(tensors)), tensors))
+        if statics is not None:
+            self._known[key] = known
+            for tensor in known[2]:
+                statics.add(tensor)
+        return known[1:]
+
+
+def move(step: Step, moves: Moves, send: Send, *, together: bool) -> None:
+    """Fill the slots on the other side; every crossing of a copy has a number.
+
+    Args:
+        step: The step with the slots.
+        moves: Between which of them.
+        send: Brings the tensors of a crossing, given its number, to the other side.
+        together: Whether views of one tensor may be one crossing: not where nothing is copied.
+    """
+    number = itertools.count()
+    values, spec = pytree.tree_flatten([step.slots[src] for src, _ in moves.slots])
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, torch.Tensor)}
+    apart = [(place,) for place in tensors]
+    for members in crossings(tensors) if together else apart:
+        sent = send(next(number), [tensors[place] for place in members])
+        for place, tensor in zip(members, sent, strict=True):
+            values[place] = tensor
+    for (_, dst), value in zip(moves.slots, pytree.tree_unflatten(values, spec), strict=True):
+        step.slots[dst] = value
+    for src, dst in moves.grads:
+        gradient = step.grads[src]
+        step.grads[dst] = None if gradient is None else send(next(number), [gradient])[0]
+
+
 def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]) -> None:
     """Let every stream of `waiting` go on after all that is launched on those of `done`.
 
@@ -327,11 +424,6 @@ def join(done: Iterable[torch.cuda.Stream], waiting: Iterable[torch.cuda.Stream]
 
 def _on(stream: torch.cuda.Stream | None) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _counting(meter: Meter | None, device: int) -> contextlib.AbstractContextManager[None]:
-    """Count what is made inside; autograd takes the mode along to the thread of the GPU."""
-    return contextlib.nullcontext() if meter is None else meter.counting(device)
 
 
 def _stream(place: torch.device) -> torch.cuda.Stream:
