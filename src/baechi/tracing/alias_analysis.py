@@ -22,8 +22,12 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import version_of
-from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, TorchDispatchMode
+from baechi.torch_support.torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    version_of,
+)
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
 from baechi.tracing.guards import CHECK
 from baechi.tracing.pytrees import Parts, Structure, is_tensor, tensors_in

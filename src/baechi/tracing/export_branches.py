@@ -31,12 +31,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from baechi.torch_support.torch_internals import refusals, version_of
-from baechi.torch_support.tracer_internals import (
+from baechi.torch_support.torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    refusals,
     untraced,
+    version_of,
 )
 
 

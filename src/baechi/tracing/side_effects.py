@@ -30,12 +30,14 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import buffers_of, state_of, version_of
-from baechi.torch_support.tracer_internals import (
+from baechi.torch_support.torch_internals import (
     FakeTensor,
     FakeTensorMode,
+    buffers_of,
+    state_of,
     tracers_ended,
     untraced,
+    version_of,
 )
 from baechi.tracing.guards import model_line
 from baechi.tracing.pytrees import is_container
