@@ -30,7 +30,7 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
 from baechi.tracing.guards import CHECK
-from baechi.tracing.pytrees import Parts, Structure, is_tensor, tensors_in
+from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 
 
@@ -198,7 +198,7 @@ class _Recorder(fx.Interpreter):
             return result
         written = {self._storage(t) for t, version in before if version_of(t) != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
-        parts = Parts(is_tensor)
+        parts = Parts()
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         saved = tuple(dict.fromkeys(self._saved))
