@@ -9,7 +9,6 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from baechi.torch_support import torch_internals as internals
-from baechi.torch_support import tracer_internals as tracers
 from baechi.torch_support.storages import key_of
 
 
@@ -183,46 +182,46 @@ def test_operators_are_seen_with_what_their_schemas_say() -> None:
     seen: list[tuple[str, bool, float]] = []
 
     def see(func: Any, args: Any, kwargs: Any, result: torch.Tensor) -> None:
-        assert isinstance(func, tracers.OpOverload)
+        assert isinstance(func, internals.OpOverload)
         assert not kwargs
         assert isinstance(args[0], torch.Tensor)
-        packet = tracers.packet_of(func)
-        seen.append((packet.__name__, tracers.writes_arguments(func), float(result.sum())))
+        packet = internals.packet_of(func)
+        seen.append((packet.__name__, internals.writes_arguments(func), float(result.sum())))
 
     x = torch.ones(2, 3)
-    with tracers.Watch(see):
+    with internals.Watch(see):
         x.t().add_(1)
     assert seen == [("t", False, 6), ("add_", True, 12)]
-    assert tracers.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
+    assert internals.packet_of(torch.ops.aten.mm.default) is torch.ops.aten.mm
 
 
 def test_fake_tensors_have_shapes_and_no_memory() -> None:
-    with tracers.FakeTensorMode(allow_non_fake_inputs=True):
+    with internals.FakeTensorMode(allow_non_fake_inputs=True):
         made = torch.ones(1 << 40, 1 << 10) @ torch.ones(1 << 10, 2)
     assert made.shape == (1 << 40, 2)
 
 
 def test_operators_and_their_schemas() -> None:
     add = torch.ops.aten.add.Tensor
-    assert isinstance(add, tracers.OpOverload)
-    assert isinstance(torch.ops.aten.add, tracers.OpOverloadPacket)
+    assert isinstance(add, internals.OpOverload)
+    assert isinstance(torch.ops.aten.add, internals.OpOverloadPacket)
     assert add._schema.name == "aten::add"
     assert not add._schema.is_mutable
     assert [row.name for row in add._schema.arguments] == ["self", "other", "alpha"]
 
 
 def test_fake_tensors_and_their_kernels() -> None:
-    with tracers.FakeTensorMode() as mode:
+    with internals.FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.ones(3), static_shapes=True)
-        assert isinstance(fake, tracers.FakeTensor)
-        assert isinstance(torch.ones(2), tracers.FakeTensor)
-        with tracers.untraced():
-            assert not isinstance(torch.ones(2), tracers.FakeTensor)
-    assert torch.ops.aten.empty_like.default in tracers.fake_kernels
+        assert isinstance(fake, internals.FakeTensor)
+        assert isinstance(torch.ones(2), internals.FakeTensor)
+        with internals.untraced():
+            assert not isinstance(torch.ones(2), internals.FakeTensor)
+    assert torch.ops.aten.empty_like.default in internals.fake_kernels
 
 
 def test_dispatch_sees_operators() -> None:
-    class Names(tracers.TorchDispatchMode):
+    class Names(internals.TorchDispatchMode):
         def __torch_dispatch__(
             self, func: object, types: object, args: tuple = (), kwargs: dict | None = None
         ) -> object:
@@ -236,24 +235,26 @@ def test_dispatch_sees_operators() -> None:
 
 
 def test_the_base_of_autograd_functions() -> None:
-    assert "apply" in dir(tracers.FunctionBase)
-    assert issubclass(torch.autograd.Function, tracers.FunctionBase)
-    assert callable(super(tracers.FunctionBase, torch.autograd.Function).apply)
+    assert "apply" in dir(internals.FunctionBase)
+    assert issubclass(torch.autograd.Function, internals.FunctionBase)
+    assert callable(super(internals.FunctionBase, torch.autograd.Function).apply)
 
 
 def test_recording_below_an_export() -> None:
     class Asks(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            modes.append(tracers.export_mode())
-            with tracers.below_export():
+            modes.append(internals.export_mode())
+            with internals.below_export():
                 hidden = x.sin()
             assert hidden.shape == x.shape
-            node = modes[-1].tracer.create_proxy("call_function", tracers.held_function, ("0",), {})
-            tracers.track_tensor_tree(hidden, node, constant=None, tracer=modes[-1].tracer)
+            node = modes[-1].tracer.create_proxy(
+                "call_function", internals.held_function, ("0",), {}
+            )
+            internals.track_tensor_tree(hidden, node, constant=None, tracer=modes[-1].tracer)
             return hidden + 1
 
     modes: list[object] = []
-    assert tracers.export_mode() is None
+    assert internals.export_mode() is None
     program = torch.export.export(Asks(), (torch.ones(2),), strict=False)
     names = [str(node.target) for node in program.graph.nodes]
     assert modes[0] is not None
@@ -267,14 +268,14 @@ def test_classes_with_operators_of_their_own() -> None:
         def __torch_function__(cls, func, types, args=(), kwargs=None):
             return super().__torch_function__(func, types, args, kwargs or {})
 
-    assert tracers.has_own_operators(Own)
-    assert not tracers.has_own_operators(nn.Parameter)
-    assert not tracers.has_own_operators(type("Plain", (torch.Tensor,), {}))
+    assert internals.has_own_operators(Own)
+    assert not internals.has_own_operators(nn.Parameter)
+    assert not internals.has_own_operators(type("Plain", (torch.Tensor,), {}))
 
 
 def test_what_a_failed_tracer_began_is_ended() -> None:
     depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    with tracers.tracers_ended():
+    with internals.tracers_ended():
         torch._C._functorch._vmap_increment_nesting(2, "error")
         torch._C._autograd._saved_tensors_hooks_disable("no")
         nn.modules.module.register_module_buffer_registration_hook(lambda *_: None)
@@ -282,7 +283,7 @@ def test_what_a_failed_tracer_began_is_ended() -> None:
     with saved_tensors_hooks(torch.clone, torch.clone):
         graded().exp()
     assert not nn.modules.module._global_buffer_registration_hooks
-    assert tracers.RecursiveScriptModule.__mro__.count(torch.jit.ScriptModule) == 1
+    assert internals.RecursiveScriptModule.__mro__.count(torch.jit.ScriptModule) == 1
 
 
 @pytest.mark.gpu

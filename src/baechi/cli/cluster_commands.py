@@ -378,7 +378,7 @@ def _listener(host: str, port: int) -> socket.socket:
     except (OSError, UnicodeError) as error:
         raise InputError(f"cannot listen on {host}: {reason_of(error)}.") from error
     family, *_, address = found[0]
-    both = family == socket.AF_INET6
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:  # clients that connect before the service has started wait for it
         return socket.create_server(address, family=family, backlog=512, dualstack_ipv6=both)
     except OSError as error:

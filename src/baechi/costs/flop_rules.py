@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from baechi.records.device_kinds import Kernel
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.tracer_internals import OpOverload, packet_of, writes_arguments
+from baechi.torch_support.torch_internals import OpOverload, packet_of, writes_arguments
 from baechi.tracing.pytrees import tensors_in
 
 _DTYPES: Final = {

@@ -22,11 +22,15 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import version_of
-from baechi.torch_support.tracer_internals import FakeTensorMode, OpOverload, TorchDispatchMode
+from baechi.torch_support.torch_internals import (
+    FakeTensorMode,
+    OpOverload,
+    TorchDispatchMode,
+    version_of,
+)
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
 from baechi.tracing.guards import CHECK
-from baechi.tracing.pytrees import Parts, Structure, is_tensor, tensors_in
+from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 
 
@@ -194,7 +198,7 @@ class _Recorder(fx.Interpreter):
             return result
         written = {self._storage(t) for t, version in before if version_of(t) != version}
         written |= {self._storage(t) for t in self._silently_written(n)}
-        parts = Parts(is_tensor)
+        parts = Parts()
         structure = parts.structure(result)
         values = tuple(self._value(tensor, n) for tensor in parts.tensors)
         saved = tuple(dict.fromkeys(self._saved))

@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from baechi.errors import InputError
-from baechi.torch_support.torch_internals import hooks_of
-from baechi.torch_support.tracer_internals import has_own_operators
+from baechi.torch_support.torch_internals import has_own_operators, hooks_of
 from baechi.tracing.guards import Autocast
-from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, is_tensor, paths
+from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, paths
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -121,7 +120,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
         positional, named = tuple(args), dict(kwargs or {})
     else:
         positional, named = _canonical_arguments(signature, bound)
-    parts = Parts(is_tensor, look_into=True)
+    parts = Parts(look_into=True)
     structure = parts.arguments(positional, named)
     for tensor in parts.tensors:
         if type(tensor) is not torch.Tensor and has_own_operators(type(tensor)):
@@ -163,12 +162,12 @@ def flat_model(
 
     def run(model: nn.Module, tensors: Sequence[Any]) -> tuple[Any, ...]:
         args, kwargs = structure.fill(tensors)
-        parts = Parts(_is_traceable, look_into=True)
+        parts = Parts(look_into=True)
         parts.arguments(args, kwargs)
         changes = ObjectChanges(parts.objects)
         with around(model):
             result = model(*args, **kwargs)
-        left = Parts(_is_traceable, look_into=True, given=changes.objects)
+        left = Parts(look_into=True, given=changes.objects)
         shell = left.structure((result, changes.found()))
         strange = _strange(shell)
         if strange:
@@ -195,10 +194,6 @@ def _strange(structure: Structure) -> str:
     """The class of a leaf that a trace cannot hold; empty if there is none."""
     rows = (type(leaf).__name__ for leaf in structure.constants if not is_plain(leaf))
     return next(rows, "")
-
-
-def _is_traceable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor | torch.fx.Proxy)
 
 
 def _signature_of(forward: Callable[..., Any]) -> inspect.Signature:

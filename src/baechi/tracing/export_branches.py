@@ -1,21 +1,14 @@
-"""Eager branches of a model while `torch.export` runs it.
+"""Eager branches of a model while `torch.export` runs it: see `docs/runtime.md`, "Which branches".
 
-Models call `torch.compiler.is_exporting()` and `is_compiling()`, or test for fake tensors, and then
-prepare for inputs other than the example: they make masks that an eager run leaves out. A trace is
-of one call, so these return False to the model's code, and in other threads. torch's own code gets
-the true value: it skips what a tracer cannot take, such as a nested `torch.compile`.
+`torch.compiler.is_exporting()` and `is_compiling()` return a flag (2.11 to 2.13), which
+`torch.export` sets. Here it is a number whose truth value depends on the calling code: replacing
+the functions would miss code that imported them by name, and `torch._dynamo.is_compiling` and the
+like, which return the flag. Where the eager branch cannot be traced, the last caller before the
+error gets True (`give_way`).
 
-Both functions return a flag of `torch.compiler` (2.11 to 2.13), which `torch.export` sets. Here it
-is a number whose truth value depends on the calling code: replacing the functions would miss code
-that imported them by name, and `torch._dynamo.is_compiling` and the like, which return the flag.
-
-Where the eager branch cannot be traced, the last caller before the error gets True (`give_way`).
-
-A tracer runs a model on fake tensors, where reading a value is an error. A model that checks
-whether positions that it just made are in order gets the value of a real run: integers and booleans
-made of shapes and constants alone depend on no input, so they are the same in every call of these
-shapes (`KnownValues`). Nothing that depends on inputs, weights or random numbers is known. Known
-values are computed on the CPU: they are the same on every device.
+Reading a fake tensor's value is an error, except where it is known (`KnownValues`): made of shapes
+and constants alone it is the same in every call of these shapes. Known values are computed on the
+CPU: they are the same on every device.
 """
 
 import sys
@@ -31,12 +24,13 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from baechi.torch_support.torch_internals import refusals, version_of
-from baechi.torch_support.tracer_internals import (
+from baechi.torch_support.torch_internals import (
     FakeTensor,
     OpOverload,
     OpOverloadPacket,
+    refusals,
     untraced,
+    version_of,
 )
 
 

@@ -22,8 +22,12 @@ from torch.autograd.grad_mode import inference_mode
 from torch.autograd.graph import saved_tensors_hooks
 
 from baechi.errors import TraceError
-from baechi.torch_support.torch_internals import hooks_of
-from baechi.torch_support.tracer_internals import FakeTensor, FunctionBase, RecursiveScriptModule
+from baechi.torch_support.torch_internals import (
+    FakeTensor,
+    FunctionBase,
+    RecursiveScriptModule,
+    hooks_of,
+)
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import GradientMode
 from baechi.tracing.workarounds import CustomFunctions

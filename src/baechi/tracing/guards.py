@@ -6,10 +6,8 @@
     Attributes     plain attributes of modules: after `dropout.p = 0.1` the model is another program
     TruthValues    `if torch.isnan(x).any(): ...`: those of the example, checked in every call
 
-A tracer's tensors have no values. So where forward branches on truth values, the model runs once on
-real ones, and its truth values are replayed in the trace, each with an operator that checks it: a
-later call with another truth value fails with an error. Numbers are not replayed: they are seldom
-the same twice.
+Where forward branches on truth values, the model runs once on real tensors, and its truth values
+are replayed in the trace, each with an operator that checks it.
 """
 
 import copy

@@ -18,6 +18,7 @@ from types import EllipsisType, NoneType
 from typing import Any, Final, final
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
 _CONTAINERS: Final = (OrderedDict, dict, list, deque)  # a subclass before its base
@@ -268,24 +269,16 @@ def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
 
 @final
 class Parts:
-    """The tensors and objects of what is taken apart, in the order that they are found in.
+    """The tensors (fx proxies, too) and objects of what is taken apart, in the order found.
 
     Args:
-        is_tensor: A predicate for leaves that are tensors.
         look_into: Whether to look into objects of any class: `fill` makes new ones.
         given: Objects that `fill` is given instead.
     """
 
-    def __init__(
-        self,
-        is_tensor: Callable[[Any], bool],
-        *,
-        look_into: bool = False,
-        given: Sequence[Any] = (),
-    ) -> None:
+    def __init__(self, *, look_into: bool = False, given: Sequence[Any] = ()) -> None:
         self.tensors: list[Any] = []
         self.objects: list[Any] = list(given)
-        self._is_tensor = is_tensor
         self._is_object = _is_object if look_into else _is_plain_object
         self._number = {id(each): i for i, each in enumerate(given)}
 
@@ -304,7 +297,7 @@ class Parts:
         return Structure(tuple(map(self._slot, leaves)), spec)
 
     def _slot(self, leaf: Any) -> Any:
-        if self._is_tensor(leaf):
+        if isinstance(leaf, torch.Tensor | fx.Proxy):
             self.tensors.append(leaf)
             return _Slot(len(self.tensors) - 1)
         if not self._is_object(leaf):
@@ -321,19 +314,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors of a nested value, in order."""
     if isinstance(value, torch.Tensor):
         return [value]
-    parts = Parts(is_tensor)
+    parts = Parts()
     parts.structure(value)
     return parts.tensors
 
 
-def is_tensor(value: Any) -> bool:
-    """True if the value is a tensor."""
-    return isinstance(value, torch.Tensor)
-
-
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """The nested value with the function's results in place of its tensors, taken in order."""
-    parts = Parts(is_tensor)
+    parts = Parts()
     structure = parts.structure(value)
     return structure.fill([function(tensor) for tensor in parts.tensors])
 

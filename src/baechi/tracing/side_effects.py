@@ -1,17 +1,9 @@
 """Side effects of a forward on its model and on torch, while a tracer runs it.
 
-A tracer runs the model's Python on tensors without values. After each run:
-
-- A buffer that forward replaces would be forgotten: the new value is written into the buffer.
-- A tensor that it puts elsewhere would stay as a fake, which the next run reads: it is removed. The
-  search covers the attributes of the model's modules, with the lists, dicts and objects in them,
-  the lists and dicts of their classes and of the files that define these, and functions with
-  `functools.lru_cache` in all imported files: a model calls those of other files, and through
-  decorators. It takes one pass over these names, some 20 ms where `transformers` is imported.
-- A tensor that is there and is no buffer is real to a tracer, so a write would happen once too
-  often: it is undone.
-- A parameter, buffer or submodule that it makes would be made in each call: it is refused.
-- What torch.func began where a trace failed is ended.
+A tracer runs the model's Python on tensors without values. After each run nothing of it is left: a
+buffer that forward replaces has the new value written into it, a tensor that it puts elsewhere is
+removed, a write into a real tensor is undone, and what it registers with a module is refused.
+`docs/runtime.md`, "What a trace keeps", has the effects on a placed model.
 """
 
 import functools
@@ -30,12 +22,14 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import buffers_of, state_of, version_of
-from baechi.torch_support.tracer_internals import (
+from baechi.torch_support.torch_internals import (
     FakeTensor,
     FakeTensorMode,
+    buffers_of,
+    state_of,
     tracers_ended,
     untraced,
+    version_of,
 )
 from baechi.tracing.guards import model_line
 from baechi.tracing.pytrees import is_container

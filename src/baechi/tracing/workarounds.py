@@ -29,7 +29,7 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import CheckpointFunction
 
-from baechi.torch_support.tracer_internals import (
+from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
     below_export,
