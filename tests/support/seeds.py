@@ -8,15 +8,11 @@ import pytest
 
 
 def seeds(nightly: int) -> range:
-    """The seeds 0, 1, ... of a run: `nightly` of them, by default a tenth of these.
-
-    Under sanitizers it is a fiftieth: as hypothesis's examples, whose number `conftest.py` sets.
-    """
+    """The seeds 0, 1, ... of a run: `nightly` of them, or a tenth where the run is not nightly."""
     from hypothesis import settings  # not on a machine that is there for its GPU alone
 
-    examples = settings().max_examples
-    nightly_run = examples >= settings.get_profile("nightly").max_examples
-    return range(nightly if nightly_run else max(1, nightly * examples // 250))
+    nightly_run = settings().max_examples >= settings.get_profile("nightly").max_examples
+    return range(nightly if nightly_run else max(1, nightly // 10))
 
 
 def some(names: Collection[str], of: int, first: int = 0) -> list[Any]:
