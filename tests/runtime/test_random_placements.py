@@ -9,6 +9,7 @@ import copy
 import placed
 import pytest
 import zoo
+from seeds import some
 
 from baechi.program.race_proof import check_program
 from baechi.tracing.ladder import trace
@@ -36,7 +37,7 @@ def equals_the_unsplit(name: str, n_placements: int) -> None:
     assert len(graphs) > 1 or len(traced.ops) < 5
 
 
-@pytest.mark.parametrize("name", ["resnet_train", "awkward", "in_place", "tied"])
+@pytest.mark.parametrize("name", some(["resnet_train", "awkward", "in_place", "tied"], 2))
 def test_a_few_random_placements_of_some_models(name: str) -> None:
     """Few, for `test_transparency` has some of every model."""
     equals_the_unsplit(name, 3)

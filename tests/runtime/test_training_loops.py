@@ -9,6 +9,7 @@ import placed
 import pytest
 import torch
 import zoo
+from seeds import covering
 from torch import nn
 
 import baechi
@@ -143,8 +144,7 @@ LOSSES: dict[str, Callable[[dict[str, torch.Tensor]], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("loss", "seed"), covering(list(LOSSES), range(3)))
 def test_losses_on_part_of_the_outputs_and_on_one_of_them_twice(loss: str, seed: int) -> None:
     torch.manual_seed(seed)
     model, x = Outputs(), torch.randn(4, 5, requires_grad=True)

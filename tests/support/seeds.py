@@ -15,7 +15,7 @@ def seeds(nightly: int) -> range:
     return range(nightly if nightly_run else max(1, nightly // 10))
 
 
-def some(names: Collection[str], of: int, first: int = 0) -> list[Any]:
+def some(names: Collection[Any], of: int, first: int = 0) -> list[Any]:
     """Names for `parametrize`: by default one `of` so many, from `first` on; all of them at night.
 
     The whole Inception is for the night alone: `branches` has its blocks.

@@ -9,6 +9,7 @@ import pytest
 import torch
 import zoo
 from placed import EXACT, again_at_random, assert_same_values, at_random, one_thread, step
+from seeds import some
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
 from torch.nn import functional
@@ -90,9 +91,7 @@ def steps(model: nn.Module) -> list[Any]:
     return values + [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize(
-    "function", [custom, without_gradients, hooked, own_gradient], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", some([custom, hooked, without_gradients, own_gradient], 2))
 def test_fx_loses_nothing_either(function: Callable[..., torch.Tensor]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Untraceable(), nn.Tanh(), nn.Linear(4, 4), Between(function))
