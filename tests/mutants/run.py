@@ -83,6 +83,7 @@ class Copy:
         shutil.rmtree(self._cache, ignore_errors=True)
         command = [sys.executable, "-m", "pytest", "-q", "--ignore", "tests/mutants", *arguments]
         command += ["-o", f"cache_dir={self._cache}", "--hypothesis-profile", "mutants"]
+        command += ["-o", "budget_s=0"]  # a mutant that is only slower is not noticed
         with self.log.open("w") as log:
             tests = subprocess.Popen(
                 command, cwd=self.tree, env=self._env, stdout=log, stderr=log, process_group=0

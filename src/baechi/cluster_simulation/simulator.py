@@ -17,7 +17,7 @@ from baechi.cluster_simulation.contention import WHOLE, Exclusive, Sharing
 from baechi.cluster_simulation.fleet import DeviceCounter, DeviceStates, Fleet, FreeDevices
 from baechi.cluster_simulation.jobs import Events, Grant, Job, JobRun, Refusal
 from baechi.cluster_simulation.placement_schemes import Scheme
-from baechi.cluster_simulation.policies.policy import Offer, Policy
+from baechi.cluster_simulation.policies.policy import Offer, Policy, SelectingPolicy
 from baechi.cluster_simulation.results import SimulationResult
 from baechi.errors import InputError
 from baechi.units import format_bytes
@@ -143,11 +143,8 @@ class _Simulation:
         self._shared = (
             devices if isinstance(devices, DeviceStates) and devices.sharing.most > 1 else None
         )
-        self._selects = (
-            isinstance(devices, DeviceCounter)
-            and not restart_cost
-            and type(policy).select is not Policy.select
-        )
+        counts = isinstance(devices, DeviceCounter) and not restart_cost
+        self._selecting = policy if counts and isinstance(policy, SelectingPolicy) else None
         self._makes_offers = type(policy).accepts is not Policy.accepts
         self._runs = [JobRun(job, index) for index, job in enumerate(jobs)]
         self._queue: list[JobRun] = []  # waiting jobs; with preemption all that have not ended
@@ -223,13 +220,13 @@ class _Simulation:
         for run in ended:
             self._refresh(run, now)
         self.done += ended
-        if ended and self._policy.preemptive and not self._selects:
+        if ended and self._policy.preemptive and self._selecting is None:
             self._queue = [run for run in self._queue if not run.done]
 
     def _decide(self, now: int, arrived: list[JobRun], ended: list[JobRun]) -> None:
         policy, devices = self._policy, self._devices
-        if self._selects and isinstance(devices, DeviceCounter):
-            self._exchange(*policy.select(now, arrived, ended, devices.free), now)
+        if self._selecting is not None and isinstance(devices, DeviceCounter):
+            self._exchange(*self._selecting.select(now, arrived, ended, devices.free), now)
             return
         self._queue += arrived
         self._queue = policy.order(self._queue, now)

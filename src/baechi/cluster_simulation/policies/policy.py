@@ -14,7 +14,7 @@ stable sort breaks ties as the published simulators do. A policy of your own:
     simulate_cluster(jobs, fleet, MostGpusFirst())
 """
 
-from abc import ABC
+from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -105,15 +105,18 @@ class Policy(ABC):
         del offer
         return True
 
+
+class SelectingPolicy(Policy):
+    """A policy that need not look at every job at every event, where GPUs are only counted.
+
+    It is asked for `order` only where a scheme places jobs, or where preemption costs work.
+    """
+
+    @abstractmethod
     def select(
         self, now: int, arrived: Sequence[JobRun], ended: Sequence[JobRun], free: int
     ) -> tuple[list[JobRun], list[JobRun]]:
-        """The jobs that stop and those that start, where GPUs are only counted.
-
-        For policies that need not look at every job at every event: a policy that has this method
-        is asked for `order` only where a scheme places jobs, or where preemption costs work.
-        """
-        raise NotImplementedError
+        """The jobs that stop and those that start."""
 
 
 class Fifo(Policy):
@@ -159,7 +162,7 @@ class ShortestGpuTime(Policy):
 
 
 @final
-class ShortestTime(Policy):
+class ShortestTime(SelectingPolicy):
     """The least remaining time first, preempting.
 
     A waiting job's key stands still and all running jobs' keys fall alike. So the order of the
