@@ -14,8 +14,9 @@ RESULT ?= benchmarks/results/latest.json
 JOBS   ?= 2
 
 BIN     := $(VENV)/bin
-# Errors alone: what pip warns of is its own configuration, not this project's.
-PIP     := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Errors alone: what pip warns of is its own configuration, not this project's. Python compiles a module
+# when it is first imported; pip would compile all of torch, four times the time of unpacking it.
+PIP     := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 # Exact versions of what the environment installs beside torch: one file for each set of extras.
 LOCKS   ?= locks
 # Exits with 0 where there is a torch >= 2.11. The environment then uses the machine's own torch.
