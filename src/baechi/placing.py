@@ -1,7 +1,7 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, final
 
 import torch
@@ -16,7 +16,7 @@ from baechi.checkpointing import (
 )
 from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
-from baechi.errors import InfeasibleError, InputError
+from baechi.errors import InfeasibleError, InputError, TraceError
 from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
@@ -28,9 +28,10 @@ from baechi.records.graph import OpGraph
 from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
+from baechi.runtime.admission import Admission
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
+from baechi.runtime.parameter_devices import ParameterDevices, pinned
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
@@ -39,7 +40,17 @@ from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_devic
 from baechi.torch_support.torch_internals import unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.families import (
+    Dynamic,
+    Family,
+    Place,
+    check_dynamic,
+    declared,
+    known_places,
+    largest_declared,
+)
 from baechi.tracing.ladder import trace
+from baechi.tracing.lowering import is_same, sized
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -65,6 +76,7 @@ def place(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
+    dynamic: Dynamic = True,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -144,6 +156,7 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
+        dynamic=check_dynamic(dynamic),
     )
     placed = PlacedModule(model, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -184,20 +197,40 @@ class _Planner:
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
+    dynamic: Dynamic
+    _given_up: set[tuple[bool, frozenset[Place]]] = field(default_factory=set)
 
-    def __call__(self, model: nn.Module, call: Call, earlier: Sequence[Executable]) -> Executable:
-        homes = first_devices(special.state_devices for special in earlier)
+    def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
+        """An earlier plan whose family takes this call, too, and that fits at its shape."""
+        for special in kin:
+            values = special.joined(call) if special.attributes.hold() else None
+            if values is None or special.admission is None or special.admission.missing(values):
+                continue
+            if self.verify:
+                unsplit = Unsplit(model)
+                special.settle()
+                verify(unsplit, special, _own_objects(model, call))
+            return special
+        return None
+
+    def __call__(
+        self,
+        model: nn.Module,
+        call: Call,
+        kin: Sequence[Executable],
+        homes: Mapping[torch.Tensor, int],
+    ) -> Executable:
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
             refuse_meta(model)
-            call = _beside(model, call)
-            self._say(f"tracing {type(model).__name__} for {call.shapes}")
-            args, kwargs = call.structure.fill(call.tensors)
-            call = replace(call, objects=canonical_call(model, args, kwargs).objects)
+            call = _own_objects(model, _beside(model, call))
             with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
-                traced = trace(model, args, kwargs)
-            graph, placement = self._solved(traced, homes)
+                traced = self._traced(model, call, kin)
+            values = self._reference(traced, call, kin)
+            graph, placement, checkpoint = self._solved(
+                traced if values is None else sized(traced, values), homes
+            )
             unsplit = Unsplit(model) if self.verify else None
             placed = apply(
                 traced,
@@ -209,14 +242,75 @@ class _Planner:
                 cuda_graphs=self.cuda_graphs,
             )
             special = placed._current
+            if values is not None:
+                special.admission = Admission(
+                    *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
+                    *(checkpoint, values),
+                    replayed=self.cuda_graphs is not False,
+                )
             if self.progress:
                 self._say(_outlook(placed.schedule, self.cluster, placement))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
 
-    def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement]:
-        """The graph and its placement, with parameters and buffers where earlier calls put them.
+    def _traced(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
+        """The trace of a call: of its family where calls of its kind have had other sizes."""
+        for special in kin:  # one that takes the call, but does not fit at its shape
+            if special.attributes.hold() and special.joined(call) is not None:
+                return special.traced
+        self._say(f"tracing {type(model).__name__} for {call.shapes}")
+        args, kwargs = call.structure.fill(call.tensors)
+        places = self._places(call, kin)
+        if not places or (model.training, places) in self._given_up:
+            return trace(model, args, kwargs)
+        static: Traced | None = None
+        try:
+            traced = trace(model, args, kwargs, places=places)
+            same = [is_same(traced, special.traced) for special in kin if special.family is None]
+            if True not in same:
+                static = trace(model, args, kwargs)
+                same.append(is_same(traced, static))
+            if False not in same:
+                return traced
+            reason = "with symbols for sizes, it runs other operators"
+        except TraceError as error:
+            reason = str(error).splitlines()[1].strip()
+        self._given_up.add((model.training, places))
+        self._say(f"a plan for each shape: {reason}")
+        return trace(model, args, kwargs) if static is None else static
+
+    def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
+        """The sizes and ints that are symbols: declared, or other ones in earlier calls."""
+        if self.dynamic is False or self.compile is not False:
+            return frozenset()
+        if isinstance(self.dynamic, Mapping):
+            return declared(call, self.dynamic)
+        return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
+
+    def _reference(
+        self, traced: Traced, call: Call, kin: Sequence[Executable]
+    ) -> tuple[int, ...] | None:
+        """The sizes that a family is placed for: the largest declared, or so far."""
+        family: Family | None = traced.module.family
+        if family is None:
+            return None
+        mine = family.joined(call) or family.traced_at
+        rows = [mine]
+        for special in kin:
+            if special.family is None and (values := family.joined(special.module.call)):
+                rows.append(values)
+        if isinstance(self.dynamic, Mapping):
+            rows.append(family.maxima(largest_declared(call, self.dynamic)))
+        largest = tuple(map(max, *rows)) if len(rows) > 1 else mine
+        return largest if family.holds(largest) else mine
+
+    @property
+    def _gpus(self) -> list[str | None]:
+        return list(gpus_of([torch_device(device.name) for device in self.cluster.devices]))
+
+    def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement, Any]:
+        """The graph, its placement and what runs forward again in it, with parameters and buffers where earlier calls put them.
 
         If that does not fit, those without optimizer state may move.
         """
@@ -228,7 +322,8 @@ class _Planner:
                 profiles, training=self.training, optimizer=self.optimizer, checkpoint=checkpoint
             )
 
-        graph = graph_of(None if limited else self.checkpoint)
+        again: Any = None if limited else self.checkpoint
+        graph = graph_of(again)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]
@@ -244,7 +339,8 @@ class _Planner:
                         placer=self.placer,
                         constraints=constraints,
                     )
-                    graph = graph_of(names or None)
+                    again = names or None
+                    graph = graph_of(again)
                     if names:
                         self._say(f"recomputing {', '.join(names)}")
                 n = len(self.cluster.devices)
@@ -253,12 +349,12 @@ class _Planner:
                     graph,
                     self.cluster,
                     self.placer,
-                    gpus_of([torch_device(device.name) for device in self.cluster.devices]),
+                    self._gpus,
                     effort=self.effort,
                     constraints=constraints,
                     replayed=self.cuda_graphs is not False,
                 )
-                return graph, placement
+                return graph, placement, again
             except (InfeasibleError, InputError) as error:
                 if isinstance(error, InfeasibleError) and self.training and not self.checkpoint:
                     error = _with_text(
@@ -302,6 +398,12 @@ class _Planner:
         if self.progress:
             console = Console(stderr=True, highlight=False, soft_wrap=True)
             console.print(f"baechi: {text}", style="dim")
+
+
+def _own_objects(model: nn.Module, call: Call) -> Call:
+    """The call with objects that are not the caller's, which shall not change."""
+    args, kwargs = call.structure.fill(call.tensors)
+    return replace(call, objects=canonical_call(model, args, kwargs).objects)
 
 
 def _with_text(failure: InfeasibleError | InputError, text: str) -> InfeasibleError | InputError:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import fx
@@ -17,7 +17,9 @@ from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import Program
 from baechi.records.placement import Placement, Schedule
+from baechi.runtime.admission import Admission
 from baechi.runtime.autograd.binding import Bound, bind
+from baechi.runtime.autograd.gradient_plan import keeping_strides
 from baechi.runtime.autograd.step import Step
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.executors.cpu_workers import CpuExecutor
@@ -35,14 +37,16 @@ from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
 from baechi.tracing.partition import attribute
-from baechi.tracing.pytrees import change
+from baechi.tracing.pytrees import Structure, change
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import compact
+
+_MOST_RETURNED: Final = 1024  # structures of results that are kept, by shape
 
 
 @final
 class Executable:
-    """A traced model on its devices, for one shape of call.
+    """A traced model on its devices, for one shape of call or a family of them.
 
     `places` has the torch device of every logical device. `options` are of `torch.compile`; None
     leaves tapes as generated. `graph` and `cluster` are those that were placed, where known.
@@ -51,6 +55,8 @@ class Executable:
         program: The program to run; proved.
         state_devices: The logical device of every parameter, buffer and constant.
         attributes: Of the model's modules, for whose values this runs.
+        family: The calls of other sizes that it runs, too; None if there are none.
+        admission: Those of them that fit; None if that is unknown.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -75,6 +81,9 @@ class Executable:
         self.cluster = cluster
         module: TracedModule = traced.module
         self.module = module
+        self.family = module.family
+        self.admission: Admission | None = None
+        self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
         self.training = structure.is_training
         self._structure = structure
@@ -102,6 +111,7 @@ class Executable:
         self._rewritten = _rewritten(module)
         self._state_guard = StateGuard(module.model, module.graph_module)
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
+        self._keeping_strides = keeping_strides(module.facts.nodes)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
@@ -167,6 +177,7 @@ class Executable:
         mode = self.module.gradients
         if mode is not None and mode != torch.is_grad_enabled():
             return False
+        call = self._carrying(call)
         if not self._sharing_guard.allows(call.tensors):
             return False
         if not (self.training and torch.is_grad_enabled()):
@@ -175,6 +186,33 @@ class Executable:
             return False
         planned = zip(call.tensors, self.module.call.tensors, strict=True)
         return all(mine.requires_grad <= own.requires_grad for mine, own in planned)
+
+    def joined(self, call: Call) -> tuple[int, ...] | None:
+        """The sizes of a call that this can run, as values of its family's symbols; else None.
+
+        What the runtime decided by sizes must be the same there.
+        """
+        values = None if self.family is None else self.family.joined(call)
+        if self.family is None or values is None:
+            return None
+        same = keeping_strides(self.family.facts(values).nodes) == self._keeping_strides
+        return values if same and self.takes(call) else None
+
+    def _carrying(self, call: Call) -> Call:
+        return call if self.family is None else self.family.carrying(call)
+
+    def _returned_by(self, call: Call) -> Structure:
+        """The structure of the results of a call, in which numbers may depend on sizes."""
+        if self.family is None or not self.family.returns_sizes:
+            return self.module.returned
+        key = tuple(tensor.shape for tensor in call.tensors)
+        if key not in self._returned_at:
+            if len(self._returned_at) >= _MOST_RETURNED:
+                self._returned_at.clear()
+            values = self.family.values(call)
+            assert values is not None  # it has joined
+            self._returned_at[key] = self.family.returned(values)
+        return self._returned_at[key]
 
     @contextmanager
     def running(self, change: Callable[[Bound], Bound]) -> Iterator[None]:
@@ -210,8 +248,9 @@ class Executable:
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
-        """The model's own return value for a call of the traced shape."""
+        """The model's own return value for a call of the traced shape, or one that joined."""
         self._state_guard.check()
+        call = self._carrying(call)
         if self._modes is None or meter is not None:
             return self._run(self._executor if meter is None else self._counted, call, meter)
         differentiate = self.training and torch.is_grad_enabled()
@@ -289,7 +328,7 @@ class Executable:
                 values.append(attribute(self.module.graph_module, str(node.target)))
             else:
                 values.append(results[self._numbers[node]])
-        result, changes = self.module.returned.fill(values, call.objects)
+        result, changes = self._returned_by(call).fill(values, call.objects)
         change(call.objects, changes)
         return result
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial, wraps
 from threading import Lock, get_ident
-from typing import Any, Final, NoReturn, cast, final
+from typing import Any, Final, NoReturn, Protocol, cast, final
 
 import torch
 from torch import nn
@@ -41,8 +41,21 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.validation import check_is, check_row, check_threads
 
-# The model, the call, and what other calls got so far, the first one first.
-Specialize = Callable[[nn.Module, Call, Sequence[Executable]], Executable]
+
+class Specialize(Protocol):
+    """What makes specializations."""
+
+    def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
+        """The one among those for such calls whose family takes this one, too, if it fits."""
+
+    def __call__(
+        self,
+        model: nn.Module,
+        call: Call,
+        kin: Sequence[Executable],
+        homes: Mapping[torch.Tensor, int],
+    ) -> Executable:
+        """A new one, with parameters where they are at home."""
 
 
 def apply(
@@ -284,12 +297,16 @@ class PlacedModule(nn.Module):
     def _make(self, model: nn.Module, call: Call, key: Any) -> Executable:
         if self._specialize is None:
             raise self._specializations.unknown(model, call, key)
-        if len(self._specializations) >= self._limit:
-            raise self._specializations.too_many(model, call)
+        kin = self._specializations.kin(key)
+        special = self._specialize.joined(model, call, kin)
+        if special is not None:
+            self._specializations.add(key, special)
+            return special
         if len({tensor.device for tensor, _ in self._original_devices}) > 1:
             self._move_back()  # a model is traced where it came from, in one place
         try:
-            special = self._specialize(model, call, tuple(self._specializations))
+            special = self._specialize(model, call, kin, self._specializations.homes)
+            self._specializations.make_room(self._limit, model, call)
         except BaseException:
             if self._latest is not None:
                 self._latest.settle()

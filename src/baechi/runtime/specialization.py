@@ -1,19 +1,24 @@
 """Placed models by shape of call, and the lock under which a new one is made."""
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from threading import Condition, get_ident
-from typing import Any, final
+from typing import Any, Final, final
 
+import torch
 from torch import nn
 
 from baechi.errors import InputError
 from baechi.runtime.executable import Executable
+from baechi.runtime.parameter_devices import first_devices
 from baechi.torch_support.torch_internals import hooks_of
-from baechi.tracing.calling_convention import Call
+from baechi.tracing.calling_convention import Call, changes
 from baechi.tracing.faithfulness import HOOKS
-from baechi.tracing.pytrees import is_container
+
+_MOST_KEYS: Final = 4096  # calls that joined families and are found by their key alone
 
 
 @final
@@ -25,29 +30,96 @@ class Specializations:
 
     def __init__(self) -> None:
         self._rows: dict[Any, list[Executable]] = {}
+        self._used: dict[Executable, int] = {}  # when each was last used; the first one first
+        self._kind: dict[Executable, Any] = {}  # its key without the call's
+        self._joined: dict[Any, None] = {}  # keys of calls that joined a family, the oldest first
+        self._clock = count()
+        self._homes: dict[torch.Tensor, int] = {}  # of those that were dropped
+        self._warned = False
 
     def __iter__(self) -> Iterator[Executable]:
-        return (special for row in self._rows.values() for special in row)
+        return iter(self._used)
 
     def __len__(self) -> int:
-        return sum(map(len, self._rows.values()))
+        return len(self._used)
 
     def find(self, key: Any, call: Call) -> Executable | None:
         """The specialization that can run a call of this key, or None."""
         for special in self._rows.get(key, ()):
             if special.attributes.hold() and special.takes(call):
+                self._used[special] = next(self._clock)
                 return special
         return None
 
     def add(self, key: Any, special: Executable) -> None:
         """Take one more, instead of one for the same but for what needs a gradient."""
         told = special.traced.module.gradients
+        rows = self._rows.get(key, [])
         others = [
             other
-            for other in self._rows.get(key, ())
-            if not other.attributes.hold() or other.traced.module.gradients != told
+            for other in rows
+            if other is not special
+            and other.attributes.hold()
+            and other.traced.module.gradients == told
         ]
-        self._rows[key] = [*others, special]
+        self._rows[key] = [row for row in rows if row not in others and row is not special]
+        self._rows[key].append(special)
+        if special in self._used:
+            self._joined[key] = None
+            if len(self._joined) > _MOST_KEYS:
+                oldest = next(iter(self._joined))
+                del self._joined[oldest], self._rows[oldest]
+        self._used[special] = next(self._clock)
+        self._kind.setdefault(special, key[1:])
+        for other in others:
+            if not any(other in row for row in self._rows.values()):
+                self._forget(other)
+
+    def kin(self, key: Any) -> tuple[Executable, ...]:
+        """Those made for calls like this one but for its arguments, the latest first."""
+        return tuple(s for s in reversed(self._used) if self._kind[s] == key[1:])
+
+    @property
+    def homes(self) -> dict[torch.Tensor, int]:
+        """The device of each tensor in the first plan that had it, also of those dropped since."""
+        return first_devices([self._homes, *(special.state_devices for special in self)])
+
+    def make_room(self, limit: int, model: nn.Module, call: Call) -> None:
+        """Drop the least recently used for one more, with a warning the first time."""
+        while len(self) >= limit:
+            special = min(self._used, key=self._used.__getitem__)
+            if not self._warned:
+                self._warned = True
+                warnings.warn(self._dropped(special, model, call, limit), stacklevel=5)
+            self._forget(special)
+
+    def _forget(self, special: Executable) -> None:
+        # Its workers end with it: a graph whose backward is still to come may hold it.
+        self._homes = self.homes
+        del self._used[special], self._kind[special]
+        for key, row in list(self._rows.items()):
+            rest = [other for other in row if other is not special]
+            if not rest:
+                del self._rows[key]
+                self._joined.pop(key, None)
+            elif len(rest) < len(row):
+                self._rows[key] = rest
+
+    def _dropped(self, special: Executable, model: nn.Module, call: Call, limit: int) -> str:
+        """The warning that a plan is dropped, with what the new call has of its own."""
+        latest = max(self._used, key=self._used.__getitem__)
+        changed = next((text for each in self if (text := each.attributes.changed())), "")
+        news = [*changes(latest.module.call, call), *([changed] if changed else [])]
+        differs = f" It differs from the one before in {'; '.join(news[:3])}." if news else ""
+        mode = "training" if model.training else "evaluation"
+        return (
+            f"this placed {type(model).__name__} has plans for {len(self)} families of calls, its "
+            f"limit, and a call with {call.shapes} in {mode} mode fits none of them.{differs} From "
+            f"now on the least recently used plan is dropped for a new one, such as that for "
+            f"{special.module.call.shapes}; if its calls come back, they are planned again. Give "
+            "numbers that change from call to call as tensors, pad inputs to few shapes, or give "
+            f"place(..., max_shapes=...) more than {limit}."
+        )
 
     def unknown(self, model: nn.Module, call: Call, key: Any) -> InputError:
         """The error for a call that none of these can run, where no other can be made."""
@@ -61,25 +133,6 @@ class Specializations:
             "needs a gradient, in which arguments are one tensor or share memory that is written, "
             f"or in attributes of its modules{changed}. Trace and apply that call, or use "
             "`baechi.place`, which traces each new one."
-        )
-
-    def too_many(self, model: nn.Module, call: Call) -> InputError:
-        """Why a call is refused that would be one more than the limit."""
-        mode = "training" if model.training else "evaluation"
-        found = (special.attributes.changed() for special in self)
-        changed = next((f" Of its attributes, {text}." for text in found if text), "")
-        grown = (each for each in call.objects if not is_container(each))
-        kinds = ", ".join(dict.fromkeys(type(each).__name__ for each in grown))
-        cache = (
-            f" Its {kinds} may be what grows from call to call: of a cache of fixed size, as of "
-            'generate(..., cache_implementation="static") of transformers, the steps of a '
-            "generation have two shapes."
-        )
-        return InputError(
-            f"this placed {type(model).__name__} has been traced for {len(self)} shapes of call, "
-            f"its limit; this call has {call.shapes} in {mode} mode.{changed}"
-            f"{cache if kinds else ''} Pad inputs to few "
-            "shapes, or give `place(..., max_shapes=...)` a higher limit."
         )
 
 

@@ -79,6 +79,12 @@ class Traced(TracedOperators):
         """The structure of one step of this model, without costs; arguments as those of `graph`."""
         return _structure(self, training=training, checkpoint=checkpoint)[0]
 
+    def sizes(
+        self, *, training: bool = True, checkpoint: str | Iterable[str] | None = None
+    ) -> list[int]:
+        """The bytes of the tensors of `structure`, in order; `~i` for what op i saves inside."""
+        return _structure(self, training=training, checkpoint=checkpoint)[1]
+
     def graph(
         self,
         profile: Profile | Sequence[Profile],

@@ -22,6 +22,7 @@ import torch
 from torch import fx
 
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.symbolic_sizes import Symbols, is_backed
 from baechi.torch_support.torch_internals import (
     FakeTensorMode,
     OpOverload,
@@ -109,6 +110,51 @@ _PROBABILITIES = ("p", "dropout", "dropout_p")
 _SWITCHES = ("train", "training")
 # Schemas that omit the writes of running statistics.
 _NORMALIZATIONS = ("batch_norm", "instance_norm")
+
+
+def propagate_symbolic(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
+    """The same where the graph was traced with symbolic sizes: ints in the facts may be symbols.
+
+    All that is decided by sizes on the way is among the conditions of the symbols.
+
+    Raises:
+        ValueError: Inputs share memory, or are not plain strided tensors.
+        Exception: Whatever a fake tensor cannot do.
+    """
+    given = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
+    _check_apart(inputs)
+    symbols = Symbols([*(size for value in given for size in value.shape)])
+    with (
+        symbols.recording() as environment,
+        FakeTensorMode(allow_non_fake_inputs=True, shape_env=environment) as mode,
+    ):
+        stand_ins = {
+            id(tensor): _of_sizes(value, tensor)
+            for value, tensor in zip(given, inputs, strict=True)
+        }
+
+        def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+            found = stand_ins.get(id(tensor))
+            return mode.from_tensor(tensor, static_shapes=True) if found is None else found
+
+        return _Recorder(module, stand_in).record(inputs)
+
+
+def _check_apart(inputs: Sequence[torch.Tensor]) -> None:
+    rows = {id(tensor): tensor for tensor in inputs}.values()
+    if any(t.layout is not torch.strided or t.is_conj() or t.is_neg() for t in rows):
+        raise ValueError("an argument is no plain strided tensor")
+    memory = [t.untyped_storage().data_ptr() for t in rows if t.numel() and not t.is_meta]
+    if len(set(memory)) < len(memory):
+        raise ValueError("arguments share memory")
+
+
+def _of_sizes(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor of a value's sizes, that needs a gradient if the tensor does."""
+    made = torch.empty_strided(
+        value.shape, value.stride(), dtype=tensor.dtype, device=tensor.device
+    ).requires_grad_(tensor.requires_grad)
+    return made if tensor.is_leaf else made.clone()
 
 
 def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
@@ -220,7 +266,7 @@ class _Recorder(fx.Interpreter):
         attribute = str(node.target) if node.op == "get_attr" else None
         storage = self._storage(tensor, None if attribute else node, attribute)
         strides = tuple(tensor.stride()) if tensor.layout is torch.strided else ()
-        shape = tuple(map(int, tensor.shape))
+        shape = tuple(size if is_backed(size) else int(size) for size in tensor.shape)
         return Value(storage, shape, strides, tensor.dtype, tensor.requires_grad)
 
     def fetch_attr(self, target: str) -> Any:

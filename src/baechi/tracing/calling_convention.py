@@ -9,7 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
 
@@ -19,7 +19,7 @@ from torch import nn
 from baechi.errors import InputError
 from baechi.torch_support.torch_internals import has_own_operators, hooks_of
 from baechi.tracing.guards import Autocast
-from baechi.tracing.pytrees import ObjectChanges, Parts, Structure, is_plain, paths
+from baechi.tracing.pytrees import Number, ObjectChanges, Parts, Structure, is_plain, paths
 
 _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
@@ -50,21 +50,44 @@ class Call:
     @property
     def key(self) -> tuple[Any, ...]:
         """Equal keys can run the same traced program: shapes, layouts, constants, autocast."""
-        shapes = tuple((tensor.shape, tensor.dtype, _layout(tensor)) for tensor in self.tensors)
-        constants = tuple((type(c).__name__, _shown(c)) for c in self.structure.constants)
+        shapes = tuple((tensor.shape, tensor.dtype, layout_of(tensor)) for tensor in self.tensors)
+        constants = tuple((type(c).__name__, shown(c)) for c in self.structure.constants)
         return (self.structure.form, constants, shapes, self.autocast)
 
     @property
     def names(self) -> tuple[str, ...]:
         """A readable name per tensor."""
-        positional, named = self.structure.fill(self.tensors)
-        labels = (*(f"args.{i}" for i in range(len(positional))), *named)
-        seen: set[int] = set()
-        return tuple(
-            ".".join((label, *path))
-            for label, value in zip(labels, (*positional, *named.values()), strict=True)
-            for path in paths(value, seen)
-        )
+        found = _names(self.structure.fill(self.tensors), torch.Tensor)
+        carried = range(len(self.tensors) - len(found))
+        return (*found, *(f"number {i}" for i in carried))
+
+    @property
+    def numbered(self) -> dict[str, Any]:
+        """The constants by readable names, in the order of `structure.places`."""
+        marked = self.structure.mapped(lambda _: _Mark())
+        names = _names(marked.fill(self.tensors), _Mark)
+        values = [self.structure.constants[place] for place in self.structure.places]
+        return dict(zip(names, values, strict=False))
+
+    def with_numbers(self, places: Sequence[int]) -> "Call":
+        """The call with some of its ints, by their places among the constants, as sizes.
+
+        Each is the first size of an empty tensor after the others: a tracer that has symbols for
+        sizes has one for the number then.
+        """
+        if not places:
+            return self
+        count, first, constants = iter(self.structure.places), len(self.tensors), []
+
+        def change(constant: Any) -> Any:
+            if next(count) not in places:
+                return constant
+            constants.append(constant)
+            return Number(first + len(constants) - 1)
+
+        structure = self.structure.mapped(change)
+        carriers = (torch.empty(number, 0) for number in constants)
+        return replace(self, tensors=(*self.tensors, *carriers), structure=structure)
 
     @property
     def shapes(self) -> str:
@@ -73,14 +96,49 @@ class Call:
         return ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in rows)
 
 
-def _shown(constant: Any) -> str | int:
+@final
+class _Mark:
+    """Stands for a constant."""
+
+
+def _names(arguments: tuple[Sequence[Any], Mapping[str, Any]], kind: type) -> list[str]:
+    """A readable name for each value of a kind among the arguments `(args, kwargs)`."""
+    positional, named = arguments
+    labels = (*(f"args.{i}" for i in range(len(positional))), *named)
+    seen: set[int] = set()
+    return [
+        ".".join((label, *path))
+        for label, value in zip(labels, (*positional, *named.values()), strict=True)
+        for path in paths(value, seen, kind)
+    ]
+
+
+def changes(before: Call, now: Call) -> list[str]:
+    """What is new in the arguments of a call: `timestep is 450 (was 540)`."""
+    if before.structure.form != now.structure.form:
+        return ["its arguments are nested in another way, or there are others"]
+    old = before.numbered
+    rows = [
+        f"{name} is {value!r} (was {old[name]!r})"
+        for name, value in now.numbered.items()
+        if name in old and not isinstance(old[name], Number) and shown(value) != shown(old[name])
+    ]
+    shapes = zip(now.names, now.tensors, before.tensors, strict=False)
+    return rows + [
+        f"{name} has {list(mine.shape)} (was {list(theirs.shape)})"
+        for name, mine, theirs in shapes
+        if mine.shape != theirs.shape
+    ]
+
+
+def shown(constant: Any) -> str | int:
     """Equal for equal constants; an object that can be called, as a module, equals itself alone."""
     if callable(constant) and not isinstance(constant, _FUNCTIONS):
         return id(constant)  # the trace keeps it
     return repr(constant)
 
 
-def _layout(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...] | torch.layout | None:
     """Its strides where they matter: whether `contiguous` copies follows from them, for one.
 
     None stands for a contiguous tensor.

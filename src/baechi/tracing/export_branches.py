@@ -9,12 +9,18 @@ error gets True (`give_way`).
 Reading a fake tensor's value is an error, except where it is known (`KnownValues`): made of shapes
 and constants alone it is the same in every call of these shapes. Known values are computed on the
 CPU: they are the same on every device.
+
+Where sizes are symbols, values are those of the example's sizes, and each question that depends on a
+symbol is kept with its answer (`Question`): the trace holds for the shapes at which the answer is the
+same.
 """
 
+import math
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -24,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from baechi.torch_support.symbolic_sizes import hint, is_backed
 from baechi.torch_support.torch_internals import (
     FakeTensor,
     OpOverload,
@@ -59,6 +66,11 @@ class EagerBranches:
         else:
             self._exporting[self._last] = self._last[0].co_qualname
         return True
+
+    @property
+    def questions(self) -> "tuple[Question, ...]":
+        """What the last trace asked that depends on symbolic sizes."""
+        return tuple(self._known.questions)
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -171,8 +183,9 @@ class KnownValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # A value holds for as long as nothing writes into the tensor or a view of it.
-        self._known: Any = WeakTensorKeyDictionary()  # tensor -> (version, value)
+        self._known: Any = WeakTensorKeyDictionary()  # tensor -> (version, value, recipe)
         self.answered = False
+        self.questions: list[Question] = []
 
     def answers(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's value is known; records that the caller relies on it."""
@@ -182,8 +195,12 @@ class KnownValues(TorchFunctionMode):
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The tensor's value, if it is known."""
-        version, value = self._known.get(tensor, (None, None))
-        return value if version is not None and version == version_of(tensor) else None
+        row = self._row(tensor)
+        return None if row is None else row[1]
+
+    def _row(self, tensor: torch.Tensor) -> Any:
+        row = self._known.get(tensor)
+        return row if row is not None and row[0] == version_of(tensor) else None
 
     def __torch_function__(
         self,
@@ -196,17 +213,37 @@ class KnownValues(TorchFunctionMode):
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         given = self._given(func, args, kwargs)
+        recipe = None if given is None else self._recipe(func, args, kwargs)
         if given is not None and func in _QUESTIONS:
             self.answered = True
-            return _computed(func, *given)
+            answer = _computed(func, *given)
+            if recipe is not None:
+                self.questions.append(Question(recipe, answer))
+            return answer
         result = func(*args, **kwargs)
         if given is not None and any(map(_is_knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
                 values = _rows(_computed(func, *given))
-                for row, value in zip(_rows(result), values, strict=True):
+                rows = zip(_rows(result), values, strict=True)
+                for place, (row, value) in enumerate(rows):
                     if _is_knowable(row) and _form(value) == _form(row):
-                        self._known[row] = (version_of(row), value)
+                        how = None if recipe is None else (recipe, place)
+                        self._known[row] = (version_of(row), value, how)
         return result
+
+    def _recipe(self, func: Any, args: Any, kwargs: Any) -> "_Recipe | None":
+        """How to compute a result that depends on symbolic sizes; None for others."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        found = []
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor):
+                _, value, how = self._row(leaf)
+                found.append(_Made(*how) if how is not None else value)
+            else:
+                found.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
+        if any(isinstance(leaf, _Made) or _sizes_in(leaf) for leaf in found):
+            return _Recipe(func, tuple(found), spec)
+        return None
 
     def _given(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -227,7 +264,7 @@ class KnownValues(TorchFunctionMode):
             elif isinstance(leaf, torch.device):
                 known.append(torch.device("cpu"))
             elif _is_number(leaf):
-                known.append(leaf)
+                known.append(_at(leaf, hint))
             else:
                 return None
         name = getattr(func, "__name__", "")
@@ -237,9 +274,86 @@ class KnownValues(TorchFunctionMode):
         return given, named
 
 
+@final
+@dataclass(frozen=True)
+class _Recipe:
+    """A function of known values and symbolic sizes; `leaves` are its flat arguments."""
+
+    func: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    def at(self, size: Callable[[Any], int], made: "dict[int, Any]") -> Any:
+        """Its result where the sizes are these; `made` has the results so far."""
+        if id(self) not in made:
+            leaves = [
+                _rows(leaf.recipe.at(size, made))[leaf.place]
+                if isinstance(leaf, _Made)
+                else _at(leaf, size)
+                for leaf in self.leaves
+            ]
+            made[id(self)] = _computed(self.func, *pytree.tree_unflatten(leaves, self.spec))
+        return made[id(self)]
+
+
+@final
+@dataclass(frozen=True)
+class _Made:
+    """One of the tensors that a recipe makes."""
+
+    recipe: _Recipe
+    place: int
+
+
+@final
+@dataclass(frozen=True)
+class Question:
+    """What forward asked about a value that depends on symbolic sizes, and the answer."""
+
+    recipe: _Recipe
+    answer: Any
+
+    @property
+    def sizes(self) -> list[torch.SymInt]:
+        """The symbolic sizes that it depends on."""
+        found: dict[int, torch.SymInt] = {}
+        left, seen = [self.recipe], {id(self.recipe)}
+        while left:
+            for leaf in left.pop().leaves:
+                if isinstance(leaf, _Made) and id(leaf.recipe) not in seen:
+                    seen.add(id(leaf.recipe))
+                    left.append(leaf.recipe)
+                found |= {id(size): size for size in _sizes_in(leaf)}
+        return list(found.values())
+
+
+def same_answers(questions: Iterable[Question], size: Callable[[Any], int]) -> bool:
+    """True if every question has the same answer where the sizes are these."""
+    made: dict[int, Any] = {}
+    try:
+        answers = [(question.recipe.at(size, made), question.answer) for question in questions]
+    except (RuntimeError, IndexError, TypeError, ValueError):  # a slice of nothing, for one
+        return False
+    return all(type(now) is type(then) and now == then for now, then in answers)
+
+
+def _sizes_in(leaf: Any) -> list[torch.SymInt]:
+    parts = (leaf.start, leaf.stop, leaf.step) if isinstance(leaf, slice) else (leaf,)
+    return [part for part in parts if isinstance(part, torch.SymInt)]
+
+
+def _at(leaf: Any, size: Callable[[Any], int]) -> Any:
+    """A number, or a slice, with ints for symbolic sizes."""
+    if isinstance(leaf, slice):
+        return slice(*(_at(part, size) for part in (leaf.start, leaf.stop, leaf.step)))
+    return size(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, slice):
-        return all(type(part) in (int, type(None)) for part in (leaf.start, leaf.stop, leaf.step))
+        return all(part is None or is_backed(part) for part in (leaf.start, leaf.stop, leaf.step))
+    if isinstance(leaf, torch.SymInt):
+        return is_backed(leaf)
     plain = (int, float, bool, type(None), type(...), torch.dtype, torch.layout)
     return type(leaf) in plain or isinstance(leaf, torch.memory_format)
 
@@ -251,12 +365,12 @@ def _rows(result: Any) -> list[Any]:
 def _is_knowable(result: Any) -> bool:
     if not isinstance(result, torch.Tensor) or result.is_floating_point() or result.is_complex():
         return False
-    sizes = list(result.shape)  # of what depends on values they are symbols
-    return all(type(size) is int for size in sizes) and result.numel() <= _MOST
+    sizes = list(result.shape)  # of what depends on values they have no hint
+    return all(map(is_backed, sizes)) and math.prod(map(hint, sizes)) <= _MOST
 
 
 def _form(value: Any) -> tuple[Any, ...]:
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
+    return (tuple(map(hint, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else ()
 
 
 def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

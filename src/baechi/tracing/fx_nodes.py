@@ -14,6 +14,7 @@ and `einsum` are many nodes: there the sum may round otherwise.
 """
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -121,6 +122,40 @@ def without_effectless(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+_END: Final = sys.maxsize  # of a slice without one
+_ATEN: Final = torch.ops.aten
+_INDEXING: Final = frozenset(
+    {_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.unsqueeze.default, _ATEN.index.Tensor}
+)
+
+
+def without_whole_slices(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: `x[:]` is an alias of x, as where sizes are no symbols.
+
+    torch takes a slice that it knows to be whole for the tensor itself, and gives an alias where
+    nothing else is in the brackets (torch/csrc/autograd/python_variable_indexing.cpp).
+    """
+    for part in [part for part in module.modules() if isinstance(part, fx.GraphModule)]:
+        for node in part.graph.find_nodes(op="call_function", target=_ATEN.slice.Tensor):
+            given = node_arguments(node)
+            if given["start"] not in (0, None) or given["end"] != _END or given["step"] != 1:
+                continue
+            source = node.args[0]
+            if any(_of_one_index(node, user) for user in node.users) or _of_one_index(source, node):
+                node.replace_all_uses_with(source)
+                part.graph.erase_node(node)
+            else:
+                node.target, node.args = _ATEN.alias.default, (source,)
+        part.recompile()
+    return module
+
+
+def _of_one_index(source: fx.Node, node: fx.Node) -> bool:
+    """True if both come from one expression `x[..., ...]`."""
+    indexing = source.target in _INDEXING and node.target in _INDEXING
+    return indexing and source.meta.get("stack_trace") == node.meta.get("stack_trace")
+
+
 def _gives_what_it_gets(cast: fx.Node) -> bool:
     """True if type, device and layout stay, and neither a copy nor other strides are requested."""
     given = node_arguments(cast)
@@ -148,7 +183,8 @@ def read_once(module: fx.GraphModule) -> fx.GraphModule:
     for node in list(module.graph.nodes):
         for value in node.all_input_nodes if _is_one_node(node) else ():
             n = sum(given is value for given in _flat(node.args))
-            if n > 1 and len(value.users) > 1 and value.op != "get_attr":
+            is_tensor = isinstance(value.meta.get("val", value), torch.Tensor | fx.Node)
+            if n > 1 and len(value.users) > 1 and value.op != "get_attr" and is_tensor:
                 _read_aliases(node, value, n)
     module.recompile()
     return module

@@ -27,14 +27,28 @@ from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.storages import distinct_storages
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import TorchDispatchMode
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
-from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate, quiet
+from baechi.tracing.alias_analysis import (
+    Facts,
+    copy_of,
+    named_state,
+    propagate,
+    propagate_symbolic,
+    quiet,
+)
 from baechi.tracing.calling_convention import Call, canonical_call, flat_model
-from baechi.tracing.export_branches import EagerBranches
+from baechi.tracing.export_branches import EagerBranches, Question
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
-from baechi.tracing.fx_nodes import read_once, schema_arguments, without_effectless
+from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
+from baechi.tracing.fx_nodes import (
+    read_once,
+    schema_arguments,
+    without_effectless,
+    without_whole_slices,
+)
 from baechi.tracing.guards import Attributes, Autocast, GradientMode, TruthValue, TruthValues
 from baechi.tracing.lowering import TracedModule, lower
 from baechi.tracing.pytrees import Structure, tensors_in
@@ -57,6 +71,7 @@ class Capture:
     module: fx.GraphModule
     returned: Structure
     replaced: tuple[str, ...] = ()  # buffers
+    questions: tuple[Question, ...] = ()  # where sizes are symbolic
 
 
 def _non_strict(
@@ -65,6 +80,7 @@ def _non_strict(
     model: nn.Module,
     call: Call,
     truth_values: list[TruthValue] | None = None,
+    places: frozenset[Place] = frozenset(),
 ) -> Capture:
     replaced: list[str] = []
     outside = OutsideTensors()
@@ -80,7 +96,8 @@ def _non_strict(
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
     with watched(model, mode) as functions, closing(outside):
-        program = torch.export.export(flat, call.tensors, strict=False)
+        shapes = dynamic_shapes(call, places) if places else None
+        program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
     module = program.module()
     functions.restore(module)
     for node in module.graph.nodes:
@@ -88,7 +105,14 @@ def _non_strict(
             raise TypeError(
                 f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
             )
-    return Capture(without_effectless(module), returned[-1], tuple(replaced))
+    symbolic = [type(c).__name__ for c in returned[-1].constants if isinstance(c, SYMBOLIC)]
+    if symbolic and not places:
+        raise TypeError(f"forward returns a {symbolic[0]}, which depends on values of tensors")
+    module = without_effectless(module)
+    if not places:
+        return Capture(module, returned[-1], tuple(replaced))
+    module = without_whole_slices(module)
+    return Capture(module, returned[-1], tuple(replaced), branches.questions)
 
 
 def _truth_values(
@@ -268,12 +292,17 @@ def _refuse_frozen(module: fx.GraphModule, facts: Facts) -> None:
                 raise RuntimeError("forward returns a tensor that it makes: fx would freeze it")
 
 
-def ladder(mode: GradientMode) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
-    """The rungs, in the order in which they are tried."""
+def ladder(
+    mode: GradientMode, places: frozenset[Place] = frozenset()
+) -> Iterator[tuple[str, Callable[[nn.Module, Call], Capture]]]:
+    """The rungs, in the order in which they are tried; with symbols for the sizes at `places`."""
     branches = EagerBranches()
-    yield "torch.export (non-strict)", partial(_non_strict, mode, branches)
+    export = partial(_non_strict, mode, branches, places=places)
+    yield "torch.export (non-strict)", export
     while branches.give_way():
-        yield f"torch.export (non-strict){branches}", partial(_non_strict, mode, branches)
+        yield f"torch.export (non-strict){branches}", export
+    if places:  # the other rungs know no symbols
+        return
     yield "module granularity, opaque leaves", partial(_opaque, mode)
     values = partial(_truth_values, mode, EagerBranches())
     yield "torch.export (non-strict), truth values of the example", values
@@ -286,7 +315,11 @@ def own_modules(model: nn.Module) -> set[str]:
 
 
 def trace(
-    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    places: frozenset[Place] = frozenset(),
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
@@ -297,6 +330,8 @@ def trace(
         model: Any module.
         args: Positional example arguments of one call.
         kwargs: Keyword example arguments.
+        places: Sizes above 1, and ints, that are symbols in the trace (`families`); it is then of
+            all calls that differ in these and fit its guards.
 
     Raises:
         InputError: The arguments do not fit the model's signature.
@@ -312,18 +347,20 @@ def trace(
     mode = GradientMode(torch.is_grad_enabled())
     with torch.inference_mode(False), torch.enable_grad():
         call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
-        return _climb(model, call, mode)
+        return _climb(model, call.with_numbers(numbers_among(places)), mode, places)
 
 
-def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
+def _climb(
+    model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place] = frozenset()
+) -> Traced:
     """The capture of the first rung that succeeds."""
     attempts: list[Attempt] = []
     before = Attributes(model)
-    for rung, capture in ladder(mode):
+    for rung, capture in ladder(mode, places):
         try:
             with quiet(), unchanged(model), ctc_losses_known():
                 captured = capture(model, call)
-                ops, tensors, module = _lowered(model, call, captured)
+                ops, tensors, module = _lowered(model, call, captured, places)
                 # Forward sets some attributes itself, whose values do not count.
                 module = replace(module, attributes=before.settled(), gradients=mode.observed)
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
@@ -382,11 +419,21 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 
 def _lowered(
-    model: nn.Module, call: Call, captured: Capture
+    model: nn.Module, call: Call, captured: Capture, places: frozenset[Place]
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    facts = propagate(read_once(captured.module), call.tensors)
+    module, family, returned = read_once(captured.module), None, captured.returned
+    given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
+    if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
+        symbolic = propagate_symbolic(module, call.tensors)
+        questions = captured.questions
+        family = Family(call, places, given, symbolic, returned, questions)
+        facts, returned = family.facts(family.traced_at), family.returned(family.traced_at)
+    else:  # all of them had to be as they are
+        facts = propagate(module, call.tensors)
     _refuse_old_buffers(captured, facts)
-    return lower(model, captured.module, facts, _kept(call, facts), captured.returned)
+    kept = _kept(call, facts)
+    ops, tensors, lowered = lower(model, captured.module, facts, kept, returned)
+    return ops, tensors, replace(lowered, family=family)
 
 
 def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:

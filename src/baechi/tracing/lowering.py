@@ -9,7 +9,7 @@ Complexity: O(nodes + edges), with a sort.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, final
@@ -19,8 +19,10 @@ from torch import fx, nn
 
 from baechi.records.optimizer_state import TrainedParameter
 from baechi.traced.operators import TracedOp, TracedTensor
+from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
+from baechi.tracing.families import Family, same_program
 from baechi.tracing.fx_nodes import op_name, source_line
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
@@ -43,6 +45,7 @@ class TracedModule:
             others is where its readers are.
         attributes: Of the model's modules, for whose values this holds.
         gradients: The mode of gradients that forward read; None if it read none.
+        family: The calls of other sizes that it runs, too; None if there are none.
     """
 
     model: nn.Module
@@ -54,6 +57,7 @@ class TracedModule:
     travelling: frozenset[fx.Node]
     attributes: Attributes
     gradients: bool | None = None
+    family: Family | None = None
 
 
 def lower(
@@ -70,6 +74,50 @@ def lower(
     attributes = Attributes(model)
     traced = TracedModule(model, module, facts, call, returned, nodes, parts.travelling, attributes)
     return ops, tuple(tensor for tensor, _ in rows), traced
+
+
+def resized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values; for graphs, not for a profile.
+
+    Keys, by which costs are known, are those of the trace.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    facts = module.family.facts(values)
+    parts = Partition(module.graph_module, facts)
+    lowering = _Lowering(module.model, module.graph_module, facts, parts)
+    rows = lowering.tensors()
+    inside = lowering.saved_inside({s: i for i, (_, s) in enumerate(rows) if s is not None})
+    ops = (replace(op, saved_bytes=n) for op, n in zip(traced.ops, inside, strict=True))
+    module = replace(module, facts=facts)
+    return replace(traced, ops=tuple(ops), tensors=tuple(row for row, _ in rows), module=module)
+
+
+def sized(traced: Traced, values: Sequence[int]) -> Traced:
+    """A traced family where its symbols have these values: an ordinary trace, to be profiled.
+
+    The example has those sizes, too, filled with what it holds, again and again.
+    """
+    module: TracedModule = traced.module
+    assert module.family is not None
+    if tuple(values) == module.family.traced_at:
+        return traced
+    facts, call = module.family.facts(values), module.family.call_at(values)
+    ops, tensors, found = lower(
+        *(module.model, module.graph_module, facts, call, module.family.returned(values))
+    )
+    found = replace(found, attributes=module.attributes, gradients=module.gradients)
+    return replace(traced, ops=ops, tensors=tensors, module=found)
+
+
+def is_same(traced: Traced, other: Traced) -> bool | None:
+    """True if a traced family runs what a trace without symbols does; None if that is not of it."""
+    module: TracedModule = traced.module
+    values = None if module.family is None else module.family.joined(other.module.call)
+    if module.family is None or values is None:
+        return None
+    facts, one = module.family.facts(values), module.graph_module
+    return same_program(one, facts, other.module.graph_module, other.module.facts)
 
 
 @final
@@ -227,13 +275,12 @@ class _Lowering:
         read = [row for row, _ in tensors if row.consumers or row.kept]
         linked = {op for row in read for op in (row.producer, *row.consumers)}
         owned, groups = self._ownership(linked)
+        inside = self.saved_inside(tensor_of)
         names: set[str] = set()
         ops = []
         for op, nodes in enumerate(self._parts.nodes_of_op):
             facts = [self._facts.nodes[node] for node in nodes]
             saved = dict.fromkeys(s for fact in facts for s in fact.saved)
-            inside = [s for s in saved if s not in tensor_of and not self._parts.is_source(s)]
-            inside = [s for s in inside if self._parts.home(s) in (op, None)]
             own = owned[op]
             anchor = self._anchor(nodes)
             name = _unique(op_name(anchor), names)
@@ -247,7 +294,7 @@ class _Lowering:
                     frozen_bytes=own.frozen,
                     shared_bytes=sum(own.shared.values()),
                     saves=tuple(sorted(tensor_of[s] for s in saved if s in tensor_of)),
-                    saved_bytes=sum(self._facts.storages[s].nbytes for s in inside),
+                    saved_bytes=inside[op],
                     differentiable=self._has_backward(op),
                     random=any(fact.random for fact in facts),
                     group=groups.get(op),
@@ -257,6 +304,16 @@ class _Lowering:
                 )
             )
         return tuple(ops)
+
+    def saved_inside(self, tensor_of: Mapping[int, int]) -> list[int]:
+        """Bytes that autograd saves of each operator besides tensors between operators."""
+        found = []
+        for op, nodes in enumerate(self._parts.nodes_of_op):
+            saved = dict.fromkeys(s for node in nodes for s in self._facts.nodes[node].saved)
+            inside = (s for s in saved if s not in tensor_of and not self._parts.is_source(s))
+            inside = (s for s in inside if self._parts.home(s) in (op, None))
+            found.append(sum(self._facts.storages[s].nbytes for s in inside))
+        return found
 
     def _ownership(self, linked: Set[int]) -> tuple[list[_Owned], dict[int, str]]:
         """The state each op owns, and the groups of ops that share a parameter or a counter.
@@ -387,6 +444,9 @@ def _key(module: fx.GraphModule, facts: Facts, nodes: Sequence[fx.Node]) -> str:
             if argument.op == "get_attr" and not facts.nodes[argument].values:
                 return _show_graph(attribute(module, str(argument.target)))
             values = " ".join(map(_show_value, facts.nodes[argument].values))
+            structure = facts.nodes[argument].structure
+            if not values and structure is not None:  # a number, such as a size
+                values = repr(structure.constants)
             return f"<state {values}>" if facts.is_state(argument) else f"<{values}>"
         return repr(argument)
 

@@ -129,14 +129,20 @@ class Partition:
         for position, node in enumerate(self.program):
             if node.op in ("get_attr", "placeholder"):
                 continue
-            inputs = [self.position[argument] for argument in node.all_input_nodes]
-            roots = {self._union.find(p) for p in inputs}
             values = self.values(node)
+            # A view is of its base, whichever operator knows the sizes that it is given.
+            read = [n for n in node.all_input_nodes if not (values and self._is_number(n))]
+            inputs = [self.position[argument] for argument in read]
+            roots = {self._union.find(p) for p in inputs}
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
             is_view = bool(inputs) and not made and not self._facts.nodes[node].writes
             passes_on = not values and not self._facts.nodes[node].random
             if (is_view or passes_on) and len(roots) == 1 and node.op != "call_module":
                 self._union.union([position, *roots])
+
+    def _is_number(self, node: fx.Node) -> bool:
+        """True if a node yields a number and no tensor, such as a size."""
+        return node.op not in ("placeholder", "get_attr") and not self.values(node)
 
     def _join_cycles(self) -> None:
         """Rule 3, and the order of operators: by first node, producers first."""

@@ -12,7 +12,7 @@ they were in the trace.
 import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import EllipsisType, NoneType
 from typing import Any, Final, final
@@ -181,6 +181,14 @@ class _Slot:
 
 
 @final
+@dataclass(frozen=True, slots=True)
+class Number:
+    """The place of a number that a tensor carries as its first size."""
+
+    index: int
+
+
+@final
 @dataclass(frozen=True)
 class _Object:
     """A list, a dict, or an object of any class, without its tensors."""
@@ -198,10 +206,11 @@ class _Again:
     number: int
 
 
-_OWN: Final = (_Again, Contents)
+_OWN: Final = (_Again, Contents, Number)
 _PLAIN: Final = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType, Enum, *_OWN),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    torch.SymInt,  # of a trace with symbolic sizes, which refuses what it cannot compute
 )
 
 
@@ -228,12 +237,29 @@ class Structure:
         """The leaves that are no tensors, with None in the tensors' places."""
         return tuple(None if isinstance(leaf, _Slot) else leaf for leaf in self._flat())
 
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The places of `constants` that are constants."""
+        return tuple(i for i, leaf in enumerate(self._flat()) if not isinstance(leaf, _Slot))
+
     def _flat(self) -> Iterator[Any]:
         for leaf in self.leaves:
             if isinstance(leaf, _Object):
                 yield from leaf.values._flat()
             else:
                 yield leaf
+
+    def mapped(self, change: Callable[[Any], Any]) -> "Structure":
+        """The structure with `change(constant)` for each constant, in the order of `constants`."""
+        leaves = tuple(
+            replace(leaf, values=leaf.values.mapped(change))
+            if isinstance(leaf, _Object)
+            else leaf
+            if isinstance(leaf, _Slot)
+            else change(leaf)
+            for leaf in self.leaves
+        )
+        return Structure(leaves, self.spec)
 
     @property
     def form(self) -> tuple[Any, ...]:
@@ -257,6 +283,8 @@ class Structure:
 def _filled(leaf: Any, tensors: Sequence[Any], objects: list[Any]) -> Any:
     if isinstance(leaf, _Slot):
         return tensors[leaf.index]
+    if isinstance(leaf, Number):
+        return tensors[leaf.index].shape[0]
     if isinstance(leaf, _Again):
         return objects[leaf.number]
     if not isinstance(leaf, _Object):
@@ -348,15 +376,15 @@ def _is_plain_object(value: Any) -> bool:
     )
 
 
-def paths(value: Any, seen: set[int]) -> Iterator[tuple[str, ...]]:
-    """The path of each tensor, in the order of `Parts`."""
+def paths(value: Any, seen: set[int], kind: type = torch.Tensor) -> Iterator[tuple[str, ...]]:
+    """The path of each tensor, or value of another kind, in the order of `Parts`."""
     rows, _ = pytree.tree_flatten_with_path(value, _is_leaf)
     for path, leaf in rows:
         keys = tuple(str(getattr(entry, "key", getattr(entry, "idx", entry))) for entry in path)
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, kind):
             yield keys
         elif _is_object(leaf) and id(leaf) not in seen:
             seen.add(id(leaf))
             what, values = _contents(leaf)
             for label, held in zip(what.labels, values, strict=True):
-                yield from ((*keys, str(label), *inner) for inner in paths(held, seen))
+                yield from ((*keys, str(label), *inner) for inner in paths(held, seen, kind))

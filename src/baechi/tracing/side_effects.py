@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from baechi.errors import TraceError
 from baechi.torch_support.storages import key_of
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
 from baechi.torch_support.torch_internals import (
     FakeTensor,
     FakeTensorMode,
@@ -368,11 +369,11 @@ def _clean(holder: Any, before: dict[Any, Any]) -> None:
 
 
 def _holds_fake(value: Any) -> bool:
-    """True if it holds a tracer's tensor, also in the attributes of an object."""
+    """True if it holds a tracer's tensor or size, also in the attributes of an object."""
     left, seen = [value], {id(value)}
     while left:
         for leaf in pytree.tree_leaves(left.pop()):
-            if isinstance(leaf, FakeTensor | fx.Proxy):
+            if isinstance(leaf, (FakeTensor, fx.Proxy, *SYMBOLIC)):
                 return True
             if _is_record(leaf) and id(leaf) not in seen and len(seen) < _MOST_HOLDERS:
                 seen.add(id(leaf))

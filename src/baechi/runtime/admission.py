@@ -1,0 +1,147 @@
+"""Admission: whether a step fits at another shape of its family, on the devices it was placed on.
+
+The devices and the order of operators are the family's. At another shape tensors have other bytes,
+by the facts of the trace at that shape. What only a profile knows, workspaces and bytes saved inside
+an operator, grows at most with the square of the bytes that the operator reads and makes. Times stay
+those of the reference shape: they decide when a tensor is alive, and no result.
+
+A shape whose every size is at most that of an admitted one fits, too: with times as they are, memory
+at each instant is a sum of sizes. Other shapes are simulated once. O(nodes + edges), with a sort.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, final
+
+from baechi.problem.simulation import overflows
+from baechi.program.stream_memory import Gpus, scheduled
+from baechi.records.cluster import Cluster
+from baechi.records.constraints import Constraints
+from baechi.records.graph import OpGraph, Tensor
+from baechi.records.placement import Placement
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.families import Family
+from baechi.tracing.lowering import TracedModule, resized
+
+
+@final
+class Admission:
+    """The shapes of one placed family that fit.
+
+    Args:
+        traced: The traced family.
+        graph: That was placed: of the reference shape.
+        placement: Of the graph.
+        cluster: Its devices.
+        constraints: Whose margins stay free.
+        gpus: The GPU of every logical device; None for a CPU.
+        checkpoint: What runs forward again in the graph.
+        values: Of the family's symbols at the reference shape.
+        replayed: Whether it runs as CUDA graphs.
+    """
+
+    def __init__(
+        self,
+        traced: Traced,
+        graph: OpGraph,
+        placement: Placement,
+        cluster: Cluster,
+        constraints: Constraints | None,
+        gpus: Gpus,
+        checkpoint: Any,
+        values: Sequence[int],
+        *,
+        replayed: bool = False,
+    ) -> None:
+        module: TracedModule = traced.module
+        assert module.family is not None
+        self.family: Family = module.family
+        self._traced = traced
+        self._graph = graph
+        self._placed = placement, cluster, constraints, gpus
+        self._checkpoint = checkpoint
+        self._replayed = replayed
+        self._reference = tuple(values)
+        self._facts = self.family.facts(values)
+        self._fit = [self.family.sizes(values)]
+
+    def missing(self, values: Sequence[int]) -> Mapping[str, int]:
+        """The devices whose memory the step exceeds at a shape, with the missing bytes."""
+        sizes = self.family.sizes(values)
+        if any(all(map(int.__le__, sizes, known)) for known in self._fit):
+            return {}
+        placement, cluster, constraints, gpus = self._placed
+        graph = self._graph_at(values)
+        placement = replace(placement, graph_digest=graph.digest)
+        schedule = scheduled(graph, cluster, placement, gpus, replayed=self._replayed)
+        found = dict(overflows(schedule, cluster, constraints))
+        if not found:
+            self._fit = [known for known in self._fit if not all(map(int.__le__, known, sizes))] + [
+                sizes
+            ]
+        return found
+
+    def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
+        """(symbol, value): the largest value that fits of the symbol that grew most, all else equal.
+
+        None if it did not grow, or nothing fits.
+        """
+        growth = [now / was for now, was in zip(values, self._reference, strict=True)]
+        symbol = max(range(len(growth)), key=growth.__getitem__)
+        low, high = 1, values[symbol]  # what fits, or is none; and what does not
+        while high - low > 1:
+            middle = (low + high) // 2
+            at = [*values[:symbol], middle, *values[symbol + 1 :]]
+            fits = not self.missing(at)
+            low, high = (middle, high) if fits else (low, middle)
+        return None if low == 1 else (symbol, low)
+
+    def _graph_at(self, values: Sequence[int]) -> OpGraph:
+        graph, training = self._graph, self._graph.is_training
+        traced = resized(self._traced, values)
+        growth = _growth(traced.module, self._facts, traced.module.facts)
+        squares = [max(1.0, factor * factor) for factor in growth]
+        sizes = traced.sizes(training=training, checkpoint=self._checkpoint)
+        tensors = tuple(
+            Tensor(
+                row.producer,
+                row.consumers,
+                size if size >= 0 else math.ceil(row.nbytes * squares[~size]),
+                row.kept,
+            )
+            for row, size in zip(graph.tensors, sizes, strict=True)
+        )
+        ops = tuple(
+            replace(
+                op,
+                workspace_bytes=math.ceil(op.workspace_bytes * _most(squares, index, op.forward)),
+                reused_bytes=math.floor(op.reused_bytes * _least(growth, op.forward)),
+            )
+            for index, op in enumerate(graph.ops)
+        )
+        return replace(graph, ops=ops, tensors=tensors)
+
+
+def _most(factors: Sequence[float], index: int, forward: Sequence[int]) -> float:
+    own = forward or ((index,) if index < len(factors) else ())
+    return max((factors[op] for op in own), default=1.0)
+
+
+def _least(factors: Sequence[float], forward: Sequence[int]) -> float:
+    return min((1.0, *(factors[op] for op in forward)))
+
+
+def _growth(module: TracedModule, before: Facts, after: Facts) -> list[float]:
+    """Of every operator the largest ratio of the bytes of what it reads or makes."""
+    ratios = [
+        new.nbytes / old.nbytes if old.nbytes else 1.0
+        for old, new in zip(before.storages, after.storages, strict=True)
+    ]
+    found = []
+    for nodes in module.nodes:
+        touched = {n for node in nodes for n in (node, *node.all_input_nodes)}
+        storages = {v.storage for n in touched for v in before.nodes[n].values}
+        found.append(max((ratios[storage] for storage in storages), default=1.0))
+    return found

@@ -1,0 +1,466 @@
+"""Families: the calls that one trace with symbolic sizes can run.
+
+    first call                       a trace of its sizes alone
+    a second one of other sizes      a trace with symbols for just those sizes (and ints) that differ
+    any further one                  the sizes are put in for the symbols; guards are checked
+
+A call is of a family if it differs from the traced one in symbolic sizes alone, and
+
+    places      every size and stride of an argument is what the symbols say of it: relations between
+                arguments, and layouts
+    conditions  all that Python code of the model, the tracer, and the run on fake tensors decided by
+                sizes: branches, views or copies
+    sizes       0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
+                torch treats these as special
+    questions   values that eager branches asked about have the same answers (`export_branches`)
+
+Nothing after the trace is symbolic: `facts` are ints, of the same nodes in the same order.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, TypeAlias, final
+
+import torch
+from torch import fx
+
+from baechi.errors import InputError
+from baechi.torch_support.symbolic_sizes import (
+    SYMBOLIC,
+    Symbols,
+    compiled,
+    hint,
+    solved,
+    symbols_in,
+)
+from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage, Value
+from baechi.tracing.calling_convention import Call, layout_of, shown
+from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.pytrees import Structure
+
+# (index of a tensor, dimension); or (-1, place among the constants) of an int.
+Place: TypeAlias = tuple[int, int]
+_NUMBER: Final = -1
+
+
+def differing(one: Call, two: Call) -> frozenset[Place] | None:
+    """The sizes and ints, all above 1, in which two calls differ; None if in something else."""
+    if one.structure.form != two.structure.form or one.autocast != two.autocast:
+        return None
+    pairs = list(zip(one.tensors, two.tensors, strict=True))
+    if not all(_alike(mine, theirs) for mine, theirs in pairs):
+        return None
+    sizes: dict[Place, tuple[Any, Any]] = {
+        (index, dim): both
+        for index, (mine, theirs) in enumerate(pairs)
+        for dim, both in enumerate(zip(mine.shape, theirs.shape, strict=True))
+        if both[0] != both[1]
+    }
+    constants = zip(one.structure.constants, two.structure.constants, strict=True)
+    sizes |= {
+        (_NUMBER, place): both
+        for place, both in enumerate(constants)
+        if type(both[0]) is not type(both[1]) or shown(both[0]) != shown(both[1])
+    }
+    if any(type(size) is not int or size < 2 for both in sizes.values() for size in both):
+        return None
+    return frozenset(sizes)
+
+
+def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
+    """True if two tensors differ in sizes and strides alone, and both are contiguous or neither."""
+    kinds = ((t.dtype, t.dim(), t.layout, layout_of(t) is None) for t in (one, two))
+    return len(set(kinds)) == 1
+
+
+def known_places(before: Call, family: "Family | None", call: Call) -> frozenset[Place]:
+    """What is known to change from call to call, from one that was traced before."""
+    if family is None:
+        return differing(before, call) or frozenset()
+    found = differing(before, family.carrying(call)) if family.carries(call) else None
+    if found is None:
+        return frozenset()
+    return family.places | {place for place in found if place[0] < len(call.tensors)}
+
+
+# By the name of an argument: dimension -> name, or (name, smallest, largest).
+Dynamic: TypeAlias = bool | Mapping[str, Mapping[int, str | tuple[str, int, int]]]
+
+
+def check_dynamic(dynamic: Any) -> Dynamic:
+    """The option, checked.
+
+    Raises:
+        InputError: It is none.
+    """
+    if isinstance(dynamic, bool):
+        return dynamic
+    rows = dynamic.values() if isinstance(dynamic, Mapping) else [None]
+    for row in rows:
+        dims = row.items() if isinstance(row, Mapping) else [(None, None)]
+        for dim, what in dims:
+            span = (what, 2, 2) if isinstance(what, str) else what
+            good = isinstance(span, tuple) and len(span) == 3 and isinstance(span[0], str)
+            if type(dim) is not int or not good or not 2 <= span[1] <= span[2]:
+                raise InputError(
+                    f"dynamic is {dynamic!r}; give True (sizes that change become symbols), False "
+                    "(a plan per shape), or what changes, by argument: "
+                    '{"input_ids": {0: "batch", 1: ("length", 2, 4096)}}, with sizes from 2.'
+                )
+    return {name: dict(row) for name, row in dynamic.items()}
+
+
+def _spans(call: Call, dynamic: Mapping[str, Any]) -> Iterator[tuple[Place, int, int]]:
+    """The declared sizes of a call, with the smallest and the largest that are meant."""
+    names = call.names
+    for name, row in dynamic.items():
+        owned = [i for i, own in enumerate(names) if own == name or own.startswith(f"{name}.")]
+        if not owned:
+            raise InputError(
+                f"dynamic has an argument {name!r}, which this call does not give as a tensor; it "
+                f"gives {', '.join(names)}."
+            )
+        for dim, what in row.items():
+            for index in owned:
+                rank = call.tensors[index].dim()
+                if not -rank <= dim < rank:
+                    raise InputError(f"dynamic has dimension {dim} of {name!r}, which has {rank}.")
+                span = (what, 2, 2) if isinstance(what, str) else what
+                yield (index, dim % rank), span[1], max(span[2], call.tensors[index].shape[dim])
+
+
+def declared(call: Call, dynamic: Mapping[str, Any]) -> frozenset[Place]:
+    """The declared sizes that are large enough in a call to be symbols."""
+    return frozenset(
+        (index, dim)
+        for (index, dim), least, _ in _spans(call, dynamic)
+        if call.tensors[index].shape[dim] >= least
+    )
+
+
+def largest_declared(call: Call, dynamic: Mapping[str, Any]) -> dict[Place, int]:
+    """The largest size that is meant, of each that is declared."""
+    return {place: largest for place, _, largest in _spans(call, dynamic)}
+
+
+def dynamic_shapes(call: Call, places: frozenset[Place]) -> tuple[dict[int, Any], ...]:
+    """What `torch.export` is told, for a call that carries its ints."""
+    first = len(call.tensors) - len(numbers_among(places))
+    return tuple(
+        {
+            dim: torch.export.Dim.AUTO
+            for dim in range(tensor.dim())
+            if (index, dim) in places or (index >= first and dim == 0)
+        }
+        for index, tensor in enumerate(call.tensors)
+    )
+
+
+def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
+    """The places among the constants of the ints."""
+    return tuple(sorted(place for index, place in places if index == _NUMBER))
+
+
+def same_program(one: fx.GraphModule, facts: Facts, other: fx.GraphModule, others: Facts) -> bool:
+    """True if two graphs run the same operators on the same arguments, numbers apart from nodes.
+
+    So a trace with symbols is compared, at the sizes of one without, with that.
+    """
+    mine, theirs = _program(one, facts), _program(other, others)
+    return len(mine) == len(theirs) and all(map(_same_row, mine, theirs))
+
+
+def _program(module: fx.GraphModule, facts: Facts) -> list[tuple[Any, ...]]:
+    """Every node that yields or does more than a number, with its arguments and effects."""
+    names: dict[fx.Node, str] = {}
+    storages: dict[int, int] = {}  # numbered as they appear
+    rows = []
+    alive: set[fx.Node] = set()
+    for node in reversed(module.graph.nodes):
+        fact = facts.nodes.get(node)
+        acts = fact is None or fact.writes or fact.random or fact.checks
+        if node in alive or acts or node.op == "placeholder":
+            alive |= {node, *node.all_input_nodes}
+
+    def show(node: fx.Node) -> Any:
+        if node in names:
+            return names[node]
+        structure = facts.nodes[node].structure
+        return structure.constants[0] if structure is not None else None
+
+    for node in module.graph.nodes:
+        if node.op == "output":
+            rows.append(("output", fx.node.map_arg(node.args, show)))
+            continue
+        fact = facts.nodes[node]
+        acts = fact.values or fact.writes or fact.random or fact.checks
+        number = not acts and node.op not in ("placeholder", "get_attr")
+        if number or node not in alive:
+            continue
+        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), show)
+        values = tuple(
+            (storages.setdefault(v.storage, len(storages)), v.shape, v.stride, v.dtype)
+            for v in fact.values
+        )
+        writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
+        target = "" if node.op == "placeholder" else str(node.target)
+        rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks))
+        names[node] = f"%{len(names)}"
+    return rows
+
+
+def _same_row(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and repr(one) == repr(other)
+
+
+@final
+@dataclass(frozen=True)
+class _At:
+    """A number, or several, by their places among those that are used."""
+
+    places: tuple[int, ...]
+    make: Callable[[Sequence[int]], Any] | None
+
+    def among(self, numbers: Sequence[int]) -> Any:
+        """The number, or what is made of them."""
+        found = [numbers[place] for place in self.places]
+        return found[0] if self.make is None else self.make(found)
+
+
+@final
+class Family:
+    """The calls that one trace can run.
+
+    Args:
+        call: The traced one, whose ints that are symbols are carried by tensors.
+        places: The sizes and ints that were traced as symbols, in the call as it was given.
+        inputs: The fake arguments of the trace.
+        facts: Of the trace, with symbolic ints.
+        returned: The structure of its results, with symbolic ints.
+        questions: That eager branches asked.
+
+    Raises:
+        ValueError: A size depends on values, or on what no argument's size tells.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        places: frozenset[Place],
+        inputs: Sequence[torch.Tensor],
+        facts: Facts,
+        returned: Structure,
+        questions: Sequence[Question],
+    ) -> None:
+        self.call = call
+        self.places = places
+        self._numbers = numbers_among(places)
+        sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
+        self._symbols = Symbols(sizes)
+        self._questions = tuple(questions)
+        self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
+        self._hints: list[int] = []
+        self._facts = facts
+        self._storages = [self._place(storage.nbytes) for storage in facts.storages]
+        self._values: list[tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]] = [
+            tuple(
+                (tuple(map(self._place, value.shape)), tuple(map(self._place, value.stride)))
+                for value in fact.values
+            )
+            for fact in facts.nodes.values()
+        ]
+        lengths = {i for rows in self._values for shape, _ in rows for i in shape}
+        self._structures = [self._with_places(fact.structure) for fact in facts.nodes.values()]
+        self._returned = self._with_places(returned)
+        self.returns_sizes = any(
+            isinstance(c, (torch.SymInt, torch.Size)) for c in returned.constants
+        )
+        self._given = [
+            (i, kind, dim, self._place(size))
+            for i, value in enumerate(inputs)
+            for kind, row in enumerate((value.shape, value.stride()))
+            for dim, size in enumerate(row)
+        ]
+        self._asked = {
+            id(size): self._place(size) for question in questions for size in question.sizes
+        }
+        conditions = self._symbols.conditions()
+        terms = list(self._terms)
+        self.symbols = symbols_in([*terms, *conditions])
+        self._numbers_at = compiled(self.symbols, terms)
+        self._hold = compiled(self.symbols, conditions)
+        # Of every length that is symbolic: its place, and its value in the trace.
+        self._lengths = [
+            (i, self._hints[i]) for i in sorted(lengths) if not isinstance(terms[i], int)
+        ]
+        self._solutions = list(map(self._solution, self.symbols))
+        found = self.values(call)
+        if found is None or self._numbers_at(*found) != tuple(self._hints):
+            raise ValueError("its sizes are not those of the call it was traced with")
+        self.traced_at = found
+
+    def _place(self, size: Any) -> int:
+        """The place of a size among all that are used."""
+        term = self._symbols.term(size)
+        if term not in self._terms:
+            self._terms[term] = len(self._terms)
+            self._hints.append(hint(size))
+        return self._terms[term]
+
+    def _with_places(self, structure: Structure | None) -> Callable[[Sequence[int]], Any]:
+        """A function from the numbers that are used to the structure without symbols."""
+        if structure is None:
+            return lambda _: None
+        symbolic = False
+
+        def change(constant: Any) -> Any:
+            nonlocal symbolic
+            if isinstance(constant, torch.SymInt):
+                symbolic = True
+                return _At((self._place(constant),), None)
+            if isinstance(constant, torch.Size) and any(isinstance(n, SYMBOLIC) for n in constant):
+                symbolic = True
+                return _At(tuple(map(self._place, constant)), torch.Size)
+            if isinstance(constant, SYMBOLIC):
+                raise ValueError(f"{constant} is a symbol")
+            return constant
+
+        changed = structure.mapped(change)
+        if not symbolic:
+            return lambda _: structure
+
+        def at(numbers: Sequence[int]) -> Structure:
+            return changed.mapped(lambda c: c.among(numbers) if isinstance(c, _At) else c)
+
+        return at
+
+    def _solution(self, symbol: Any) -> tuple[int, int, int, int, int]:
+        """The argument's size that tells a symbol: (tensor, kind, dimension, a, b)."""
+        terms = list(self._terms)
+        for i, kind, dim, place in self._given:
+            found = solved(terms[place], symbol)
+            if found is not None:
+                return i, kind, dim, *found
+        raise ValueError(f"no argument's size tells {symbol}")
+
+    def carrying(self, call: Call) -> Call:
+        """A call as it was given, with the ints that are symbols carried by tensors."""
+        return call.with_numbers(self._numbers)
+
+    def joined(self, call: Call) -> tuple[int, ...] | None:
+        """The values of the symbols in a call as it was given; None if it is of another family."""
+        if not self.carries(call):
+            return None
+        carrying = self.carrying(call)
+        return None if differing(self.call, carrying) is None else self.values(carrying)
+
+    def carries(self, call: Call) -> bool:
+        """True if ints above 1 are in a call where they are symbols."""
+        constants = call.structure.constants
+        ints = all(p < len(constants) and type(constants[p]) is int for p in self._numbers)
+        return ints and all(constants[place] > 1 for place in self._numbers)
+
+    def values(self, call: Call) -> tuple[int, ...] | None:
+        """The values of the symbols in a call that carries its ints; None if it is of another."""
+        rows = [(t.shape, t.stride()) for t in call.tensors]
+        found = []
+        for i, kind, dim, a, b in self._solutions:
+            value, rest = divmod(rows[i][kind][dim] - b, a)
+            if rest:
+                return None
+            found.append(value)
+        if not self.holds(found):
+            return None
+        numbers = self._numbers_at(*found)
+        for i, kind, dim, place in self._given:
+            if rows[i][kind][dim] != numbers[place] and (kind == 0 or rows[i][0][dim] != 1):
+                return None
+        return tuple(found)
+
+    def holds(self, values: Sequence[int]) -> bool:
+        """True if the guards hold where the symbols have these values."""
+        try:
+            if not all(self._hold(*values)):
+                return False
+            numbers = self._numbers_at(*values)
+        except (ArithmeticError, ValueError):
+            return False
+        for place, was in self._lengths:
+            if numbers[place] != was and min(numbers[place], was) < 2:
+                return False
+        return same_answers(self._questions, lambda size: numbers[self._asked[id(size)]])
+
+    def maxima(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
+        """The values of the symbols where some sizes are these, and all others as traced."""
+        found = []
+        for (i, kind, dim, a, b), own in zip(self._solutions, self.traced_at, strict=True):
+            size = sizes.get((i, dim), 0) if kind == 0 else 0
+            found.append(max(own, (size - b) // a))
+        return tuple(found)
+
+    def named(self, symbol: int) -> str:
+        """A symbol, by its number, as people know it: `input_ids, dimension 1`."""
+        i, kind, dim, *_ = self._solutions[symbol]
+        return f"{self.call.names[i]}, {'stride' if kind else 'dimension'} {dim}"
+
+    def size_of(self, symbol: int, value: int) -> int:
+        """The size by which people know a symbol, where it has this value."""
+        *_, a, b = self._solutions[symbol]
+        return a * value + b
+
+    def call_at(self, values: Sequence[int]) -> Call:
+        """The traced call with tensors of other sizes, filled with what they hold."""
+        numbers = self._numbers_at(*values)
+        shapes: dict[int, list[int]] = {i: list(t.shape) for i, t in enumerate(self.call.tensors)}
+        for i, kind, dim, place in self._given:
+            if kind == 0:
+                shapes[i][dim] = numbers[place]
+        tensors = []
+        for i, tensor in enumerate(self.call.tensors):
+            filled = tensor.detach()
+            for dim, size in enumerate(shapes[i]):
+                if size != filled.shape[dim]:
+                    index = torch.arange(size, device=filled.device) % filled.shape[dim]
+                    filled = filled.index_select(dim, index)
+            tensors.append(filled.requires_grad_(tensor.requires_grad))
+        return replace(self.call, tensors=tuple(tensors))
+
+    def sizes(self, values: Sequence[int]) -> tuple[int, ...]:
+        """All sizes that are used, in the same order for all values of the symbols."""
+        return self._numbers_at(*values)
+
+    def returned(self, values: Sequence[int]) -> Structure:
+        """The structure of the results."""
+        found: Structure = self._returned(self._numbers_at(*values))
+        return found
+
+    def facts(self, values: Sequence[int]) -> Facts:
+        """The effects of every node."""
+        numbers = self._numbers_at(*values)
+        number = numbers.__getitem__
+        old = self._facts
+        nodes: dict[Any, NodeFacts] = {}
+        rows = zip(old.nodes.items(), self._values, self._structures, strict=True)
+        for (node, fact), sizes, structure in rows:
+            nodes[node] = NodeFacts(
+                tuple(
+                    Value(
+                        value.storage,
+                        tuple(map(number, shape)),
+                        tuple(map(number, stride)),
+                        value.dtype,
+                        value.requires_grad,
+                    )
+                    for value, (shape, stride) in zip(fact.values, sizes, strict=True)
+                ),
+                structure(numbers),
+                fact.writes,
+                fact.saved,
+                fact.random,
+                fact.checks,
+            )
+        storages = [
+            Storage(numbers[place], storage.node, storage.attribute)
+            for storage, place in zip(old.storages, self._storages, strict=True)
+        ]
+        return Facts(nodes, storages)
