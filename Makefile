@@ -96,7 +96,7 @@ sanitize: $(VENV)/.dev ## Run the tests of the C++ core under the address and un
 	  --config-settings=build-dir=build/sanitize --config-settings=cmake.define.BAECHI_SANITIZE=ON
 	$(SANITIZED) -c '$(CHECKED)'
 	$(SANITIZED) -m pytest $(CORE_TESTS) --hypothesis-profile sanitized -o budget_s=0 \
-	  --ignore tests/problem/test_exact_bounds.py --ignore tests/placers/test_linear_programs.py
+	  --ignore tests/placers/test_linear_programs.py
 
 clean: ## Remove what make made, the virtual environment too
 	rm -rf $(VENV) build dist baechi-demo .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
