@@ -101,14 +101,16 @@ class Symbols:
         finally:
             self._environment.frozen = frozen
 
-    def conditions(self) -> list[Any]:
-        """All that was decided by sizes, as terms that must be true."""
+    def conditions(self, known: Iterable[Any]) -> list[Any]:
+        """All that was decided by sizes, as terms that must be true, and ranges of known symbols."""
         environment = self._environment
         if environment.deferred_runtime_asserts:
             raise ValueError("assertions of the trace depend on values of tensors")
         found = [environment.replace(guard.expr) for guard in environment.guards]
         for symbol, among in environment.var_to_range.items():
             term = environment.replace(symbol)
+            if term.free_symbols - set(known):
+                continue
             for bound, relation in ((among.lower, sympy.Ge), (among.upper, sympy.Le)):
                 if bound.is_Integer:  # the others are infinite
                     found.append(relation(term, bound))

@@ -284,8 +284,8 @@ class Family:
         self._asked = {
             id(size): self._place(size) for question in questions for size in question.sizes
         }
-        conditions = self._symbols.conditions()
         terms = list(self._terms)
+        conditions = self._symbols.conditions(symbols_in(terms))
         self.symbols = symbols_in([*terms, *conditions])
         self._numbers_at = compiled(self.symbols, terms)
         self._hold = compiled(self.symbols, conditions)

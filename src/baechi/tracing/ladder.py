@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,9 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
+
+# Whether this thread traces: then a model that is placed already runs its own forward.
+TRACING: Final[ContextVar[bool]] = ContextVar("tracing", default=False)
 
 
 @final
@@ -345,9 +349,21 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _tracing():
         call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
-        return _climb(model, call.with_numbers(numbers_among(places)), mode, places)
+        if places:
+            call = call.with_numbers(numbers_among(places))
+            call = replace(call, tensors=tuple(map(_no_view, call.tensors)))
+        return _climb(model, call, mode, places)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    token = TRACING.set(True)
+    try:
+        yield
+    finally:
+        TRACING.reset(token)
 
 
 def _climb(
@@ -416,6 +432,13 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
     for key in own & given.keys():
         given[key] = given[key].detach().requires_grad_(given[key].requires_grad)
     return tuple(given[id(tensor)] for tensor in tensors)
+
+
+def _no_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as a tensor of its own: a tracer has symbols for a view's base, not for it."""
+    if not tensor._is_view() or tensor.requires_grad:
+        return tensor
+    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())
 
 
 def _lowered(
