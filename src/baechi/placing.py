@@ -81,9 +81,10 @@ def place(
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
-    Without example arguments it specializes on the first call, and again on each call of a new
-    shape, dtype, constant or mode, up to `max_shapes` times, printing one line for each. The first
-    call decides where parameters and buffers live, so call with the largest shape first.
+    Without example arguments it specializes on the first call, and again on each call of another
+    dtype, constant or mode, printing one line for each; and on the second call that differs in
+    sizes, for all further sizes. The first call decides where parameters and buffers live, so call
+    with the largest shape first.
 
     Args:
         model: Any module. It is what comes back, of a class derived from its own; `unplace()`
@@ -103,7 +104,8 @@ def place(
             copy of the model on its present device.
         progress: Print progress.
         threads_per_device: torch threads of every logical CPU device; by default an equal share.
-        max_shapes: Maximum number of call shapes to specialize for.
+        max_shapes: Maximum number of plans. A plan is for a family of calls, or for one shape; the
+            least recently used is dropped for one more, with a warning the first time.
         constraints: Constraints besides memory, as in `solve`.
         effort: `"fast"`, `"balanced"` (the default) or `"thorough"`, as in `solve`.
         compile: Hand every segment to `torch.compile`, as in `apply`.
@@ -112,6 +114,10 @@ def place(
         there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
             or as `"4GiB"`; or `True` for all of its memory. For a limit, submodules are chosen,
             none if the step fits without (`choose_checkpoint`).
+        dynamic: Whether one plan may take calls of many sizes: a call that differs from an earlier
+            one in sizes (or ints) is traced with symbols for these, and its plan takes every
+            further one. False is a plan per shape. A mapping declares sizes at once, and the
+            largest to place for: `{"input_ids": {0: "batch", 1: ("length", 2, 4096)}}`.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -226,9 +232,12 @@ class _Planner:
             with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
                 traced = self._traced(model, call, kin)
             values = self._reference(traced, call, kin)
-            graph, placement, checkpoint = self._solved(
-                traced if values is None else sized(traced, values), homes
-            )
+            try:
+                graph, placement, checkpoint = self._solved(
+                    traced if values is None else sized(traced, values), homes
+                )
+            except InfeasibleError as error:
+                raise _with_text(error, f"{error}{_largest(call, kin)}") from None
             unsplit = Unsplit(model) if self.verify else None
             special = executable(
                 *(traced, placement, None, graph, self.cluster),
@@ -289,13 +298,11 @@ class _Planner:
         if family is None:
             return None
         mine = family.joined(call) or family.traced_at
-        rows = [mine]
-        for special in kin:
-            if special.family is None and (values := family.joined(special.module.call)):
-                rows.append(values)
+        static = (special.module.call for special in kin if special.family is None)
+        rows = [mine, *(values for call in static if (values := family.joined(call)))]
         if isinstance(self.dynamic, Mapping):
             rows.append(family.maxima(largest_declared(call, self.dynamic)))
-        largest = tuple(map(max, *rows)) if len(rows) > 1 else mine
+        largest = tuple(map(max, zip(*rows, strict=True)))
         return largest if family.holds(largest) else mine
 
     @property
@@ -303,7 +310,9 @@ class _Planner:
         return list(gpus_of([torch_device(device.name) for device in self.cluster.devices]))
 
     def _solved(self, traced: Traced, homes: ParameterDevices) -> tuple[OpGraph, Placement, Any]:
-        """The graph, its placement and what runs forward again in it, with parameters and buffers where earlier calls put them.
+        """The graph, its placement, and what runs forward again in it.
+
+        Parameters and buffers are where earlier calls put them.
 
         If that does not fit, those without optimizer state may move.
         """
@@ -391,6 +400,18 @@ class _Planner:
         if self.progress:
             console = Console(stderr=True, highlight=False, soft_wrap=True)
             console.print(f"baechi: {text}", style="dim")
+
+
+def _largest(call: Call, kin: Sequence[Executable]) -> str:
+    """The largest size that fits an earlier plan of the call's family, in a sentence."""
+    for special in kin:
+        values, admission = special.joined(call), special.admission
+        found = None if values is None or admission is None else admission.largest(values)
+        if found is not None and values is not None and special.family is not None:
+            symbol, fits = found
+            fits, size = (special.family.size_of(symbol, n) for n in (fits, values[symbol]))
+            return f" {special.family.named(symbol)}: {fits} fits, {size} does not."
+    return ""
 
 
 def _own_objects(model: nn.Module, call: Call) -> Call:

@@ -1,12 +1,12 @@
 """Admission: whether a step fits at another shape of its family, on the devices it was placed on.
 
-The devices and the order of operators are the family's. At another shape tensors have other bytes,
-by the facts of the trace at that shape. What only a profile knows, workspaces and bytes saved inside
-an operator, grows at most with the square of the bytes that the operator reads and makes. Times stay
-those of the reference shape: they decide when a tensor is alive, and no result.
+The devices and the order of operators are the family's. At another shape tensors have other
+bytes, by the facts of the trace at that shape. What only a profile knows, workspaces and bytes
+saved inside an operator, grows at most with the square of what the operator reads and makes. Times
+stay those of the reference shape: they decide when a tensor is alive, and no result.
 
-A shape whose every size is at most that of an admitted one fits, too: with times as they are, memory
-at each instant is a sum of sizes. Other shapes are simulated once. O(nodes + edges), with a sort.
+A shape whose every size is at most that of an admitted one fits, too: with times as they are,
+memory at each instant is a sum of sizes. Others are simulated once. O(nodes + edges), with a sort.
 """
 
 import math

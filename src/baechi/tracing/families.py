@@ -1,16 +1,15 @@
 """Families: the calls that one trace with symbolic sizes can run.
 
-    first call                       a trace of its sizes alone
-    a second one of other sizes      a trace with symbols for just those sizes (and ints) that differ
-    any further one                  the sizes are put in for the symbols; guards are checked
+    first call                     a trace of its sizes alone
+    a second one of other sizes    a trace with symbols for those sizes, and ints, that differ
+    any further one                the sizes are put in for the symbols, and guards are checked
 
 A call is of a family if it differs from the traced one in symbolic sizes alone, and
 
-    places      every size and stride of an argument is what the symbols say of it: relations between
-                arguments, and layouts
-    conditions  all that Python code of the model, the tracer, and the run on fake tensors decided by
-                sizes: branches, views or copies
-    sizes       0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
+    places      sizes and strides of arguments are what the symbols say: relations, layouts
+    conditions  all that Python code, the tracer, or a run on fake tensors decided by sizes holds:
+                branches, views or copies
+    lengths     0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
                 torch treats these as special
     questions   values that eager branches asked about have the same answers (`export_branches`)
 
@@ -36,6 +35,7 @@ from baechi.torch_support.symbolic_sizes import (
 from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage, Value
 from baechi.tracing.calling_convention import Call, layout_of, shown
 from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.fx_nodes import node_arguments
 from baechi.tracing.pytrees import Structure
 
 # (index of a tensor, dimension); or (-1, place among the constants) of an int.
@@ -161,17 +161,26 @@ def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
     return tuple(sorted(place for index, place in places if index == _NUMBER))
 
 
-def same_program(one: fx.GraphModule, facts: Facts, other: fx.GraphModule, others: Facts) -> bool:
-    """True if two graphs run the same operators on the same arguments, numbers apart from nodes.
+def same_program(family: "Family", one: fx.GraphModule, other: Any, call: Call) -> bool | None:
+    """True if a family's graph runs the operators of a graph without symbols on equal arguments.
 
-    So a trace with symbols is compared, at the sizes of one without, with that.
+    So a trace with symbols is compared, at the sizes of one without, with that. `other` is that
+    graph with its facts, and `call` its example; None if that is not of the family.
     """
-    mine, theirs = _program(one, facts), _program(other, others)
+    values = family.joined(call)
+    if values is None:
+        return None
+    mine = _program(one, family.facts(values), len(call.tensors))
+    theirs = _program(*other, len(call.tensors))
     return len(mine) == len(theirs) and all(map(_same_row, mine, theirs))
 
 
-def _program(module: fx.GraphModule, facts: Facts) -> list[tuple[Any, ...]]:
-    """Every node that yields or does more than a number, with its arguments and effects."""
+def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any, ...]]:
+    """Every node that yields or does more than a number, with its arguments and effects.
+
+    Of the arguments the first that are given; the others carry numbers.
+    """
+    carriers = module.graph.find_nodes(op="placeholder")[given:]
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
     rows = []
@@ -195,9 +204,9 @@ def _program(module: fx.GraphModule, facts: Facts) -> list[tuple[Any, ...]]:
         fact = facts.nodes[node]
         acts = fact.values or fact.writes or fact.random or fact.checks
         number = not acts and node.op not in ("placeholder", "get_attr")
-        if number or node not in alive:
+        if number or node not in alive or node in carriers:
             continue
-        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), show)
+        arguments = fx.node.map_arg(_arguments(node), show)
         values = tuple(
             (storages.setdefault(v.storage, len(storages)), v.shape, v.stride, v.dtype)
             for v in fact.values
@@ -207,6 +216,14 @@ def _program(module: fx.GraphModule, facts: Facts) -> list[tuple[Any, ...]]:
         rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks))
         names[node] = f"%{len(names)}"
     return rows
+
+
+def _arguments(node: fx.Node) -> Any:
+    """The arguments of a node; `x[:n]` begins at 0, or has no beginning."""
+    if node.target is torch.ops.aten.slice.Tensor:
+        given = node_arguments(node)
+        return {**given, "start": given["start"] or 0}
+    return node.args, dict(node.kwargs)
 
 
 def _same_row(one: Any, other: Any) -> bool:

@@ -113,11 +113,10 @@ def sized(traced: Traced, values: Sequence[int]) -> Traced:
 def is_same(traced: Traced, other: Traced) -> bool | None:
     """True if a traced family runs what a trace without symbols does; None if that is not of it."""
     module: TracedModule = traced.module
-    values = None if module.family is None else module.family.joined(other.module.call)
-    if module.family is None or values is None:
+    if module.family is None:
         return None
-    facts, one = module.family.facts(values), module.graph_module
-    return same_program(one, facts, other.module.graph_module, other.module.facts)
+    theirs = other.module.graph_module, other.module.facts
+    return same_program(module.family, module.graph_module, theirs, other.module.call)
 
 
 @final

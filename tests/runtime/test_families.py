@@ -1,0 +1,241 @@
+"""Families: one plan for calls of many shapes, equal to the unsplit model in every bit at each."""
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from placed import lazily
+from torch import nn
+
+import baechi
+from baechi.tracing.calling_convention import canonical_call
+from baechi.tracing.families import differing
+from baechi.tracing.ladder import trace
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+class Mixed(nn.Module):
+    """Attention, a batch norm, views, sums over parts, and a buffer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 8)
+        self.qkv = nn.Linear(8, 24)
+        self.norm = nn.BatchNorm1d(8)
+        self.out = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> Any:
+        x = self.embed(ids)
+        batch, length, _ = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, 2, 4).permute(2, 0, 3, 1, 4)
+        weights = q @ k.transpose(-1, -2) / length
+        if mask is not None:
+            weights = weights.masked_fill(~mask[:, None, None, :], -1e9)
+        heads = (weights.softmax(-1) @ v).transpose(1, 2).reshape(batch, length, 8)
+        x = self.norm((x + heads).reshape(-1, 8)).view(batch, length, 8)
+        self.count += 1
+        x = torch.cat([x[:, 1:], x[:, :1]], 1) + x.mean(1, keepdim=True).expand_as(x)
+        return {"x": self.out(x), "pooled": x[:, : length // 2].sum(1), "length": length}
+
+
+def ids_of(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 32, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def step(model: nn.Module, *args: Any) -> list[Any]:
+    """Outputs, gradients and buffers of one step."""
+    model.zero_grad()
+    out = model(*args)
+    tensors = [value for value in out.values() if isinstance(value, torch.Tensor)]
+    if torch.is_grad_enabled():
+        sum(value.square().sum() for value in tensors).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [*out.values(), *gradients, *(buffer.clone() for buffer in model.buffers())]
+
+
+def check_equal(one: Sequence[Any], two: Sequence[Any]) -> None:
+    for mine, theirs in zip(one, two, strict=True):
+        if isinstance(theirs, torch.Tensor):
+            assert torch.equal(mine, theirs)
+        else:
+            assert mine == theirs
+            assert type(mine) is type(theirs)
+
+
+def n_plans(module: Any) -> int:
+    return len(module._specializations)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Any, nn.Module]]:
+    """A placed model, cut in many places, that has seen two shapes; and its copy."""
+    torch.manual_seed(0)
+    model = Mixed().train()
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="round-robin")
+    for shape in ((3, 7), (2, 5)):
+        check_equal(step(module, ids_of(*shape)), step(unsplit, ids_of(*shape)))
+    assert n_plans(module) == 2
+    yield module, unsplit
+    module.unplace()
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (2, 4), (3, 31)])
+def test_any_further_shape_has_the_bits_of_the_unsplit_model(pair: Any, shape: Any) -> None:
+    module, unsplit = pair
+    for _ in range(2):
+        check_equal(step(module, ids_of(*shape)), step(unsplit, ids_of(*shape)))
+    assert n_plans(module) == 2
+    assert len(set(module.placement.devices)) == 2
+
+
+def test_sizes_of_one_are_of_another_family(pair: Any) -> None:
+    module, unsplit = pair
+    before = n_plans(module)
+    check_equal(step(module, ids_of(4, 1)), step(unsplit, ids_of(4, 1)))
+    assert n_plans(module) == before + 1
+
+
+def test_other_strides_are_of_another_family_or_equal(pair: Any) -> None:
+    module, unsplit = pair
+    for shape in ((6, 4), (8, 3)):
+        turned = ids_of(*shape).t()
+        check_equal(step(module, turned), step(unsplit, turned))
+
+
+def test_without_dynamic_each_shape_has_its_plan() -> None:
+    module = lazily(nn.Linear(4, 4), dynamic=False, placer="single")
+    for n in (2, 3, 4):
+        module(torch.zeros(n, 4))
+    assert n_plans(module) == 3
+    module.unplace()
+
+
+class Branches(nn.Module):
+    """Its forward asks what a guard must keep: one of the questions at a time."""
+
+    def __init__(self, question: str) -> None:
+        super().__init__()
+        self.question = question
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, n: int = 2) -> torch.Tensor:
+        length = x.shape[0]
+        asked = {
+            "size": lambda: length > 8,
+            "odd": lambda: length % 2 == 1,
+            "number": lambda: n > 8,
+            "value": lambda: bool((torch.arange(length) < 8).all()),
+            "middle": lambda: bool(torch.arange(length)[: length // 2].sum() > 8),
+            "contiguous": lambda: x[: length - 8].is_contiguous() if length > 8 else False,
+        }[self.question]()
+        x = self.inner(x)
+        return x.relu() * n if asked else x.tanh() + n
+
+
+@pytest.mark.parametrize("question", ["size", "odd", "number", "value", "middle", "contiguous"])
+def test_what_forward_asks_about_sizes_is_asked_again(question: str) -> None:
+    torch.manual_seed(0)
+    model = Branches(question)
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="single")
+    for size in (4, 6, 8, 12, 3, 7, 20, 9, 16):
+        x = torch.randn(size, 4)
+        n = size if question == "number" else 2
+        assert torch.equal(module(x, n), unsplit(x, n)), size
+    assert n_plans(module) <= (5 if question in ("odd", "contiguous") else 4)
+    module.unplace()
+
+
+def test_ints_that_change_are_symbols_and_the_rest_is_named() -> None:
+    class Timed(nn.Module):
+        def forward(self, x: torch.Tensor, timestep: int, scale: float) -> torch.Tensor:
+            return x * timestep + scale
+
+    module = lazily(Timed(), placer="single", max_shapes=2)
+    x = torch.ones(3)
+    for timestep in (900, 810, 720, 540, 450):
+        assert torch.equal(module(x, timestep, 0.5), x * timestep + 0.5)
+    assert n_plans(module) == 2
+    with pytest.warns(UserWarning, match=r"scale is 0.75 \(was 0.5\)"):
+        module(x, 450, 0.75)
+    assert torch.equal(module(x, 360, 0.5), x * 360 + 0.5)
+    module(x, 450, 1.5)  # one warning is enough
+    assert n_plans(module) == 2
+    module.unplace()
+
+
+def test_the_least_recently_used_plan_is_dropped_and_its_graph_lives_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, placer="single", dynamic=False, max_shapes=2)
+    xs = {n: torch.randn(n, 4) for n in (2, 3, 4)}
+    early = module(xs[2])
+    module(xs[3])
+    with pytest.warns(UserWarning, match=r"plans for 2 families"):
+        module(xs[4])
+    early.sum().backward()
+    unsplit(xs[2]).sum().backward()
+    assert torch.equal(module.weight.grad, unsplit.weight.grad)
+    assert n_plans(module) == 2
+    module.unplace()
+
+
+def test_declared_sizes_are_symbols_at_once_and_placed_for_the_largest() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    unsplit = copy.deepcopy(model)
+    module = lazily(model, dynamic={"input": {0: ("batch", 2, 512)}}, placer="single")
+    for n in (3, 5, 512):
+        x = torch.randn(n, 64)
+        assert torch.equal(module(x), unsplit(x))
+    assert n_plans(module) == 1
+    assert max(tensor.nbytes for tensor in module.graph.tensors) == 512 * 64 * 4
+    module.unplace()
+
+
+@pytest.mark.parametrize("wrong", [3, {"input": 0}, {"input": {0: ("n", 1, 4)}}, {"input": {0: 4}}])
+def test_a_wrong_declaration_is_refused(wrong: Any) -> None:
+    with pytest.raises(baechi.InputError, match="dynamic"):
+        lazily(nn.Linear(4, 4), dynamic=wrong)
+
+
+def test_an_argument_that_is_not_there_is_named() -> None:
+    module = lazily(nn.Linear(4, 4), dynamic={"ids": {0: "n"}})
+    with pytest.raises(baechi.InputError, match=r"'ids'.*it gives input"):
+        module(torch.zeros(2, 4))
+
+
+def test_a_shape_that_does_not_fit_is_refused_with_the_largest_that_does() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    module = baechi.place(
+        model, {"cpu:0": "400KiB"}, costs="estimate", progress=False, placer="single"
+    )
+    for n in (4, 8, 16, 32):
+        module(torch.randn(n, 64))
+    assert n_plans(module) == 2
+    with pytest.raises(baechi.InfeasibleError, match=r"input, dimension 0: \d+ fits, 4096 does"):
+        module(torch.randn(4096, 64))
+    module(torch.randn(24, 64))
+    module.unplace()
+
+
+def test_a_family_at_another_shape_is_the_trace_of_that_shape() -> None:
+    torch.manual_seed(0)
+    model = Mixed().train()
+    one, two = (
+        canonical_call(model, (ids_of(3, 7),), {}),
+        canonical_call(model, (ids_of(2, 5),), {}),
+    )
+    places = differing(one, two)
+    assert places == {(0, 0), (0, 1)}
+    family = trace(model, (ids_of(2, 5),), places=places).module.family
+    assert family.joined(one) == (3, 7) or family.joined(one) == (7, 3)
+    assert family.joined(canonical_call(model, (ids_of(3, 1),), {})) is None
+    assert family.joined(canonical_call(model, (ids_of(3, 7).int(),), {})) is None
+    assert family.joined(canonical_call(model, (ids_of(7, 3).t(),), {})) is None
