@@ -191,7 +191,8 @@ def test_costs_may_be_computed() -> None:
     placed = baechi.place(it, DEVICES, example_args=(x,), costs="estimate", progress=False)
     costs = baechi.estimate(baechi.trace(it, (x,)), "cpu").costs
     assert placed.graph.ops[1].time_ns == costs[1].forward_ns
-    unknown = baechi.Cluster.uniform(1, "1GiB", baechi.Link(0, 10**9), kind="abacus")
+    rows = [baechi.Device("cpu:0", "1GiB", kind="abacus")]
+    unknown = baechi.Cluster.connected(rows, baechi.Link(0, 10**9))
     placed = baechi.place(placed.unplace(), unknown, costs="estimate", progress=False)
     with pytest.raises(baechi.InputError, match="device kind 'abacus' is unknown"):
         placed(x)

@@ -1,6 +1,5 @@
 """What a placed model knows beside itself: its specializations, and how one more is made."""
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final, final
