@@ -84,7 +84,7 @@ class Admission:
         return found
 
     def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
-        """(symbol, value): the largest value that fits of the symbol that grew most, all else equal.
+        """(symbol, value): the largest that fits of the symbol that grew most, all else equal.
 
         None if it did not grow, or nothing fits.
         """

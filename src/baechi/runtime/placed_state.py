@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, final
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError
+from baechi.errors import ExecutionError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations, call_key
@@ -36,10 +36,6 @@ class Specialize(Protocol):
         """A new one, with parameters where they are at home."""
 
 
-class NotSpecializedError(ExecutionError, AttributeError):
-    """An attribute of a placed model that it gets by its first call; `hasattr` is False before."""
-
-
 @final
 class PlacedState:
     """The state of one placed model.
@@ -52,8 +48,10 @@ class PlacedState:
     """
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
-    __slots__ = ("_limit", "_specialize", "latest", "lock", "measured", "meter", "model")
-    __slots__ += ("origins", "places", "specializations")
+    __slots__ = (
+        *("_limit", "_specialize", "latest", "lock", "measured", "meter", "model"),
+        *("origins", "places", "specializations"),
+    )
 
     def __init__(
         self,

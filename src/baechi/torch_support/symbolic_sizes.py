@@ -102,7 +102,7 @@ class Symbols:
             self._environment.frozen = frozen
 
     def conditions(self, known: Iterable[Any]) -> list[Any]:
-        """All that was decided by sizes, as terms that must be true, and ranges of known symbols."""
+        """What was decided by sizes, as terms that must be true; and ranges of known symbols."""
         environment = self._environment
         if environment.deferred_runtime_asserts:
             raise ValueError("assertions of the trace depend on values of tensors")

@@ -10,9 +10,8 @@ Reading a fake tensor's value is an error, except where it is known (`KnownValue
 and constants alone it is the same in every call of these shapes. Known values are computed on the
 CPU: they are the same on every device.
 
-Where sizes are symbols, values are those of the example's sizes, and each question that depends on a
-symbol is kept with its answer (`Question`): the trace holds for the shapes at which the answer is the
-same.
+Where sizes are symbols, values are those of the example's sizes, and each question that depends on
+a symbol is kept with its answer (`Question`): the trace holds where the answer is the same.
 """
 
 import math

@@ -99,7 +99,7 @@ def check_dynamic(dynamic: Any) -> Dynamic:
     for row in rows:
         dims = row.items() if isinstance(row, Mapping) else [(None, None)]
         for dim, what in dims:
-            span = (what, 2, 2) if isinstance(what, str) else what
+            span: Any = (what, 2, 2) if isinstance(what, str) else what
             good = isinstance(span, tuple) and len(span) == 3 and isinstance(span[0], str)
             if type(dim) is not int or not good or not 2 <= span[1] <= span[2]:
                 raise InputError(
@@ -183,12 +183,12 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
     carriers = module.graph.find_nodes(op="placeholder")[given:]
     names: dict[fx.Node, str] = {}
     storages: dict[int, int] = {}  # numbered as they appear
-    rows = []
+    rows: list[tuple[Any, ...]] = []
     alive: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
-        fact = facts.nodes.get(node)
-        acts = fact is None or fact.writes or fact.random or fact.checks
-        if node in alive or acts or node.op == "placeholder":
+        known = facts.nodes.get(node)
+        kept = known is None or known.writes or known.random or known.checks
+        if node in alive or kept or node.op == "placeholder":
             alive |= {node, *node.all_input_nodes}
 
     def show(node: fx.Node) -> Any:
@@ -202,7 +202,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             rows.append(("output", fx.node.map_arg(node.args, show)))
             continue
         fact = facts.nodes[node]
-        acts = fact.values or fact.writes or fact.random or fact.checks
+        acts = any((fact.values, fact.writes, fact.random, fact.checks))
         number = not acts and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue

@@ -435,7 +435,7 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 
 
 def _no_view(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as a tensor of its own: a tracer has symbols for a view's base, not for it."""
+    """The same memory as a tensor of its own: of a view a tracer has symbols for the base."""
     if not tensor._is_view() or tensor.requires_grad:
         return tensor
     return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())

@@ -116,7 +116,12 @@ def is_same(traced: Traced, other: Traced) -> bool | None:
     if module.family is None:
         return None
     theirs = other.module.graph_module, other.module.facts
-    return same_program(module.family, module.graph_module, theirs, other.module.call)
+    same = same_program(module.family, module.graph_module, theirs, other.module.call)
+    values = module.family.joined(other.module.call) if same else None
+    if values is None:
+        return same
+    returned = module.family.returned(values).constants
+    return repr(returned) == repr(other.module.returned.constants)
 
 
 @final
