@@ -202,7 +202,8 @@ class _Planner:
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
     dynamic: Dynamic
-    _given_up: set[tuple[bool, frozenset[Place]]] = field(default_factory=set)
+    # Why there is a plan for each shape, by mode and by what would have been symbols.
+    _given_up: dict[tuple[bool, frozenset[Place]], str] = field(default_factory=dict)
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
@@ -243,6 +244,7 @@ class _Planner:
                 *(traced, placement, None, graph, self.cluster),
                 *(self.threads, self.compile, self.cuda_graphs),
             )
+            special.note = self._given_up.get((model.training, self._places(call, kin)), "")
             if values is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
@@ -278,7 +280,7 @@ class _Planner:
             reason = "with symbols for sizes, it runs other operators"
         except TraceError as error:
             reason = str(error).splitlines()[1].strip()
-        self._given_up.add((model.training, places))
+        self._given_up[model.training, places] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
         return trace(model, args, kwargs) if static is None else static
 

@@ -6,7 +6,8 @@ saved inside an operator, grows at most with the square of what the operator rea
 stay those of the reference shape: they decide when a tensor is alive, and no result.
 
 A shape whose every size is at most that of an admitted one fits, too: with times as they are,
-memory at each instant is a sum of sizes. Others are simulated once. O(nodes + edges), with a sort.
+memory at each instant is a sum of sizes. Others are simulated once, first with what grew doubled.
+O(nodes + edges), with a sort.
 """
 
 import math
@@ -72,6 +73,16 @@ class Admission:
         sizes = self.family.sizes(values)
         if any(all(map(int.__le__, sizes, known)) for known in self._fit):
             return {}
+        pairs = zip(values, self._reference, strict=True)
+        ahead = [2 * now if now > was else now for now, was in pairs]
+        for at in (ahead, values):  # what grows, such as a cache, will grow on
+            found = self._overflows(at)
+            if not found:
+                self._fit.append(self.family.sizes(at))
+                return {}
+        return found
+
+    def _overflows(self, values: Sequence[int]) -> Mapping[str, int]:
         placement, cluster, constraints, gpus = self._placed
         graph = self._graph_at(values)
         placement = replace(placement, graph_digest=graph.digest)
@@ -94,7 +105,7 @@ class Admission:
         while high - low > 1:
             middle = (low + high) // 2
             at = [*values[:symbol], middle, *values[symbol + 1 :]]
-            fits = not self.missing(at)
+            fits = not self._overflows(at)
             low, high = (middle, high) if fits else (low, middle)
         return None if low == 1 else (symbol, low)
 

@@ -57,6 +57,7 @@ class Executable:
         attributes: Of the model's modules, for whose values this runs.
         family: The calls of other sizes that it runs, too; None if there are none.
         admission: Those of them that fit; None if that is unknown.
+        note: Why it has no family though calls of other sizes came; else empty.
 
     Raises:
         InputError: CUDA graphs are demanded, and a tape cannot be one.
@@ -83,6 +84,7 @@ class Executable:
         self.module = module
         self.family = module.family
         self.admission: Admission | None = None
+        self.note = ""
         self._returned_at: dict[tuple[torch.Size, ...], Structure] = {}
         self.places = tuple(places)
         self.training = structure.is_training
@@ -195,8 +197,11 @@ class Executable:
         values = None if self.family is None else self.family.joined(call)
         if self.family is None or values is None:
             return None
-        same = keeping_strides(self.family.facts(values).nodes) == self._keeping_strides
-        return values if same and self.takes(call) else None
+        if self.training:  # without a backward nothing depends on them
+            facts = self.family.facts(values)
+            if keeping_strides(facts.nodes) != self._keeping_strides:
+                return None
+        return values if self.takes(call) else None
 
     def _carrying(self, call: Call) -> Call:
         return call if self.family is None else self.family.carrying(call)
@@ -245,6 +250,7 @@ class Executable:
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
+        rows += (self.note,) if self.note else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:

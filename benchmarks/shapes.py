@@ -1,0 +1,118 @@
+"""Calls of any shape: what a new shape costs, and what a mixture of lengths and `generate` cost.
+
+    python -m benchmarks.shapes
+
+Claims: a new shape of a known family takes less than 50 ms before its first kernel, and less than
+50 us after; 34 batches of 7 lengths take at most 1.15 of the same run planned per length; a step of
+`generate` with a growing cache takes at most 1.05 of one whose shape was planned by itself.
+"""
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import baechi
+from baechi.runtime.specialization import call_key
+from baechi.tracing.calling_convention import canonical_call
+
+DEVICES = {"cpu:0": "4GiB", "cpu:1": "4GiB"}
+LENGTHS = (24, 32, 40, 48, 56, 64, 72)
+
+
+def gpt2(layers: int) -> nn.Module:
+    """A GPT-2 of width 128 without dropout."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes: Any = {"n_layer": layers, "n_embd": 128, "n_head": 4, "vocab_size": 512} | drops
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0))
+
+
+def placed(model: nn.Module, **options: Any) -> Any:
+    """The model, cut in the middle at least."""
+    given = {"costs": "estimate", "progress": False, "placer": "round-robin", **options}
+    return baechi.place(copy.deepcopy(model), DEVICES, **given)
+
+
+def seconds(work: Callable[[], Any]) -> float:
+    """Wall time."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def new_shape(layers: int) -> tuple[float, float]:
+    """Seconds until the plan of a new shape is found, the first time and later."""
+    module = placed(gpt2(layers).train(), max_shapes=4)
+    ids = [torch.randint(3, 500, (4, n)) for n in LENGTHS]
+    for batch in ids[:2]:
+        module(batch, use_cache=False)
+    state = vars(module)["_baechi_placed"]
+    first, later = [], []
+    for batch in ids[2:]:
+        call = canonical_call(state.model, (batch,), {"use_cache": False})
+        first.append(seconds(lambda: state.special(call)))
+        key = call_key(state.model, call)
+        later += [seconds(lambda: state.specializations.find(key, call)) for _ in range(20)]
+    module.unplace()
+    return statistics.median(first), statistics.median(later)
+
+
+def mixture(layers: int) -> float:
+    """The time of batches of all lengths, over that with a plan for each length."""
+    model = gpt2(layers).train()
+    modules = placed(model), placed(model, dynamic=False)
+    batches = [torch.randint(3, 500, (4, LENGTHS[i % 7])) for i in range(34)]
+
+    def run(module: Any) -> None:
+        for batch in batches:
+            module(batch, labels=batch, use_cache=False).loss.backward()
+
+    for module in modules:
+        run(module)
+    rounds = [[seconds(lambda m=m: run(m)) for m in modules] for _ in range(5)]
+    return statistics.median(one / two for one, two in rounds)
+
+
+def generation(tokens: int) -> tuple[float, int]:
+    """The time of a step with the growing cache over one at a shape of its own; and the plans."""
+    model = gpt2(4).eval()
+    module, ids = placed(model, training=False), torch.randint(3, 500, (2, 8))
+    given = {"do_sample": False, "min_new_tokens": tokens, "max_new_tokens": tokens}
+    with torch.no_grad():
+        expected = model.generate(ids, **given)
+        assert torch.equal(module.generate(ids, **given), expected)
+        n = len(module._specializations)
+        step = model(expected[:, :100]).past_key_values
+        fixed = placed(model, training=False, dynamic=False)
+        modules, ratios = (module, fixed), []
+        for _ in range(40):
+            caches = [copy.deepcopy(step) for _ in modules]
+            one, two = (
+                seconds(lambda m=m, c=c: m(ids[:, :1], past_key_values=c, use_cache=True))
+                for m, c in zip(modules, caches, strict=True)
+            )
+            ratios.append(one / two)
+    return statistics.median(ratios[5:]), n
+
+
+def main() -> None:
+    """Print the table."""
+    torch.set_num_threads(1)
+    first, later = new_shape(12)
+    print(f"a new shape, 12 layers, the first time   {first * 1e3:8.1f} ms")
+    print(f"the same shape later                     {later * 1e6:8.1f} us")
+    print(f"34 batches of 7 lengths / a plan each    {mixture(4):8.2f}")
+    ratio, n = generation(200)
+    print(f"a step of generate / its own plan        {ratio:8.2f}")
+    print(f"plans for 200 tokens                     {n:8d}")
+
+
+if __name__ == "__main__":
+    main()
