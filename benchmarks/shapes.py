@@ -11,6 +11,7 @@ import copy
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,9 +58,9 @@ def new_shape(layers: int) -> tuple[float, float]:
     first, later = [], []
     for batch in ids[2:]:
         call = canonical_call(state.model, (batch,), {"use_cache": False})
-        first.append(seconds(lambda: state.special(call)))
+        first.append(seconds(partial(state.special, call)))
         key = call_key(state.model, call)
-        later += [seconds(lambda: state.specializations.find(key, call)) for _ in range(20)]
+        later += [seconds(partial(state.specializations.find, key, call)) for _ in range(20)]
     module.unplace()
     return statistics.median(first), statistics.median(later)
 

@@ -87,12 +87,7 @@ class Admission:
         graph = self._graph_at(values)
         placement = replace(placement, graph_digest=graph.digest)
         schedule = scheduled(graph, cluster, placement, gpus, replayed=self._replayed)
-        found = dict(overflows(schedule, cluster, constraints))
-        if not found:
-            self._fit = [known for known in self._fit if not all(map(int.__le__, known, sizes))] + [
-                sizes
-            ]
-        return found
+        return dict(overflows(schedule, cluster, constraints))
 
     def largest(self, values: Sequence[int]) -> tuple[int, int] | None:
         """(symbol, value): the largest that fits of the symbol that grew most, all else equal.

@@ -171,7 +171,7 @@ def same_program(family: "Family", one: fx.GraphModule, other: Any, call: Call) 
     if values is None:
         return None
     mine = _program(one, family.facts(values), len(call.tensors))
-    theirs = _program(*other, len(call.tensors))
+    theirs = _program(other[0], other[1], len(call.tensors))
     return len(mine) == len(theirs) and all(map(_same_row, mine, theirs))
 
 

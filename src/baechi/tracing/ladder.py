@@ -438,7 +438,9 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of its own: of a view a tracer has symbols for the base."""
     if not tensor._is_view() or tensor.requires_grad:
         return tensor
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.detach())
+    found = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    memory = tensor.untyped_storage()
+    return found.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _lowered(
