@@ -10,6 +10,7 @@ from torch import nn
 from baechi.checkpointing import (
     Checkpoint,
     checked,
+    checkpointed_by_the_model,
     choose_checkpoint,
     memory_target,
     within_memory,
@@ -228,7 +229,12 @@ class _Planner:
                 profiles, training=self.training, optimizer=self.optimizer, checkpoint=checkpoint
             )
 
-        graph = graph_of(None if limited else self.checkpoint)
+        names = None if limited else self.checkpoint
+        if self.checkpoint is None and self.training:
+            names = checkpointed_by_the_model(traced) or None
+            if names:
+                self._say(f"recomputing {', '.join(names)}, whose gradient checkpointing is on")
+        graph = graph_of(names)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
         tiers = [homes] if len(trained) == len(homes) else [homes, trained]

@@ -38,6 +38,8 @@ HOOKS: Final = (*_BACKWARD, *_FORWARD)
 # Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
 # hidden states for the model's output, which stay once hidden states were requested.
 _INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
+# By which embeddings need a gradient, for reentrant checkpointing: of transformers, PEFT, scripts.
+_GRADED: Final = "make_inputs_require_grad"
 # What changes the state of a generator, which happens when a tracer runs, and in no call.
 _SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
@@ -105,7 +107,7 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             for kind in _FORWARD:
                 hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
-                    if not getattr(hook, "__module__", "").startswith(_INSIDE):
+                    if not _serves_inside(hook):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
                         hooks[key] = _noting(hook, title, lost)
                         stack.callback(hooks.__setitem__, key, hook)
@@ -140,6 +142,11 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
             f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
             "in tensors: it is then traced with the model."
         )
+
+
+def _serves_inside(hook: Any) -> bool:
+    name = getattr(hook, "__name__", "")
+    return name.startswith(_GRADED) or getattr(hook, "__module__", "").startswith(_INSIDE)
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:
