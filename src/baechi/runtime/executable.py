@@ -34,6 +34,7 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import change
 from baechi.tracing.subgraph import opaque_leaves
@@ -104,6 +105,7 @@ class Executable:
         self._frozen = [p for p in bound.parameters if not p.requires_grad]
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
+        self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
@@ -212,6 +214,12 @@ class Executable:
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape."""
         self._state_guard.check()
+        if not self._observed:
+            return self._called(call, meter)
+        with observing():
+            return self._called(call, meter)
+
+    def _called(self, call: Call, meter: Meter | None) -> Any:
         if self._modes is None or meter is not None:
             return self._run(self._executor if meter is None else self._counted, call, meter)
         differentiate = self.training and torch.is_grad_enabled()
@@ -228,6 +236,7 @@ class Executable:
 
     def _run(self, executor: Executor, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
+            executor = self._alone if self._observed and meter is None else executor
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, executor.bound.sizes)
                 executor.run(step, 0)
@@ -245,7 +254,7 @@ class Executable:
                 "which would run it again for every segment. Call it outside, and let the "
                 "placement recompute: baechi.place(model, devices, checkpoint=...)."
             )
-        if is_hooked():
+        if is_hooked() or self._observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor
         step = Step(True, meter, call.tensors, executor.bound.sizes)

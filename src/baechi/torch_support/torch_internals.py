@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final, final
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -266,6 +266,21 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 FunctionBase: Any = _SingleLevelFunction
 # The only function that the verifier of torch.export lets pass; its node may stand for any other.
 held_function: Any = _call_custom_autograd_function_in_pre_dispatch
+
+
+@contextmanager
+def held_nodes_kept() -> Iterator[None]:
+    """Trace inside; a node of `held_function` stays though nothing reads it."""
+    effects = fx.node._side_effectful_functions
+    new = held_function not in effects
+    effects.add(held_function)
+    try:
+        yield
+    finally:
+        if new:
+            effects.discard(held_function)
+
+
 # An operator as the dispatcher calls it, its arguments, its keyword arguments, and its result.
 Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 

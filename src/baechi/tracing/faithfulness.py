@@ -26,15 +26,16 @@ from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
     RecursiveScriptModule,
+    held_nodes_kept,
     hooks_of,
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import GradientMode
+from baechi.tracing.observers import FORWARD, observes, recording
 from baechi.tracing.workarounds import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
-_FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
-HOOKS: Final = (*_BACKWARD, *_FORWARD)
+HOOKS: Final = (*_BACKWARD, *FORWARD)
 # Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
 # hidden states for the model's output, which stay once hidden states were requested.
 _INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
@@ -104,18 +105,23 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     functions = CustomFunctions()
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
-            for kind in _FORWARD:
+            for kind in FORWARD:
                 hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
                     if not _serves_inside(hook):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
-                        hooks[key] = _noting(hook, title, lost)
+                        hooks[key] = (
+                            recording(hook, title, functions.observe)
+                            if observes(hook)
+                            else _noting(hook, title, lost)
+                        )
                         stack.callback(hooks.__setitem__, key, hook)
 
         def replace(owner: Any, name: str, checked: Callable[..., Any]) -> None:
             function = _here(checked, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, function))
 
+        stack.enter_context(held_nodes_kept())
         # Of the base, as `apply = Mine.apply` may have been taken long ago; it leaves alone what is
         # not being traced.
         apply = classmethod(functions.apply)
@@ -138,9 +144,8 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         yield functions
     if lost:
         raise TraceError(
-            f"{lost[0]} returned nothing when the model was traced: a placed model would not run "
-            f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
-            "in tensors: it is then traced with the model."
+            f"{lost[0]} returned nothing when the model was traced, though by its code it returns "
+            "something. Let it end without `return`: then it runs in every call, and is not traced."
         )
 
 

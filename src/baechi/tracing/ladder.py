@@ -37,6 +37,7 @@ from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, wa
 from baechi.tracing.fx_nodes import read_once, schema_arguments, without_effectless
 from baechi.tracing.guards import Attributes, Autocast, GradientMode, TruthValue, TruthValues
 from baechi.tracing.lowering import TracedModule, lower
+from baechi.tracing.observers import in_turn, without_observers
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import (
     OutsideTensors,
@@ -100,7 +101,7 @@ def _truth_values(
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), TruthValues() as values:
+    with torch.random.fork_rng(gpus), without_observers(model), TruthValues() as values:
         torch.func.functional_call(flat, copies, inputs)
     if not values.recorded:
         raise RuntimeError("forward asks no tensor for a truth value")
@@ -384,7 +385,7 @@ def _apart(model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[torch.Ten
 def _lowered(
     model: nn.Module, call: Call, captured: Capture
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    facts = propagate(read_once(captured.module), call.tensors)
+    facts = propagate(in_turn(read_once(captured.module)), call.tensors)
     _refuse_old_buffers(captured, facts)
     return lower(model, captured.module, facts, _kept(call, facts), captured.returned)
 

@@ -75,6 +75,7 @@ class Partition:
         }
         self.position = {node: i for i, node in enumerate(self.program)}
         self._union = UnionFind(len(self.program))
+        self._makers: dict[fx.Node, int] = {}  # of observers, the position of the last
         self._find_readers()
         self._join_writes()
         self._join_views()
@@ -82,11 +83,11 @@ class Partition:
         self._number_ops()
 
     def _drop_dead(self) -> None:
-        """Drop nodes without users that neither write, draw nor check a tensor's value."""
+        """Drop nodes without users that neither write, draw nor look at a tensor's value."""
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
-            acts = facts.writes or facts.random or facts.checks
+            acts = facts.writes or facts.random or facts.checks or facts.looks
             if node in alive or acts or node.op == "placeholder":
                 alive.add(node)
                 alive.update(node.all_input_nodes)
@@ -130,6 +131,10 @@ class Partition:
             if node.op in ("get_attr", "placeholder"):
                 continue
             inputs = [self.position[argument] for argument in node.all_input_nodes]
+            if self._facts.nodes[node].looks:
+                last = self._last_maker(node)
+                self._union.union([position, last if last >= 0 else position])
+                continue
             roots = {self._union.find(p) for p in inputs}
             values = self.values(node)
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
@@ -137,6 +142,16 @@ class Partition:
             passes_on = not values and not self._facts.nodes[node].random
             if (is_view or passes_on) and len(roots) == 1 and node.op != "call_module":
                 self._union.union([position, *roots])
+
+    def _last_maker(self, observer: fx.Node) -> int:
+        """The last of the nodes that make what an observer, or the one before it, sees."""
+        makers = [-1]
+        for argument in observer.all_input_nodes:
+            storages = (self._facts.storages[v.storage] for v in self.values(argument))
+            makers += [self.position[s.node] for s in storages if s.node in self.position]
+            makers.append(self._makers.get(argument, -1))
+        self._makers[observer] = max(makers)
+        return self._makers[observer]
 
     def _join_cycles(self) -> None:
         """Rule 3, and the order of operators: by first node, producers first."""

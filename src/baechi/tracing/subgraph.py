@@ -1,7 +1,7 @@
 """A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from baechi.tracing.guards import CHECK, check
+from baechi.tracing.observers import Observer, without_observers
 
 
 @final
@@ -44,6 +45,7 @@ def extract(
     device: torch.device | None = None,
     leaves: Mapping[str, torch.nn.Module] | None = None,
     boxed: bool = False,
+    again: bool = False,
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
 
@@ -60,6 +62,8 @@ def extract(
             the host checks truth values. `None` leaves all as traced.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
         boxed: Whether the function takes its inputs in a list.
+        again: Whether it runs again, so that observers see no graph: it is not the one of the
+            backward.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
@@ -92,6 +96,8 @@ def extract(
                 return copy_of[old, node if old in apart else None]
 
             copy_of[node, None] = copy = graph.node_copy(node, argument)
+            if isinstance(node.target, Observer):
+                _detach(copy, node, set() if again else inside)
             if device is not None:
                 _run_on(copy, device)
     leave(None)
@@ -106,6 +112,15 @@ def extract(
     )
 
 
+def _detach(observer: fx.Node, original: fx.Node, inside: Set[fx.Node]) -> None:
+    """Let an observer see without a graph what is not made here: here is a part of its gradient."""
+    with observer.graph.inserting_before(observer):
+        for old, new in zip(original.args, observer.args, strict=True):
+            if isinstance(old, fx.Node) and old not in inside:
+                bare = observer.graph.call_method("detach", (new,))
+                observer.replace_input_with(new, bare)
+
+
 def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:
     """The submodules that the nodes call, by qualified name."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
@@ -116,12 +131,13 @@ def leaf_copies(
     module: fx.GraphModule, nodes: Iterable[fx.Node], device: torch.device
 ) -> dict[str, torch.nn.Module]:
     """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
-    return {
-        target: copy.deepcopy(leaf).to_empty(device=device)
-        if any(tensor.is_meta for tensor in leaf.parameters())
-        else copy.deepcopy(leaf).to(device)
-        for target, leaf in opaque_leaves(module, nodes).items()
-    }
+    with without_observers(module):
+        return {
+            target: copy.deepcopy(leaf).to_empty(device=device)
+            if any(tensor.is_meta for tensor in leaf.parameters())
+            else copy.deepcopy(leaf).to(device)
+            for target, leaf in opaque_leaves(module, nodes).items()
+        }
 
 
 def located(value: Any, device: torch.device) -> Any:
