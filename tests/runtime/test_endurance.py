@@ -4,7 +4,6 @@ import _thread
 import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -217,7 +216,7 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
     new = [t for t in threading.enumerate() if t not in earlier]
     workers = [t for t in new if t.name.startswith("baechi-")]
     assert len(workers) == 2
-    del module
+    del module, model  # one object
     gc.collect()
     assert [one() for one in gone] == [None, None]
     for worker in workers:
@@ -280,7 +279,7 @@ def test_the_first_call_from_two_threads_plans_once() -> None:
     run_in_threads(lambda _: found.append(module(x)))
     assert len(found) == 2
     for result in found:
-        torch.testing.assert_close(result, model(x))
+        torch.testing.assert_close(result, copy.deepcopy(model)(x))
     assert repr(module) == "PlacedModule(Towers, 1 specialization)"
     module.unplace()
 
@@ -330,15 +329,6 @@ def run_in_threads(work: Any) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_pickling_and_copying_say_what_to_do_instead() -> None:
-    model, (x,), _ = zoo.towers()
-    module = placed.at_random(model, (x,), devices=2)
-    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(baechi.ExecutionError, match=r"cannot be pickled or copied.*state_dict"):
-            attempt(module)
-    module.unplace()
 
 
 SCRIPT = """

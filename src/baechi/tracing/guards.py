@@ -148,6 +148,15 @@ class _Names:
     def __init__(self, path: str, module: Any) -> None:
         self.path, self.module, self.own = path, module, vars(module)
         self.known = frozenset(self.own)
+        self.n = len(self.known)  # at which nothing was hidden
+
+    def hide_nothing(self) -> bool:
+        """True if no name that came since counts."""
+        if len(self.own) != self.n:
+            if self.hiding():
+                return False
+            self.n = len(self.own)
+        return True
 
     def hiding(self) -> list[str]:
         """Those that came since; of a module those that hide what its class has."""
@@ -228,9 +237,8 @@ class Attributes:
 
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
-        for names in self._names:
-            if len(names.own) != len(names.known) and names.hiding():
-                return False
+        if not all(names.hide_nothing() for names in self._names):
+            return False
         for _, owner, name, was in self._records:
             if owner.get(name) is not was:
                 return False
@@ -275,7 +283,7 @@ def _is_record(value: Any, depth: int = 3) -> bool:
     Or any object that holds plain values and records alone.
     """
     kind = type(value)
-    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] == "torch":
+    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in _OURS:
         return False
     if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
         return True
