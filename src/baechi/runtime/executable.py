@@ -217,7 +217,16 @@ class Executable:
         if not self._observed:
             return self._called(call, meter)
         with observing():
-            return self._called(call, meter)
+            result = self._called(call, meter)
+        if not self.attributes.hold():
+            names = {name for _, name in self.attributes.set_since() & self.module.reads}
+            if names:
+                raise ExecutionError(
+                    f"a hook sets {min(names)!r} of a module, which forward reads: the trace has "
+                    "the value of before. Compute it in forward, or let the hook return something."
+                )
+            self.attributes = self.attributes.settled()
+        return result
 
     def _called(self, call: Call, meter: Meter | None) -> Any:
         if self._modes is None or meter is not None:

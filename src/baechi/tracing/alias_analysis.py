@@ -61,7 +61,7 @@ class NodeFacts:
     """The effects of one node on memory and autograd.
 
     `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
-    for some values, as a model's assertion does; `looks` that it is an observer.
+    for some values, as a model's assertion does; `looks` that an observer runs.
     """
 
     values: tuple[Value, ...] = ()
@@ -208,7 +208,7 @@ class _Recorder(fx.Interpreter):
         inner = list(self._inner(n))
         random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
         checks = any(str(node.target).startswith(CHECK) for node in inner)
-        looks = isinstance(n.target, Observer)
+        looks = any(isinstance(node.target, Observer) for node in inner)
         self._facts.nodes[n] = NodeFacts(
             values, structure, frozenset(written), saved, random, checks, looks
         )

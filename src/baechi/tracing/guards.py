@@ -225,6 +225,12 @@ class Attributes:
             (row for row in self._records if row[1].get(row[2]) is row[3]),
         )
 
+    def set_since(self) -> set[tuple[int, str]]:
+        """The attributes that are not as they were, each by the id of its owner and its name."""
+        return {
+            (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
+        }
+
     def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
         """These without those of submodules that stay whole: their Python reads what is there."""
         modules = [module for leaf in leaves for module in leaf.modules()]

@@ -38,7 +38,7 @@ from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, wa
 from baechi.tracing.fx_nodes import read_once, schema_arguments, without_effectless
 from baechi.tracing.guards import Attributes, Autocast, GradientMode, TruthValue, TruthValues
 from baechi.tracing.lowering import TracedModule, lower
-from baechi.tracing.observers import in_turn, without_observers
+from baechi.tracing.observers import in_turn, reads_noted, without_observers
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import (
     OutsideTensors,
@@ -336,10 +336,13 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
     for rung, capture in ladder(mode):
         try:
             with quiet(), unchanged(model), ctc_losses_known():
-                captured = capture(model, call)
+                with reads_noted(model) as reads:
+                    captured = capture(model, call)
                 ops, tensors, module = _lowered(model, call, captured)
                 # Forward sets some attributes itself, whose values do not count.
-                module = replace(module, attributes=before.settled(), gradients=mode.observed)
+                module = replace(
+                    module, attributes=before.settled(), gradients=mode.observed, reads=reads
+                )
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             return Traced(name, ops, tensors, taken, model.training, module)
         except (InputError, TraceError, torch.OutOfMemoryError):

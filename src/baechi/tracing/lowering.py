@@ -43,6 +43,7 @@ class TracedModule:
             others is where its readers are.
         attributes: Of the model's modules, for whose values this holds.
         gradients: The mode of gradients that forward read; None if it read none.
+        reads: The attributes that forward read, by owner and name, where there are observers.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class TracedModule:
     travelling: frozenset[fx.Node]
     attributes: Attributes
     gradients: bool | None = None
+    reads: Set[tuple[int, str]] = frozenset()
 
 
 def lower(

@@ -1,4 +1,4 @@
-"""Hooks that only observe: they run in every call, on real tensors, and never when it is traced.
+"""Hooks that only observe: they run in every call on real tensors, and not in its planning.
 
     hook = lambda module, args, output: seen.append(output.detach())
 
@@ -17,12 +17,13 @@ import inspect
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise, takewhile
 from operator import attrgetter, is_
 from types import FunctionType, MethodType
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -44,8 +45,9 @@ _RUNNING: Final = threading.local()
 
 @contextmanager
 def observing() -> Iterator[None]:
-    """Run a step in this thread inside; elsewhere observers see nothing."""
-    before, _RUNNING.on = getattr(_RUNNING, "on", False), True
+    """Run a step in this thread inside; elsewhere, and in `without_observers`, none runs."""
+    before = getattr(_RUNNING, "on", None)
+    _RUNNING.on = before is not False
     try:
         yield
     finally:
@@ -151,6 +153,25 @@ def in_turn(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
+@contextmanager
+def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Trace inside; gets what forward reads of modules: names, with the ids of module and dict.
+
+    A trace of a model with observers needs to know: what these set, forward must not read. Nothing
+    is noted where there are none.
+    """
+    found: set[tuple[int, str]] = set()
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        found.update({(id(module), name), (id(object.__getattribute__(module, "__dict__")), name)})
+        return value
+
+    known = has_observers(model)
+    with patch.object(nn.Module, "__getattribute__", read) if known else nullcontext():
+        yield found
+
+
 def has_observers(module: nn.Module) -> bool:
     """True if the module or a submodule has a hook that only observes."""
     hooks = (hooks_of(part, kind) for part in module.modules() for kind in FORWARD)
@@ -159,7 +180,8 @@ def has_observers(module: nn.Module) -> bool:
 
 @contextmanager
 def without_observers(module: nn.Module) -> Iterator[None]:
-    """Run submodules inside on made-up tensors, which no observer shall see."""
+    """Run the module inside on tensors that no observer shall see, split or not."""
+    running, _RUNNING.on = getattr(_RUNNING, "on", None), False
     rows = [hooks_of(part, kind) for part in module.modules() for kind in FORWARD]
     before = [(row, dict(row)) for row in rows if row]
     for row, hooks in before:
@@ -168,6 +190,7 @@ def without_observers(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        _RUNNING.on = running
         for row, hooks in before:
             row.clear()
             row.update(hooks)
@@ -177,9 +200,7 @@ def observes(hook: Any) -> bool:
     """True if by its code a hook returns nothing: it never returns a value, or is such a lambda."""
     while isinstance(hook, partial):
         hook = hook.func
-    function = inspect.unwrap(
-        hook if hasattr(hook, "__code__") else getattr(hook, "__func__", hook)
-    )
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
     if not isinstance(function, FunctionType):
         method = vars(type(function)).get("__call__")
         return isinstance(method, FunctionType) and observes(method)
@@ -188,6 +209,8 @@ def observes(hook: Any) -> bool:
         if row.opname == "RETURN_CONST" and row.argval is not None:
             return False
         if row.opname == "RETURN_VALUE":
+            if row.is_jump_target:  # of a conditional expression
+                return False
             nothing = before.opname == "LOAD_CONST" and before.argval is None
             noted = before.opname.startswith("CALL") and function.__name__ == "<lambda>"
             if not nothing and not (noted and _is_note(function, rows)):

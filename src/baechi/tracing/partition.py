@@ -131,7 +131,7 @@ class Partition:
             if node.op in ("get_attr", "placeholder"):
                 continue
             inputs = [self.position[argument] for argument in node.all_input_nodes]
-            if self._facts.nodes[node].looks:
+            if self._facts.nodes[node].looks and not self.values(node):
                 last = self._last_maker(node)
                 self._union.union([position, last if last >= 0 else position])
                 continue

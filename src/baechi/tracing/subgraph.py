@@ -114,11 +114,14 @@ def extract(
 
 def _detach(observer: fx.Node, original: fx.Node, inside: Set[fx.Node]) -> None:
     """Let an observer see without a graph what is not made here: here is a part of its gradient."""
+    pairs = list(zip(original.args, observer.args, strict=True))
     with observer.graph.inserting_before(observer):
-        for old, new in zip(original.args, observer.args, strict=True):
-            if isinstance(old, fx.Node) and old not in inside:
-                bare = observer.graph.call_method("detach", (new,))
-                observer.replace_input_with(new, bare)
+        observer.args = tuple(
+            observer.graph.call_method("detach", (new,))
+            if isinstance(old, fx.Node) and old not in inside
+            else new
+            for old, new in pairs
+        )
 
 
 def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:

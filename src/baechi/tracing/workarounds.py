@@ -84,8 +84,8 @@ class CustomFunctions:
         if mode is not None:
             self._targets[observer] = observer
             name = str(list(self._targets).index(observer))
-            given = map(mode.tracer.unwrap_proxy, tensors)
-            mode.tracer.create_proxy("call_function", held_function, (name, *given), {})
+            arguments = (name, *map(mode.tracer.unwrap_proxy, tensors))
+            mode.tracer.create_proxy("call_function", held_function, arguments, {}, name="observe")
 
     def restore(self, module: fx.GraphModule) -> None:
         """Give the nodes of an exported graph the functions that they stand for."""
