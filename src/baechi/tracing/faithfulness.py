@@ -2,8 +2,9 @@
 
 A trace keeps the operators that a call runs, and autograd differentiates those. It would lose
 backward hooks and gradients made by hand; hooks that return nothing become nodes (`observers`).
-Nothing is lost inside a submodule that stays whole, since that runs as it is. So where one can still
-stay whole, `watched` raises an error that is no `TraceError`, and the ladder tries its next rung.
+Nothing is lost inside a submodule that stays whole, since that runs as it is. So where a submodule
+can still stay whole, `watched` raises an error that is no `TraceError`, and the ladder tries its
+next rung.
 
 Seen with torch 2.13; `tests/tracing/test_faithfulness.py` has a case of each.
 """
