@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.storages import distinct_storages
-from baechi.torch_support.torch_internals import TorchDispatchMode
+from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate, quiet
@@ -79,16 +79,16 @@ def _non_strict(
             yield
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
-    with watched(model, mode) as functions, closing(outside):
+    with watched(model, mode) as functions, closing(outside), frugal_export():
         program = torch.export.export(flat, call.tensors, strict=False)
-    module = program.module()
-    functions.restore(module)
-    for node in module.graph.nodes:
-        if call.autocast.dtypes and str(node.target) in RECURRENT:
-            raise TypeError(
-                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-            )
-    return Capture(without_effectless(module), returned[-1], tuple(replaced))
+        module = program.module()
+        functions.restore(module)
+        for node in module.graph.nodes:
+            if call.autocast.dtypes and str(node.target) in RECURRENT:
+                raise TypeError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                )
+        return Capture(without_effectless(module), returned[-1], tuple(replaced))
 
 
 def _truth_values(
