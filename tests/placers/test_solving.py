@@ -298,10 +298,10 @@ def test_corners(name):
 
 def test_times_of_another_kind_of_device_are_told() -> None:
     graph = OpGraph((Op("a", 10),), times={"cpu": (4,)})
-    other = Cluster((Device("d0", 8, kind="H100"),), LINK)
-    with pytest.warns(UserWarning, match=r"times for cpu and none for H100: .* `baechi estimate`"):
+    other = Cluster((Device("d0", 8, kind="H100"),), ((None,),))
+    with pytest.warns(UserWarning, match=r"times for cpu and none for H100: .*`baechi estimate`"):
         solve(graph, other)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        solve(graph, Cluster((Device("d0", 8), Device("d1", 8, kind="cpu")), LINK))
+        solve(graph, Cluster((Device("d0", 8, kind="cpu"),), ((None,),)))
         solve(OpGraph((Op("a", 10),)), other)
