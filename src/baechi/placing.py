@@ -1,5 +1,6 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast, final
@@ -42,6 +43,7 @@ from baechi.torch_support.torch_internals import unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.ladder import trace
+from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -196,6 +198,9 @@ class _Planner:
             call = replace(call, objects=canonical_call(model, args, kwargs).objects)
             with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
                 traced = trace(model, args, kwargs)
+            whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
+            if whole:
+                warnings.warn(whole, stacklevel=2)
             graph, placement = self._solved(traced, homes)
             unsplit = Unsplit(model) if self.verify else None
             special = executable(

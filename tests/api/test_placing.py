@@ -401,3 +401,27 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
         placed(torch.ones(2, 4))
     assert seen == [0, 4]
     assert {place for _, place in moved} == {torch.device("cpu")}
+
+
+class Checking(nn.Module):
+    """Two layers with a check of values between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return self.second(x)
+
+
+def test_a_model_that_stays_whole_says_because_of_which_line() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Checking()), torch.randn(2, 4)
+    words = r"1 of this Sequential, with 67% of .*test_placing.py.*isfinite\(x\).all\(\):\. Let"
+    options = {"costs": "estimate", "progress": False, "example_args": (x,)}
+    with pytest.warns(UserWarning, match=words):
+        placed = baechi.place(model, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, **options)
+    assert any("stays on one device" in remark for remark in placed.remarks)
+    assert baechi.place(placed.unplace(), {"cpu:0": "1MiB"}, **options).remarks == ()

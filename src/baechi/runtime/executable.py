@@ -37,7 +37,7 @@ from baechi.tracing.lowering import TracedModule
 from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import change
-from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
 
@@ -209,6 +209,8 @@ class Executable:
         compiled = (f for f in functions if isinstance(f, CompiledTape))
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
+        whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
+        rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:

@@ -7,7 +7,11 @@ that a new version breaks.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from threading import get_ident
+from traceback import FrameSummary, StackSummary
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -18,8 +22,9 @@ from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
-from torch.utils import checkpoint
+from torch.utils import _traceback, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
@@ -327,6 +332,46 @@ def below_export() -> Iterator[None]:
     include = torch._C._dispatch_tls_local_include_set().remove(pre)
     exclude = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
+        yield
+
+
+_TORCH: Final = str(Path(torch.__file__).parent)
+
+
+def _models_frames(frames: Sequence[Mapping[str, Any]], skip: int) -> StackSummary:
+    # As torch's own, without most of torch's frames, nine of ten, and without reading any file.
+    return StackSummary.from_list(
+        FrameSummary(frame["filename"], frame["line"], frame["name"], lookup_line=False)
+        for frame in reversed(frames[skip:])
+        if frame["name"] == "forward" or not frame["filename"].startswith(_TORCH)
+    )
+
+
+@contextmanager
+def frugal_export() -> Iterator[None]:
+    """Export inside without what nobody reads: code after each pass, and torch's lines of a stack.
+
+    A graph module generates its code when it is called, or when it is changed after the block.
+    """
+    recompile, tracer = fx.GraphModule.recompile, get_ident()
+
+    def postponed(module: fx.GraphModule) -> Any:
+        if get_ident() != tracer:
+            return recompile(module)
+        if isinstance(module.graph._codegen, _PyTreeCodeGen):
+            info = module.graph._codegen.pytree_info
+            module._in_spec, module._out_spec = info.in_spec, info.out_spec
+        type(module).forward = run  # each has a class of its own
+        return None
+
+    def run(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        recompile(module)
+        return module.forward(*args, **kwargs)
+
+    with (
+        patch.object(fx.GraphModule, "recompile", postponed),
+        patch.object(_traceback, "_extract_symbolized_tb", _models_frames),
+    ):
         yield
 
 

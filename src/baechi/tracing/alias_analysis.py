@@ -169,13 +169,15 @@ class _Recorder(fx.Interpreter):
             self._alive.clear()
         return self._facts
 
-    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Note what autograd keeps; an operator saves its result before it yields it.
 
-        Autograd gets it without its graph, which would hold itself for ever.
+        Autograd gets it without its graph, which would hold itself for ever; or nothing, of an
+        operator inside which no backward runs.
         """
         self._saved.append(self._storage(tensor, self._current))
-        return tensor.detach()
+        plain = self._current is not None and isinstance(self._current.target, OpOverload)
+        return None if plain else tensor.detach()
 
     def _storage(
         self, tensor: torch.Tensor, node: fx.Node | None = None, attribute: str | None = None

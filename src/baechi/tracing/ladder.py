@@ -28,7 +28,7 @@ from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.storages import distinct_storages
-from baechi.torch_support.torch_internals import TorchDispatchMode
+from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate, quiet
@@ -84,32 +84,38 @@ def _non_strict(
             yield
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
-    with watched(model, mode) as functions, closing(outside):
+    with watched(model, mode) as functions, closing(outside), frugal_export():
         program = torch.export.export(flat, call.tensors, strict=False)
-    module = program.module()
-    functions.restore(module)
-    for node in module.graph.nodes:
-        if call.autocast.dtypes and str(node.target) in RECURRENT:
-            raise TypeError(
-                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-            )
-    return Capture(without_effectless(module), returned[-1], tuple(replaced))
+        module = program.module()
+        functions.restore(module)
+        for node in module.graph.nodes:
+            if call.autocast.dtypes and str(node.target) in RECURRENT:
+                raise TypeError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                )
+        return Capture(without_effectless(module), returned[-1], tuple(replaced))
 
 
 def _truth_values(
     mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
+    with TruthValues() as values:
+        _run_on_copies(model, call)
+    if not values.recorded:
+        raise RuntimeError("forward asks no tensor for a truth value")
+    return _non_strict(mode, branches, model, call, values.recorded)
+
+
+def _run_on_copies(model: nn.Module, call: Call) -> None:
+    """Run the example for real; state, arguments and random numbers stay as they are."""
     flat, _ = flat_model(model, call)
     state = named_state(flat)
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), without_observers(model), TruthValues() as values:
+    with torch.random.fork_rng(gpus), without_observers(model):
         torch.func.functional_call(flat, copies, inputs)
-    if not values.recorded:
-        raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded)
 
 
 @final
@@ -349,23 +355,50 @@ def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-    raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{_distinct(attempts)}\n"
-        "Check that the example arguments run through the model. Control flow that looks at "
-        "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
-        "forward may ask for truth values alone."
+    _refuse_failing(model, call)
+    failure = TraceError(
+        f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
+        "Control flow that looks at numbers in tensors must be inside a submodule, which then "
+        "stays whole; the outermost forward may ask for truth values alone. A loss that does is "
+        "computed outside: trace without labels."
     )
+    for attempt in attempts:
+        failure.add_note(f"{attempt.rung}: {attempt.reason}")
+    raise failure
+
+
+def _refuse_failing(model: nn.Module, call: Call) -> None:
+    """Raise what is wrong with the example or the model's own code, if it does not run at all."""
+    if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
+        return
+    try:
+        with quiet(), unchanged(model):
+            _run_on_copies(model, call)
+    except (TraceError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's code raises
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("baechi."):
+            return  # it is ours, about what forward returns
+        raise TraceError(
+            f"{type(model).__name__} does not run on {call.shapes}: {_reason(error, model)}"
+        ) from error
+
+
+# Errors of torch's tracers for a Python value that depends on a tensor's values, by their classes.
+_VALUE_READ: Final = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 
 def _distinct(attempts: Sequence[Attempt]) -> str:
-    """The reason of every rung, equal ones once, with the model's line if it is known."""
-    rungs: dict[str, list[Attempt]] = {}
+    """The reasons, equal ones once, with the model's line if it is known."""
+    reasons: dict[str, str] = {}
     for attempt in attempts:
-        rungs.setdefault(attempt.reason.partition(" (at ")[0], []).append(attempt)
-    return "\n".join(
-        f"  {'; '.join(a.rung for a in row)}: {max((a.reason for a in row), key=len)}"
-        for row in rungs.values()
-    )
+        error, _, line = attempt.reason.partition(" (at ")
+        if error.startswith(_VALUE_READ):
+            error = "a number is read from a tensor"
+        text = f"{error} (at {line}" if line else error
+        reasons[error] = max(reasons.get(error, ""), text, key=len)
+    return "\n".join(f"  {text}" for text in reasons.values())
 
 
 def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:

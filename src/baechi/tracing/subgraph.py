@@ -8,6 +8,7 @@ from typing import Any, final
 import torch
 from torch import fx
 
+from baechi.traced.traced_model import Traced
 from baechi.tracing.guards import CHECK, check
 from baechi.tracing.observers import Observer, without_observers
 
@@ -128,6 +129,27 @@ def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str,
     """The submodules that the nodes call, by qualified name."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
     return {target: module.get_submodule(target) for target in targets}
+
+
+def unsplit_part(traced: Traced) -> str:
+    """A sentence about the submodule that stays whole with most of the model's parameters.
+
+    Empty where there is none of several parts.
+    """
+    module = traced.module
+    total = sum(tensor.nbytes for tensor in module.model.parameters())
+    for path, leaf in opaque_leaves(module.graph_module, module.graph_module.graph.nodes).items():
+        parts = [part for part in leaf.modules() if any(True for _ in part.parameters(False))]
+        share = sum(tensor.nbytes for tensor in leaf.parameters()) / total if parts else 0
+        if len(parts) > 1 and share > 0.5:
+            line = traced.attempts[0].reason.rpartition(" (at ")[2].removesuffix(")")
+            return (
+                f"{path.removeprefix('model.')} of this {traced.name}, with {share:.0%} of its "
+                f"parameters, stays on one device: it cannot be traced, for {line}. Let forward do "
+                "without that line, such as a check of values, or a loss that could be computed "
+                "outside (place without labels)."
+            )
+    return ""
 
 
 def leaf_copies(
