@@ -10,7 +10,6 @@ placed step have plans of their own, around the weights where earlier calls put 
 What has no plan, as no tracer takes it or it does not fit, runs unsplit, which it says once.
 """
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
