@@ -12,7 +12,7 @@ from unittest.mock import patch
 import placed as placing
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
 import baechi
@@ -511,3 +511,19 @@ def test_inside_of_a_step_every_part_runs_as_it_is(x: torch.Tensor) -> None:
         assert all(map(torch.equal, *found))
         assert repr(module) == "PlacedModule(Sequential, 1 specialization)"
         module.unplace()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch has no distributed package")
+def test_distributed_data_parallel_around_it(
+    unsplit: Trained, lazy: baechi.PlacedModule, x: torch.Tensor
+) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        around = nn.parallel.DistributedDataParallel(lazy)
+        for one in (unsplit, around):
+            one(x).square().sum().backward()
+        for mine, own in zip(lazy.parameters(), unsplit.parameters(), strict=True):
+            assert torch.equal(mine.grad, own.grad)
+        assert around.state_dict().keys() == {f"module.{key}" for key in unsplit.state_dict()}
+    finally:
+        distributed.destroy_process_group()

@@ -1,6 +1,6 @@
 """A module of a placed model that can be called from outside of a placed step."""
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import nn
@@ -11,8 +11,18 @@ from baechi.runtime.specialization import Specializations, call_key
 from baechi.torch_support.torch_internals import CALL, backward_id, plain_call
 from baechi.tracing.calling_convention import Call
 
-if TYPE_CHECKING:
-    from baechi.runtime.placed_state import PlacedState
+
+class Runner(Protocol):
+    """What runs the calls of entries."""
+
+    @property
+    def is_inside(self) -> bool:
+        """True if what this thread runs of the model is for a trace or a step."""
+        ...
+
+    def run(self, entry: "Entry", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of the entry's module."""
+        ...
 
 
 @final
@@ -26,8 +36,8 @@ class Entry:
         is_told: Whether somebody was told that it ran unsplit.
     """
 
-    def __init__(self, module: nn.Module, path: str, state: "PlacedState") -> None:
-        self.module, self.path, self._state = module, path, state
+    def __init__(self, module: nn.Module, path: str, runner: Runner) -> None:
+        self.module, self.path, self._runner = module, path, runner
         self.plain = vars(module).get(CALL) or plain_call(module)
         self.is_told = False
         self.forget()
@@ -35,9 +45,9 @@ class Entry:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The result of the module."""
         # Whoever compiles a part compiles what it is.
-        if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
+        if torch.compiler.is_dynamo_compiling() or self._runner.is_inside or backward_id() != -1:
             return self.plain(*args, **kwargs)
-        return self._state.run(self, args, kwargs)
+        return self._runner.run(self, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Nothing: a copy of a part is not placed."""
