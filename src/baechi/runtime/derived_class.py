@@ -102,7 +102,8 @@ class Placed:
         if state is None:
             return super().__repr__()
         n = len(state.root.specializations)
-        entries = "".join(f", {entry}" for entry in state.entries.values() if entry.is_used)
+        used = [e for e in state.entries.values() if e.is_told or len(e.specializations)]
+        entries = "".join(f", {entry}" for entry in used)
         plural = "s" if n != 1 else ""
         return f"PlacedModule({type(self).__name__}, {n} specialization{plural}{entries})"
 

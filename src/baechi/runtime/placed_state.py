@@ -19,14 +19,19 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from baechi.errors import BaechiError, ExecutionError, NotSpecializedError
+from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
 from baechi.records.placement import Measurement
-from baechi.runtime.entry import Entry
 from baechi.runtime.executable import Executable, move
-from baechi.runtime.specialization import CallLock
+from baechi.runtime.specialization import CallLock, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_internals import FakeTensor, foreign_tracer
+from baechi.torch_support.torch_internals import (
+    CALL,
+    FakeTensor,
+    backward_id,
+    foreign_tracer,
+    plain_call,
+)
 from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
 from baechi.tracing.pytrees import tensors_in
 
@@ -34,6 +39,82 @@ from baechi.tracing.pytrees import tensors_in
 Specialize = Callable[[nn.Module, Call, Sequence[Executable]], Executable]
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
+
+
+@final
+class Entry:
+    """A module's specializations; of a part of the model also what runs when it is called.
+
+    Attributes:
+        module: The module.
+        path: Its path in the model; empty for the model itself.
+        plain: Its own call: hooks and forward, or what `module.compile()` made of them.
+        is_told: Whether somebody was told that it ran unsplit.
+        refused: Why calls of these keys have no plan.
+    """
+
+    def __init__(self, module: nn.Module, path: str, state: "PlacedState") -> None:
+        self.module, self.path, self._state = module, path, state
+        self.plain = vars(module).get(CALL) or plain_call(module)
+        self.is_told = False
+        self.forget()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module."""
+        # Whoever compiles a part compiles what it is.
+        if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
+            return self.plain(*args, **kwargs)
+        return self._state.run(self, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a copy of a part is not placed."""
+        return type(None), ()
+
+    def __str__(self) -> str:
+        n = len(self.specializations)
+        return f"{n} of {self.path}" if n else f"{self.path} unsplit"
+
+    @property
+    def is_held(self) -> bool:
+        """True if the module calls this."""
+        return vars(self.module).get(CALL) is self
+
+    def release(self) -> None:
+        """Let the module call what it called before."""
+        if self.is_held:
+            del vars(self.module)[CALL]
+            if self.plain != plain_call(self.module):
+                vars(self.module)[CALL] = self.plain
+
+    def find(self, call: Call) -> Executable | None:
+        """The specialization that can run a call, or None.
+
+        Raises:
+            InputError: None could be made for such a call before.
+        """
+        key = call_key(self.module, call)
+        refused = self.refused.get(key)
+        if refused is not None:
+            raise InputError(refused)
+        return self.specializations.find(key, call)
+
+    def add(self, call: Call, special: Executable) -> None:
+        """Take a specialization for calls like this one."""
+        self.specializations.add(call_key(self.module, call), special)
+
+    def unplanned(self, call: Call) -> InputError:
+        """The error for a call that needs a plan where `apply` was given another."""
+        if self.path:
+            return InputError(
+                "`apply` was given one plan, of the model itself; `baechi.place` makes one for "
+                "such calls, too."
+            )
+        return self.specializations.unknown(self.module, call, call_key(self.module, call))
+
+    def forget(self) -> None:
+        """Drop all specializations."""
+        self.specializations = Specializations()
+        self.refused: dict[Any, str] = {}
 
 
 @final
@@ -177,7 +258,7 @@ class PlacedState:
             if self.latest is not None:
                 self.latest.settle()
             if isinstance(error, BaechiError) and entry is not self.root:
-                entry.refuse(call, str(error))
+                entry.refused[call_key(entry.module, call)] = str(error)
             raise
         self.add(entry, call, special)
         return special
@@ -224,7 +305,7 @@ class PlacedState:
             entry = self.entries.get(module)
             if entry is None or not entry.is_held:
                 self.entries[module] = entry = Entry(module, path, self)
-                entry.hold()
+                vars(module)[CALL] = entry
 
     def _drop(self, entry: Entry) -> None:
         """Forget an entry whose module is no part any more."""
