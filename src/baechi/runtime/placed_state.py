@@ -214,24 +214,34 @@ class PlacedState:
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
+        failure = ""
         with self.lock.side_by_side():
             try:
                 refuse_tracers()
                 call = canonical_call(entry.module, args, kwargs)
                 special = entry.find(call)
             except BaechiError as error:
-                return self._whole(entry, error, args, kwargs)
-            if special is not None and (special in self._settled or special.is_settled):
-                self._settled.add(special)
-                self.latest = special
-                return special(call, self.meter)
-        try:
-            special = self.special(entry, call)
-        except BaechiError as error:
-            with self.lock.side_by_side():
-                return self._whole(entry, error, args, kwargs)
+                failure = self._excuse(entry, error)
+            else:
+                if special is not None and (special in self._settled or special.is_settled):
+                    self._settled.add(special)
+                    self.latest = special
+                    return special(call, self.meter)
+        if not failure:
+            try:
+                special = self.special(entry, call)
+            except BaechiError as error:
+                failure = self._excuse(entry, error)
+        if failure:
+            return self._whole(entry, failure, args, kwargs)
         with self.lock.side_by_side():
             return special(call, self.meter)
+
+    def _excuse(self, entry: Entry, error: BaechiError) -> str:
+        """Why a part has no plan; the model itself has to have one."""
+        if entry is self.root:
+            raise error
+        return str(error)
 
     def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet."""
@@ -270,27 +280,25 @@ class PlacedState:
         self.latest = special
 
     def _whole(
-        self, entry: Entry, error: BaechiError, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, entry: Entry, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """The result of a part that has no plan, on one device; the root has to have one."""
-        if entry is self.root:
-            raise error
-        home = next((t.device for t in tensors_in((args, kwargs))), None)
+        """The result of a part that has no plan, on the device of its first argument."""
         own = [*entry.module.parameters(), *entry.module.buffers()]
-        home = own[0].device if home is None else home
-        if any(tensor.device != home for tensor in own):
-            self._settled.clear()
-            for tensor in own:
-                move(tensor, home)
+        home = next((tensor.device for tensor in tensors_in((args, kwargs))), own[0].device)
         if not entry.is_told:
             entry.is_told = True
             text = (
                 f"{entry.path} of the placed {type(self.model).__name__} was called from outside "
-                f"of its forward and ran unsplit, on {home}: {error}"
+                f"of its forward and ran unsplit, on {home}: {reason}"
             )
             self._unsplit.append(text)
             warnings.warn(text, stacklevel=4)
-        return entry.plain(*args, **kwargs)
+        with self.lock.alone():
+            if any(tensor.device != home for tensor in own):
+                self._settled.clear()
+                for tensor in own:
+                    move(tensor, home)
+            return entry.plain(*args, **kwargs)
 
     def cover(self) -> None:
         """Make an entry of every part with weights that the model has now, and of no other."""
