@@ -214,7 +214,7 @@ class PlacedState:
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
-        failure = ""
+        failure, special = "", None
         with self.lock.side_by_side():
             try:
                 refuse_tracers()
@@ -232,7 +232,7 @@ class PlacedState:
                 special = self.special(entry, call)
             except BaechiError as error:
                 failure = self._excuse(entry, error)
-        if failure:
+        if failure or special is None:
             return self._whole(entry, failure, args, kwargs)
         with self.lock.side_by_side():
             return special(call, self.meter)
