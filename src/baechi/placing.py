@@ -154,7 +154,7 @@ def place(
     state = PlacedState(model, places, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(call)
+        state.special(state.root, call)
     return installed(state)
 
 

@@ -172,6 +172,12 @@ def unhooked() -> Iterator[None]:
 CALL: Final = "_compiled_call_impl"
 
 
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module that is not compiled: hooks and forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers, by name; a write changes the module."""
     return module._buffers

@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_expor
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate, quiet
-from baechi.tracing.calling_convention import Call, canonical_call, flat_model
+from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.fx_nodes import read_once, schema_arguments, without_effectless
@@ -49,9 +48,6 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
-
-# Whether this thread traces: then a model that is placed already runs its own forward.
-TRACING: Final[ContextVar[bool]] = ContextVar("tracing", default=False)
 
 
 @final
@@ -321,18 +317,9 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad(), _tracing():
+    with torch.inference_mode(False), torch.enable_grad(), inside():
         call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
         return _climb(model, call, mode)
-
-
-@contextmanager
-def _tracing() -> Iterator[None]:
-    token = TRACING.set(True)
-    try:
-        yield
-    finally:
-        TRACING.reset(token)
 
 
 def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
