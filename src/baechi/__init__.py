@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from baechi.records.placement import Span as Span, Transfer as Transfer
     from baechi.records.cluster import Topology as Topology
     from baechi.runtime.placed_module import PlacedModule as PlacedModule, apply as apply
+    from baechi.runtime.weights import skeleton as skeleton
     from baechi.storage.serialization import dump as dump, load as load
+    from baechi.storage.weight_files import stored_weights as stored_weights
     from baechi.traced.traced_model import Traced as Traced
     from baechi.tracing.ladder import trace as trace
 
@@ -77,7 +79,9 @@ _NAMES = {
     "records.op_costs": "OpCost Profile",
     "records.placement": "Measurement Placement Schedule Span Transfer",
     "runtime.placed_module": "PlacedModule apply",
+    "runtime.weights": "skeleton",
     "storage.serialization": "dump load",
+    "storage.weight_files": "stored_weights",
     "traced.traced_model": "Traced",
     "tracing.ladder": "trace",
 }

@@ -1,6 +1,7 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
@@ -21,6 +22,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import simulate
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -30,16 +32,23 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
+from baechi.runtime.parameter_devices import (
+    ParameterDevices,
+    devices_of_state,
+    first_devices,
+    pinned,
+)
 from baechi.runtime.placed_module import PlacedModule, apply
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
+from baechi.runtime.weights import Weights
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
-from baechi.torch_support.torch_internals import unhooked
+from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.ladder import trace
+from baechi.tracing.partition import attribute
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -65,6 +74,8 @@ def place(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
+    weights: Any = None,
+    convert_weights: bool = False,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -98,6 +109,11 @@ def place(
         there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
             or as `"4GiB"`; or `True` for all of its memory. For a limit, submodules are chosen,
             none if the step fits without (`choose_checkpoint`).
+        weights: For a model on meta (`skeleton`): a safetensors file, its index, a folder with one
+            of these, or a mapping from the names of `state_dict` to rows of `stored_weights`,
+            tensors, or functions that make them. They are read when the first call is placed, each
+            to its device; what that call does not use goes where most memory is left.
+        convert_weights: Whether weights are converted to the dtypes that the model has.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -124,6 +140,12 @@ def place(
     checkpoint = checked(checkpoint)
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    loader = None
+    if weights is not None:
+        loader = Weights(weights, check_is(convert_weights, bool, "convert_weights"))
+        loader.check(model)
+    elif convert_weights:
+        raise InputError("convert_weights=True is for weights=..., which was not given.")
     target = memory_target(checkpoint)
     cluster = _with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -144,6 +166,7 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
+        weights=loader,
     )
     placed = PlacedModule(model, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
@@ -184,20 +207,28 @@ class _Planner:
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
+    weights: Weights | None
 
     def __call__(self, model: nn.Module, call: Call, earlier: Sequence[Executable]) -> Executable:
         homes = first_devices(special.state_devices for special in earlier)
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
-            refuse_meta(model)
+            if self.weights is None:
+                refuse_meta(model)
             call = _beside(model, call)
             self._say(f"tracing {type(model).__name__} for {call.shapes}")
             args, kwargs = call.structure.fill(call.tensors)
             call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-            with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
+            devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+            # Weights that were read to several devices may fit on no single one.
+            apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
+            with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = trace(model, args, kwargs)
             graph, placement = self._solved(traced, homes)
+            if self.weights is not None and self.weights.pending:
+                self._say("reading weights")
+                self.weights.load(model, self._places(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
             placed = apply(
                 traced,
@@ -276,6 +307,40 @@ class _Planner:
             "be the first, or give it as example_args; or call unplace(), and place the model "
             "anew.",
         )
+
+    def _places(
+        self, traced: Traced, graph: OpGraph, placement: Placement
+    ) -> Callable[[torch.Tensor], torch.device]:
+        """The torch device of a tensor of the model; of one that no op reads, where there is room.
+
+        Raises:
+            InputError: An op reads a tensor without values that is no parameter or buffer.
+        """
+        module, model = traced.module.graph_module, traced.module.model
+        own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
+        for node in module.graph.find_nodes(op="get_attr"):
+            value = attribute(module, str(node.target))
+            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in own:
+                raise InputError(
+                    f"forward reads {node.target!r}, a tensor on meta that is no parameter or "
+                    "buffer, so no file has it. Build the model with baechi.skeleton(...)."
+                )
+        homes = devices_of_state(traced.module, placement.devices)
+        peaks = simulate(graph, self.cluster, placement).peak_bytes
+        rows = zip(self.cluster.devices, peaks, strict=True)
+        room = [(device.memory_bytes - peak, torch_device(device.name)) for device, peak in rows]
+
+        def place_of(tensor: torch.Tensor) -> torch.device:
+            if tensor in homes:
+                return room[homes[tensor]][1]
+            most = max(range(len(room)), key=lambda device: room[device][0])
+            left, place = room[most]
+            if left < tensor.nbytes:
+                return torch.device("cpu")
+            room[most] = left - tensor.nbytes, place
+            return place
+
+        return place_of
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""

@@ -34,6 +34,7 @@ from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import CallLock, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.runtime.torch_compile import compile_options
+from baechi.runtime.weights import save_weights
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_device
 from baechi.torch_support.torch_internals import CALL, plain_call, share_state
@@ -286,7 +287,8 @@ class PlacedModule(nn.Module):
             raise self._specializations.unknown(model, call, key)
         if len(self._specializations) >= self._limit:
             raise self._specializations.too_many(model, call)
-        if len({tensor.device for tensor, _ in self._original_devices}) > 1:
+        loaded = any(device.type == "meta" for _, device in self._original_devices)
+        if len({tensor.device for tensor, _ in self._original_devices}) > 1 and not loaded:
             self._move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(model, call, tuple(self._specializations))
@@ -421,6 +423,19 @@ class PlacedModule(nn.Module):
         finally:
             self._meter = None
 
+    def save(self, folder: Any, *, max_shard: int | str = "5GB") -> None:
+        """Write the weights in the safetensors format, as transformers names the files.
+
+        One tensor after the other, tied ones once, through a buffer of 16 MiB on the host. The
+        files are what `from_pretrained` and `place(weights=folder)` read; a `config.json` is not
+        among them. They are written whole or not at all.
+
+        Args:
+            folder: Is made where it is not there; weights that were there go.
+            max_shard: The most bytes of a file, such as `"5GB"`; more make several, with an index.
+        """
+        save_weights(self._model, folder, max_shard)
+
     def unplace(self) -> nn.Module:
         """The model itself, back on the devices it came from; this module runs no more."""
         for special in self._specializations:
@@ -431,7 +446,8 @@ class PlacedModule(nn.Module):
 
     def _move_back(self) -> None:
         for tensor, device in self._original_devices:
-            move(tensor, device)
+            if not tensor.is_meta:  # what was read from a file came from no device
+                move(tensor, torch.device("cpu") if device.type == "meta" else device)
 
     def train(self, mode: bool = True) -> "PlacedModule":
         """Set the model's mode; the next call in a new mode is traced anew."""

@@ -7,13 +7,17 @@ that a new version breaks.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from threading import get_ident
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch
@@ -191,6 +195,21 @@ def share_state(module: nn.Module, owner: nn.Module) -> None:
     module._non_persistent_buffers_set = owner._non_persistent_buffers_set
 
 
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the memory, device and dtype of another, which gets those of the first.
+
+    Each stays the same Python object with the same attributes and hooks. Assigning to `.data` and
+    `torch.utils.swap_tensors` refuse a tensor on meta, or one with weak references, as tracers
+    leave them.
+    """
+    torch._C._swap_tensor_impl(tensor, other)
+
+
+def non_persistent(module: nn.Module) -> set[str]:
+    """The names of a module's own buffers that `state_dict` leaves out."""
+    return module._non_persistent_buffers_set
+
+
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
     """The module's hooks of one kind, such as `_forward_hooks`; of None those on all modules."""
     if module is None:
@@ -314,6 +333,19 @@ def export_mode() -> Any:
     """The mode by which `torch.export` records operators; None where it does not run."""
     key = torch._C._TorchDispatchModeKey.PROXY
     return torch._ops._get_dispatch_mode_pre_dispatch(key)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def shown_on_cpu() -> Iterator[None]:
+    """Let fake tensors made in this thread stand for tensors on the CPU, wherever these are."""
+    describe, tracer = MetaTensorDescriber.describe_tensor, get_ident()
+
+    def on_cpu(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+        found = describe(self, tensor, **options)
+        return replace(found, device=torch.device("cpu")) if get_ident() == tracer else found
+
+    with patch.object(MetaTensorDescriber, "describe_tensor", on_cpu):
+        yield
 
 
 @contextmanager
