@@ -79,7 +79,7 @@ def child(folder: Path, layers: int, room: int) -> None:
     Weights.load = measured  # type: ignore[method-assign]
     layer = lambda: torch.nn.Linear(WIDTH, WIDTH, bias=False)  # noqa: E731
     model = baechi.skeleton(lambda: torch.nn.Sequential(*(layer() for _ in range(layers))))
-    devices = {name: 0.6 * layers * 4 * WIDTH * WIDTH for name in ("cpu:0", "cpu:1")}
+    devices = dict.fromkeys(("cpu:0", "cpu:1"), 0.6 * layers * 4 * WIDTH * WIDTH)
     placed = baechi.place(
         model,
         {name: int(nbytes) for name, nbytes in devices.items()},

@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,9 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
+
+# Whether this thread traces: then a model that is placed already runs its own forward.
+TRACING: Final[ContextVar[bool]] = ContextVar("tracing", default=False)
 
 
 @final
@@ -311,11 +315,20 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad(), ExitStack() as stack:
+    with torch.inference_mode(False), torch.enable_grad(), _tracing(), ExitStack() as stack:
         call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
         if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
             stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         return _climb(model, call, mode)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    token = TRACING.set(True)
+    try:
+        yield
+    finally:
+        TRACING.reset(token)
 
 
 def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
