@@ -49,7 +49,6 @@ from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.ladder import trace
-from baechi.tracing.partition import attribute
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -171,6 +170,12 @@ def place(
         weights=loader,
     )
     places = [torch_device(device.name) for device in cluster.devices]
+    if loader is not None and verify and len(set(places)) > 1:
+        raise InputError(
+            "verify=True compares with the model whole on one device, where weights=... never "
+            "brings it. Verify a smaller model of this class, or place this one from its weights "
+            "in memory."
+        )
     state = PlacedState(model, places, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
@@ -304,20 +309,7 @@ class _Planner:
     def _places(
         self, traced: Traced, graph: OpGraph, placement: Placement
     ) -> Callable[[torch.Tensor], torch.device]:
-        """The torch device of a tensor of the model; of one that no op reads, where there is room.
-
-        Raises:
-            InputError: An op reads a tensor without values that is no parameter or buffer.
-        """
-        module, model = traced.module.graph_module, traced.module.model
-        own = {id(tensor) for tensor in [*model.parameters(), *model.buffers()]}
-        for node in module.graph.find_nodes(op="get_attr"):
-            value = attribute(module, str(node.target))
-            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in own:
-                raise InputError(
-                    f"forward reads {node.target!r}, a tensor on meta that is no parameter or "
-                    "buffer, so no file has it. Build the model with baechi.skeleton(...)."
-                )
+        """The torch device of each tensor; of one that no op reads, where most memory is left."""
         homes = devices_of_state(traced.module, placement.devices)
         peaks = simulate(graph, self.cluster, placement).peak_bytes
         rows = zip(self.cluster.devices, peaks, strict=True)

@@ -38,8 +38,10 @@ class PlacedState:
     """
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
-    __slots__ = ("_limit", "_specialize", "latest", "loaded", "lock", "measured", "meter", "model")
-    __slots__ += ("origins", "places", "specializations")
+    __slots__ = (
+        *("_limit", "_specialize", "latest", "loaded", "lock", "measured", "meter", "model"),
+        *("origins", "places", "specializations"),
+    )
 
     def __init__(
         self,

@@ -9,11 +9,10 @@ A parameter stays the same Python object, so ties between modules and an optimiz
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
 from os import PathLike
-from pathlib import Path
-from typing import IO, Any, Final, final
+from typing import Any, Final, final
 from unittest.mock import patch
 
 import torch
@@ -22,8 +21,9 @@ from torch import nn
 from baechi.errors import ExecutionError, FormatError, InputError
 from baechi.storage.weight_files import DTYPES, StoredTensor, stored_weights, write_weights
 from baechi.torch_support.storages import key_of
-from baechi.torch_support.torch_internals import become, non_persistent
+from baechi.torch_support.torch_internals import become, buffers_of
 from baechi.units import parse_bytes
+from baechi.validation import check_is
 
 _BUFFER_BYTES: Final = 16 << 20  # a multiple of every element; larger ones are no faster
 _BUFFERS: Final = 2  # one is read into while the other is copied to its device
@@ -51,10 +51,7 @@ def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
             become(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
 
     with patch.object(nn.Module, "register_parameter", register_on_meta):
-        model = build()
-    if not isinstance(model, nn.Module):
-        raise InputError(f"build returned a {type(model).__name__}; return a torch.nn.Module.")
-    return model
+        return check_is(build(), nn.Module, "what build returns")
 
 
 @final
@@ -72,11 +69,7 @@ class Weights:
     def __init__(self, source: Any, convert: bool) -> None:
         if isinstance(source, str | PathLike):
             source = stored_weights(source)
-        if not isinstance(source, Mapping):
-            raise InputError(
-                f"weights is a {type(source).__name__}; give a folder, a safetensors file, its "
-                "index, or a mapping from names to tensors."
-            )
+        check_is(source, Mapping, "weights")  # type: ignore[type-abstract]
         self._rows: Mapping[str, Source] = source
         self._convert = convert
         self.pending = True
@@ -88,28 +81,25 @@ class Weights:
             InputError: They differ, or a tensor on meta is in no file; with all there is.
         """
         problems: dict[str, list[str]] = defaultdict(list)
-        state = model.state_dict(keep_vars=True)
-        for tensor, names in _by_tensor(state):
+        tensors = _by_tensor(model)
+        memory: dict[int, str] = {}
+        for tensor, names in tensors:
             found = [name for name in names if name in self._rows]
-            if not found:
-                problems["missing"].append(names[0])
+            problems["missing"] += [] if found else names[:1]
             for name in found:
-                self._compare(name, tensor, problems)
-        problems["unexpected"] = [name for name in self._rows if name not in state]
-        named = {**dict(model.named_buffers(remove_duplicate=False)), **state}
-        problems["on meta and in no file, being buffers that are not persistent"] = [
+                self._compare(self._rows[name], tensor, name, problems)
+            first = memory.setdefault(key_of(tensor.untyped_storage()), names[0])
+            if tensor.is_meta and first != names[0]:
+                problems["another object in the memory of"] += [f"{names[0]} and {first}"]
+        known = {name for _, names in tensors for name in names}
+        problems["unexpected"] = [name for name in self._rows if name not in known]
+        saved = {id(tensor) for tensor, _ in tensors}
+        problems["on meta and never in a file"] = [
             f"{path}.{name}".lstrip(".")
             for path, module in model.named_modules()
-            for name in non_persistent(module)
-            if module.get_buffer(name).is_meta
+            for name, value in [*buffers_of(module).items(), *vars(module).items()]
+            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in saved
         ]
-        memory: dict[int, str] = {}
-        for tensor, names in _by_tensor({k: t for k, t in named.items() if t.is_meta}):
-            first = memory.setdefault(key_of(tensor.untyped_storage()), names[0])
-            if first != names[0]:
-                problems["on meta and sharing memory, though other objects"].append(
-                    f"{names[0]} with {first}"
-                )
         lines = [
             f"\n  {len(rows)} {kind}: {', '.join(rows[:_SHOWN])}{', ...' * (len(rows) > _SHOWN)}"
             for kind, rows in problems.items()
@@ -120,29 +110,27 @@ class Weights:
                 f"the weights do not fit this {type(model).__name__}:{''.join(lines)}\n"
                 "Nothing was read. To rename or leave out, give a mapping made from "
                 "baechi.stored_weights(...); to convert dtypes, cast the model or give "
-                "convert_weights=True; to have buffers that no file has, build the model with "
+                "convert_weights=True; to have buffers that are in no file, build the model with "
                 "baechi.skeleton(...); to tie parameters, assign the very same object."
             )
 
-    def _compare(self, name: str, tensor: torch.Tensor, problems: dict[str, list[str]]) -> None:
-        row = self._rows[name]
+    def _compare(
+        self, row: Source, tensor: torch.Tensor, name: str, problems: dict[str, list[str]]
+    ) -> None:
         if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            problems["of a class of their own"].append(f"{name} ({type(tensor).__name__})")
-        if not isinstance(row, StoredTensor | torch.Tensor):
-            return
-        if tuple(row.shape) != tuple(tensor.shape):
-            problems["of another shape"].append(
-                f"{name} is {list(row.shape)} and in the model {list(tensor.shape)}"
-            )
-        elif not self._convert and _dtype_of(row) != tensor.dtype:
-            problems["of another dtype"].append(
-                f"{name} is {_dtype_of(row)} and in the model {tensor.dtype}"
-            )
+            problems["of a class of its own"] += [f"{name} ({type(tensor).__name__})"]
+        if isinstance(row, StoredTensor | torch.Tensor):
+            if tuple(row.shape) != tuple(tensor.shape):
+                rows = f"{name} is {list(row.shape)} and in the model {list(tensor.shape)}"
+                problems["of another shape"] += [rows]
+            elif not self._convert and _dtype_of(row) != tensor.dtype:
+                rows = f"{name} is {_dtype_of(row)} and in the model {tensor.dtype}"
+                problems["of another dtype"] += [rows]
 
     def load(self, model: nn.Module, place_of: Callable[[torch.Tensor], torch.device]) -> None:
         """Read every tensor to its device; the model changes when all are there.
 
-        Host memory: the buffers, and a tensor that lies on its device in another order than C.
+        Host memory: two buffers; and one tensor, where it is not stored as it is laid out.
 
         Raises:
             InputError: Names, shapes or dtypes differ.
@@ -150,26 +138,25 @@ class Weights:
         """
         self.check(model)
         targets = [
-            (name, tensor)
-            for tensor, names in _by_tensor(model.state_dict(keep_vars=True))
+            (_order(self._rows[name]), name, tensor)
+            for tensor, names in _by_tensor(model)
             for name in names
             if name in self._rows
         ]
         made: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
-        with torch.no_grad(), _Reader(self._convert) as reader:
-            for name, tensor in sorted(targets, key=lambda target: _order(self._rows[target[0]])):
-                _, known, first = made.get(id(tensor), (None, None, ""))
-                if known is None:
-                    place = place_of(tensor) if tensor.is_meta else tensor.device
-                    new = torch.empty_like(tensor, device=place, requires_grad=False)
-                    reader.fill(new, self._rows[name], name)
-                    made[id(tensor)] = tensor, new, name
-                elif not reader.equals(known, self._rows[name], name):
+        buffers = _Buffers()
+        with torch.no_grad():
+            for _, name, tensor in sorted(targets, key=itemgetter(0, 1)):
+                place = place_of(tensor) if tensor.is_meta else tensor.device
+                new = torch.empty_like(tensor, device=place, requires_grad=False)
+                self._fill(new, name, buffers)
+                _, known, first = made.setdefault(id(tensor), (tensor, new, name))
+                if known is not new and not torch.equal(_raw(known), _raw(new)):
                     raise FormatError(
                         f"{first!r} and {name!r} are one parameter of this {type(model).__name__}, "
-                        "and the weights have two values for it. Untie them in the model, or "
-                        "leave one out."
+                        "and the weights have two values for it: untie them, or leave one out."
                     )
+            buffers.synchronize()
             for tensor, new, _ in made.values():
                 if tensor.is_meta:
                     become(tensor, new.requires_grad_(tensor.requires_grad))
@@ -177,16 +164,31 @@ class Weights:
                     tensor.copy_(new)
         self.pending = False
 
-
-def _by_tensor(state: Mapping[str, Any]) -> list[tuple[torch.Tensor, list[str]]]:
-    """Every tensor of a `state_dict(keep_vars=True)` with all of its names."""
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
+    def _fill(self, target: torch.Tensor, name: str, buffers: "_Buffers") -> None:
+        """Give a tensor the values of this name."""
+        row = self._rows[name]
+        if isinstance(row, StoredTensor):
+            flat = torch.empty_like(target, memory_format=torch.contiguous_format)
+            flat = target if target.is_contiguous() else flat
+            buffers.read(row, flat.view(-1))
+            if flat is not target:
+                target.copy_(flat)
+            return
+        value = row if isinstance(row, torch.Tensor) else row()
+        other = value.dtype != target.dtype and not self._convert
+        if value.shape != target.shape or other or value.is_meta:
             raise InputError(
-                f"the model's state has {name!r}, a {type(tensor).__name__}, which a file of "
-                "tensors cannot hold."
+                f"the weights of {name!r} are {list(value.shape)} of {value.dtype} on "
+                f"{value.device}, and the model has {list(target.shape)} of {target.dtype}."
             )
+        target.copy_(value)
+
+
+def _by_tensor(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """Every tensor of a model's `state_dict`, with all of its names."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        check_is(tensor, torch.Tensor, f"{name!r} in the model's state_dict")
         found.setdefault(id(tensor), (tensor, []))[1].append(name)
     return list(found.values())
 
@@ -202,105 +204,59 @@ def _dtype_of(row: StoredTensor | torch.Tensor) -> torch.dtype:
 
 
 @final
-class _Reader(ExitStack):
-    """Reads tensors through a ring of buffers, pinned where there are GPUs."""
+class _Buffers:
+    """Buffers between files and devices, pinned where there are GPUs."""
 
-    def __init__(self, convert: bool) -> None:
-        super().__init__()
-        self._convert = convert
-        self._ring: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        self._file: tuple[Path, IO[bytes]] | None = None
+    def __init__(self) -> None:
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
         self._gpus: set[torch.device] = set()
-        self.callback(self._finish)
 
-    def _finish(self) -> None:
-        for device in self._gpus:  # other streams read what this one's copies
+    def synchronize(self) -> None:
+        """Wait for all copies, since other streams read what they bring."""
+        for device in self._gpus:
             torch.cuda.synchronize(device)
-        if self._file is not None:
-            self._file[1].close()
 
-    def fill(self, target: torch.Tensor, row: Source, name: str) -> None:
-        """Write a row's values into a tensor of its shape."""
-        if not isinstance(row, StoredTensor):
-            target.copy_(self._made(target, row, name))
-            return
-        flat = (
-            target
-            if target.is_contiguous()
-            else torch.empty_like(target, memory_format=torch.contiguous_format)
-        )
-        if flat.device.type == "cpu" and _dtype_of(row) == flat.dtype:
-            self._read(row, 0, _bytes_of(flat.view(-1)))
-        else:
-            for part, values in self._parts(row, flat):
-                part.copy_(values, non_blocking=True)
-        if flat is not target:
-            target.copy_(flat)
+    def read(self, row: StoredTensor, flat: torch.Tensor) -> None:
+        """Fill a flat tensor with a row's values, in its own dtype and on its device."""
+        dtype = _dtype_of(row)
+        with row.path.open("rb", buffering=0) as file:
+            file.seek(row.offset)
+            if flat.device.type == "cpu" and dtype == flat.dtype:
+                _read(file, flat)
+                return
+            for part in torch.split(flat, _BUFFER_BYTES // dtype.itemsize):
+                buffer, copied = self._next()
+                values = buffer[: len(part) * dtype.itemsize].view(dtype)
+                _read(file, values)
+                if part.device.type == "cuda":
+                    self._gpus.add(part.device)
+                    with torch.cuda.device(part.device):  # on which a conversion runs
+                        part.copy_(values.to(part.device, non_blocking=True))
+                        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        copied.record()
+                else:
+                    part.copy_(values)
+                self._free.append((buffer, copied))
 
-    def equals(self, tensor: torch.Tensor, row: Source, name: str) -> bool:
-        """True if a tensor has a row's values in every bit, once they are of its dtype."""
-        if not isinstance(row, StoredTensor):
-            made = self._made(tensor, row, name).to(tensor)
-            return torch.equal(_raw(made), _raw(tensor))
-        parts = self._parts(row, tensor.contiguous())
-        return all(torch.equal(_raw(values.to(part.dtype)), _raw(part)) for part, values in parts)
-
-    def _made(
-        self, target: torch.Tensor, row: torch.Tensor | Callable[[], torch.Tensor], name: str
-    ) -> torch.Tensor:
-        value = row if isinstance(row, torch.Tensor) else row()
-        other_dtype = not self._convert and value.dtype != target.dtype
-        if value.shape != target.shape or other_dtype or value.is_meta:
-            raise InputError(
-                f"the weights of {name!r} are {list(value.shape)} of {value.dtype} on "
-                f"{value.device}, and the model has {list(target.shape)} of {target.dtype}."
-            )
-        return value
-
-    def _parts(
-        self, row: StoredTensor, flat: torch.Tensor
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """A contiguous tensor piece by piece, each with a row's values on the same device."""
-        dtype, flat = _dtype_of(row), flat.view(-1)
-        for start in range(0, row.nbytes, _BUFFER_BYTES):
-            buffer, copied = self._buffer(), None
-            raw = buffer[: row.nbytes - start]
-            self._read(row, start, _bytes_of(raw))
-            values, first = raw.view(dtype), start // dtype.itemsize
-            part = flat[first : first + len(values)]
-            if part.device.type == "cuda":
-                with torch.cuda.device(part.device):  # on which a conversion runs
-                    yield part, values.to(part.device, non_blocking=True)
-                    copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    copied.record()
-                self._gpus.add(part.device)
-            else:
-                yield part, values
-            self._ring.append((buffer, copied))
-
-    def _buffer(self) -> torch.Tensor:
-        """The buffer that was used longest ago, when its copy has ended."""
-        if len(self._ring) < _BUFFERS:
+    def _next(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The buffer that was used longest ago, once its copy has ended."""
+        if len(self._free) < _BUFFERS:
             pinned = torch.cuda.is_available()
-            return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned)
-        buffer, copied = self._ring.pop(0)
+            return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned), None
+        buffer, copied = self._free.pop(0)
         if copied is not None:
             copied.synchronize()
-        return buffer
+        return buffer, None
 
-    def _read(self, row: StoredTensor, start: int, target: memoryview) -> None:
-        """Fill a buffer with a row's bytes from its byte `start` on."""
-        if self._file is None or self._file[0] != row.path:
-            if self._file is not None:
-                self._file[1].close()
-            self._file = row.path, row.path.open("rb", buffering=0)
-        file = self._file[1]
-        file.seek(row.offset + start)
-        while target:
-            n = file.readinto(target)  # type: ignore[attr-defined]
-            if not n:
-                raise FormatError(f"{row.path} ended while it was read; the model is unchanged.")
-            target = target[n:]
+
+def _read(file: Any, values: torch.Tensor) -> None:
+    """Fill a flat tensor on the CPU with the next bytes of a file."""
+    left = _bytes_of(values)
+    while left:
+        n = file.readinto(left)
+        if not n:
+            raise FormatError(f"{file.name} ended while it was read; the model is unchanged.")
+        left = left[n:]
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -313,39 +269,26 @@ def _bytes_of(flat: torch.Tensor) -> memoryview:
 
 
 def save_weights(model: nn.Module, folder: str | PathLike[str], max_shard: int | str) -> None:
-    """Write a model's state as `model.safetensors`, or as shards with an index; tied ones once.
-
-    Host memory: one buffer.
-
-    Args:
-        model: Its tensors may be on several devices.
-        folder: Is made where it is not there; weights that were there go.
-        max_shard: In bytes, or such as `"5GB"`.
-
-    Raises:
-        InputError: A dtype or a value has no form in the format.
-        ExecutionError: A tensor is on meta.
-    """
+    """As `PlacedModule.save`, for a model whose tensors are anywhere."""
     limit = parse_bytes(max_shard, what="max_shard")
     tensors, rows = [], []
     codes = {name for name, _ in DTYPES.values()}
-    for tensor, names in _by_tensor(model.state_dict(keep_vars=True)):
+    for tensor, (name, *_) in _by_tensor(model):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.is_meta:
-            raise ExecutionError(f"{names[0]!r} is on meta: call the placed model first.")
+            raise ExecutionError(f"{name!r} is on meta: call the placed model first.")
         if dtype not in codes or tensor.layout is not torch.strided:
-            raise InputError(f"{names[0]!r} is of {tensor.dtype}, which safetensors do not have.")
+            raise InputError(f"{name!r} is of {tensor.dtype}, which safetensors do not have.")
         tensors.append(tensor.detach())
-        rows.append((names[0], dtype, tuple(tensor.shape), tensor.numel() * tensor.itemsize))
+        rows.append((name, dtype, tuple(tensor.shape), tensor.numel() * tensor.itemsize))
     write_weights(folder, rows, lambda number: _pieces(tensors[number]), limit)
 
 
-def _pieces(tensor: torch.Tensor) -> Iterable[memoryview]:
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = _raw(tensor.resolve_conj().resolve_neg())
     if flat.device.type == "cpu":
         yield _bytes_of(flat)
         return
     buffer = torch.empty(min(_BUFFER_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
-    for start in range(0, len(flat), _BUFFER_BYTES):
-        part = flat[start : start + _BUFFER_BYTES]
+    for part in torch.split(flat, _BUFFER_BYTES):
         yield _bytes_of(buffer[: len(part)].copy_(part))

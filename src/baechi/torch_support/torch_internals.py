@@ -184,16 +184,16 @@ def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[st
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Give a tensor the memory, device and dtype of another, which gets those of the first.
 
-    Each stays the same Python object with the same attributes and hooks. Assigning to `.data` and
+    The first stays the same Python object with its attributes and hooks. Assigning to `.data` and
     `torch.utils.swap_tensors` refuse a tensor on meta, or one with weak references, as tracers
     leave them.
     """
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
     torch._C._swap_tensor_impl(tensor, other)
-
-
-def non_persistent(module: nn.Module) -> set[str]:
-    """The names of a module's own buffers that `state_dict` leaves out."""
-    return module._non_persistent_buffers_set
+    if hooks:  # autograd has them beside the memory, too
+        tensor._backward_hooks = hooks
+    if after:
+        tensor._post_accumulate_grad_hooks = after
 
 
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
