@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baechi.costs.calibration import calibrate as calibrate
     from baechi.costs.estimation import estimate as estimate
     from baechi.costs.profiling import profile as profile
+    from baechi.device_maps import device_map as device_map
     from baechi.errors import BaechiError as BaechiError, ExecutionError as ExecutionError
     from baechi.errors import FormatError as FormatError, InfeasibleError as InfeasibleError
     from baechi.errors import InputError as InputError, ReservationError as ReservationError
@@ -58,6 +59,7 @@ _NAMES = {
     "costs.calibration": "calibrate",
     "costs.estimation": "estimate",
     "costs.profiling": "profile",
+    "device_maps": "device_map",
     "errors": "BaechiError ExecutionError FormatError InfeasibleError InputError "
     "ReservationError TraceError",
     "placers.auto": "Auto",
