@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError
+from baechi.errors import ExecutionError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations, call_key
@@ -20,10 +20,6 @@ from baechi.tracing.calling_convention import Call, canonical_call
 Specialize = Callable[[nn.Module, Call, Sequence[Executable]], Executable]
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
-
-
-class NotSpecializedError(ExecutionError, AttributeError):
-    """An attribute of a placed model that it gets by its first call; `hasattr` is False before."""
 
 
 @final
