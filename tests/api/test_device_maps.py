@@ -23,7 +23,13 @@ def halves(model: nn.Module, *call: Any) -> dict[str, int]:
     return dict.fromkeys(("cpu:0", "cpu:1"), peak * 4 // 5)
 
 
-@pytest.mark.parametrize("make", [zoo.llama, zoo.gpt2], ids=["llama", "gpt2"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(zoo.llama, id="llama", marks=pytest.mark.slow),
+        pytest.param(zoo.gpt2, id="gpt2"),
+    ],
+)
 def test_blocks_of_transformers_stay_whole_and_the_map_loads(
     make: Callable[[], zoo.Example], tmp_path: Path
 ) -> None:
