@@ -1,7 +1,8 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Final, cast, final
 
@@ -23,6 +24,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import simulate
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -32,14 +34,20 @@ from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
+from baechi.runtime.parameter_devices import (
+    ParameterDevices,
+    devices_of_state,
+    first_devices,
+    pinned,
+)
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
+from baechi.runtime.weights import Weights
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
-from baechi.torch_support.torch_internals import unhooked
+from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.ladder import trace
@@ -69,6 +77,8 @@ def place(
     compile: bool | Mapping[str, Any] = False,  # noqa: A002 (torch's own word)
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
+    weights: Any = None,
+    convert_weights: bool = False,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -103,6 +113,11 @@ def place(
         there: paths, or patterns such as `"h.*"`; or a memory limit for each device, in bytes
             or as `"4GiB"`; or `True` for all of its memory. For a limit, submodules are chosen,
             none if the step fits without (`choose_checkpoint`).
+        weights: For a model on meta (`skeleton`): a safetensors file, its index, a folder with one
+            of these, or a mapping from the names of `state_dict` to rows of `stored_weights`,
+            tensors, or functions that make them. They are read when the first call is placed, each
+            to its device; what that call does not use goes where most memory is left.
+        convert_weights: Whether weights are converted to the dtypes that the model has.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -129,6 +144,12 @@ def place(
     checkpoint = checked(checkpoint)
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    loader = None
+    if weights is not None:
+        loader = Weights(weights, check_is(convert_weights, bool, "convert_weights"))
+        loader.check(model)
+    elif convert_weights:
+        raise InputError("convert_weights=True is for weights=..., which was not given.")
     target = memory_target(checkpoint)
     cluster = _with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -149,8 +170,15 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
+        weights=loader,
     )
     places = [torch_device(device.name) for device in cluster.devices]
+    if loader is not None and verify and len(set(places)) > 1:
+        raise InputError(
+            "verify=True compares with the model whole on one device, where weights=... never "
+            "brings it. Verify a smaller model of this class, or place this one from its weights "
+            "in memory."
+        )
     state = PlacedState(model, places, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
@@ -185,23 +213,31 @@ class _Planner:
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
+    weights: Weights | None
 
     def __call__(self, model: nn.Module, call: Call, earlier: Sequence[Executable]) -> Executable:
         homes = first_devices(special.state_devices for special in earlier)
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
-            refuse_meta(model)
+            if self.weights is None:
+                refuse_meta(model)
             call = _beside(model, call)
             self._say(f"tracing {type(model).__name__} for {call.shapes}")
             args, kwargs = call.structure.fill(call.tensors)
             call = replace(call, objects=canonical_call(model, args, kwargs).objects)
-            with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
+            devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+            # Weights that were read to several devices may fit on no single one.
+            apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
+            with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = trace(model, args, kwargs)
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
             graph, placement = self._solved(traced, homes)
+            if self.weights is not None and self.weights.pending:
+                self._say("reading weights")
+                self.weights.load(model, self._places(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
             special = executable(
                 *(traced, placement, None, graph, self.cluster),
@@ -280,6 +316,27 @@ class _Planner:
             "be the first, or give it as example_args; or call unplace(), and place the model "
             "anew.",
         )
+
+    def _places(
+        self, traced: Traced, graph: OpGraph, placement: Placement
+    ) -> Callable[[torch.Tensor], torch.device]:
+        """The torch device of each tensor; of one that no op reads, where most memory is left."""
+        homes = devices_of_state(traced.module, placement.devices)
+        peaks = simulate(graph, self.cluster, placement).peak_bytes
+        rows = zip(self.cluster.devices, peaks, strict=True)
+        room = [(device.memory_bytes - peak, torch_device(device.name)) for device, peak in rows]
+
+        def place_of(tensor: torch.Tensor) -> torch.device:
+            if tensor in homes:
+                return room[homes[tensor]][1]
+            most = max(range(len(room)), key=lambda device: room[device][0])
+            left, place = room[most]
+            if left < tensor.nbytes:
+                return torch.device("cpu")
+            room[most] = left - tensor.nbytes, place
+            return place
+
+        return place_of
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""

@@ -27,6 +27,7 @@ from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import Specializations
 from baechi.runtime.torch_compile import compile_options
+from baechi.runtime.weights import save_weights
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
@@ -300,8 +301,28 @@ class PlacedModule(nn.Module):
         finally:
             state.meter = None
 
+    def save(self, folder: Any, *, max_shard: int | str = "5GB") -> None:
+        """Write the weights in the safetensors format, under the names that transformers gives.
+
+        One tensor after the other, tied ones once, through 16 MiB on the host. The files are what
+        `from_pretrained` and `place(weights=folder)` read; a `config.json` is not among them. They
+        are written whole or not at all.
+
+        Args:
+            folder: Is made where it is not there; weights that were there go.
+            max_shard: The most bytes of a file, such as `"5GB"`; more make several, with an index.
+
+        Raises:
+            InputError: The format has no such dtype, or the state is not tensors alone.
+            ExecutionError: Nothing was placed yet, so the weights are not there.
+        """
+        save_weights(self, folder, max_shard)
+
     def unplace(self) -> Self:
-        """The same object as it was: of its own class, on the devices it came from."""
+        """The same object as it was: of its own class, on the devices it came from.
+
+        What came from files (`weights=`) is on the host then.
+        """
         state = _state(self)
         with state.lock.alone():
             state.release()

@@ -130,8 +130,8 @@ class PlacedState:
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_limit", "_made", "_settled", "_specialize", "_unsplit", "entries", "latest", "lock"),
-        *("measured", "meter", "model", "origins", "places", "root"),
+        *("_limit", "_made", "_settled", "_specialize", "_unsplit", "entries", "latest", "loaded"),
+        *("lock", "measured", "meter", "model", "origins", "places", "root"),
     )
 
     def __init__(
@@ -154,7 +154,10 @@ class PlacedState:
         self.lock = CallLock()
         self.meter: Meter | None = None
         self.measured: dict[Executable, Measurement] = {}
-        self.origins = [(tensor, tensor.device) for tensor in self._tensors()]
+        # What is read from files comes to several devices at once, and leaves them for the host.
+        self.loaded = any(tensor.is_meta for tensor in self._tensors())
+        host = torch.device("cpu")
+        self.origins = [(t, host if t.is_meta else t.device) for t in self._tensors()]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -260,7 +263,7 @@ class PlacedState:
             raise entry.unplanned(call)
         if len(entry.specializations) >= self._limit:
             raise entry.specializations.too_many(entry.module, call)
-        if len({tensor.device for tensor, _ in self.origins}) > 1:
+        if len({tensor.device for tensor, _ in self.origins}) > 1 and not self.loaded:
             self.move_back()  # a model is traced where it came from, in one place
         try:
             special = self._specialize(entry.module, call, self.all)

@@ -7,6 +7,7 @@ that a new version breaks.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
 from traceback import FrameSummary, StackSummary
@@ -18,6 +19,7 @@ from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch
@@ -188,6 +190,21 @@ def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[st
     return module._modules, module._parameters, module._buffers
 
 
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the memory, device and dtype of another, which gets those of the first.
+
+    The first stays the same Python object with its attributes and hooks. Assigning to `.data` and
+    `torch.utils.swap_tensors` refuse a tensor on meta, or one with weak references, as tracers
+    leave them.
+    """
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, other)
+    if hooks:  # autograd has them beside the memory, too
+        tensor._backward_hooks = hooks
+    if after:
+        tensor._post_accumulate_grad_hooks = after
+
+
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
     """The module's hooks of one kind, such as `_forward_hooks`; of None those on all modules."""
     if module is None:
@@ -326,6 +343,19 @@ def export_mode() -> Any:
     """The mode by which `torch.export` records operators; None where it does not run."""
     key = torch._C._TorchDispatchModeKey.PROXY
     return torch._ops._get_dispatch_mode_pre_dispatch(key)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def shown_on_cpu() -> Iterator[None]:
+    """Let fake tensors made in this thread stand for tensors on the CPU, wherever these are."""
+    describe, tracer = MetaTensorDescriber.describe_tensor, get_ident()
+
+    def on_cpu(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+        found = describe(self, tensor, **options)
+        return replace(found, device=torch.device("cpu")) if get_ident() == tracer else found
+
+    with patch.object(MetaTensorDescriber, "describe_tensor", on_cpu):
+        yield
 
 
 @contextmanager

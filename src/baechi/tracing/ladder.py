@@ -27,7 +27,7 @@ from torch import fx, nn
 
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.storages import distinct_storages
-from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export
+from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, copy_of, named_state, propagate, quiet
@@ -297,7 +297,8 @@ def trace(
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
-    A model on the `meta` device traces too, without its weights. The model is not changed. What is
+    A model on the `meta` device traces too, without its weights, to the very trace that it has on
+    a CPU with them; its buffers may have values or none. The model is not changed. What is
     traced holds for the autocast that is on here, or for none; and for every mode of gradients.
 
     Args:
@@ -317,8 +318,10 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad(), inside():
-        call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
+    with torch.inference_mode(False), torch.enable_grad(), inside(), ExitStack() as stack:
+        call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
+        if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+            stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         return _climb(model, call, mode)
 
 
@@ -388,17 +391,19 @@ def _distinct(attempts: Sequence[Attempt]) -> str:
     return "\n".join(f"  {text}" for text in reasons.values())
 
 
-def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
-    """The arguments: of a model without weights, without values; those of others have some."""
+_WEIGHTLESS: Final = ("cpu", "meta")  # where arguments of a model on meta may be
+
+
+def _beside_weights(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+    """The arguments: of a model with weights they have values; else they are not on a GPU."""
     state = [*model.parameters(), *model.buffers()]
-    if state and all(tensor.is_meta for tensor in state):
-        rows = (t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
+    if any(tensor.is_meta for tensor in state):
         return tuple(
-            given if given.is_meta else row for given, row in zip(call.tensors, rows, strict=True)
+            t if t.device.type in _WEIGHTLESS else t.detach().cpu().requires_grad_(t.requires_grad)
+            for t in call.tensors
         )
-    real = bool(state) and not any(tensor.is_meta for tensor in state)
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.is_meta and real:
+        if tensor.is_meta and state:
             raise InputError(
                 f"argument {name} is on the meta device and has no values, but this "
                 f"{type(model).__name__} has its weights; give a real tensor, or move the model "
