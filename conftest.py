@@ -16,6 +16,15 @@ import pytest
 _NEEDS = {
     "benchmarks/placement_quality/test_instances.py": ("plotly",),
     "tests/scheduling/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
+    **{f"docs/recipes/{name}.md": (name,) for name in ("accelerate", "diffusers", "lightning")},
+    "docs/recipes/detection.md": ("transformers", "scipy"),
+    "docs/recipes/encoder-decoders.md": ("transformers",),
+    "docs/recipes/peft.md": ("peft",),
+    "docs/recipes/sentence-transformers.md": ("sentence_transformers",),
+    "docs/recipes/timm.md": ("timm", "torchvision"),
+    "docs/recipes/torchao.md": ("torchao",),
+    "docs/recipes/trainer.md": ("accelerate",),
+    "docs/recipes/trl.md": ("trl",),
 }
 collect_ignore = [path for path, names in _NEEDS.items() if None in map(find_spec, names)]
 if find_spec("hypothesis") is None:
@@ -79,6 +88,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     So each model is traced once (`--dist loadgroup`).
     """
     for item in items:
+        if item.nodeid.startswith(("tests/ecosystem/", "docs/recipes/")):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # other libraries' own
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
         if isinstance(name, str):
             item.add_marker(pytest.mark.xdist_group(name))
