@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Final, final
+from typing import Any, Final, cast, final
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ from baechi.records.placement import Placement, Schedule
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, first_devices, pinned
-from baechi.runtime.placed_module import PlacedModule, apply
+from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
+from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
@@ -73,7 +74,8 @@ def place(
     call decides where parameters and buffers live, so call with the largest shape first.
 
     Args:
-        model: Any module; it is not copied, and its parameters stay the same objects.
+        model: Any module. It is what comes back, of a class derived from its own; `unplace()`
+            undoes that.
         devices: As for `probe`: names, torch devices, `baechi.Device` values, a mapping from
             names to capacities, a `Cluster`, or None for all that are visible.
         example_args: Positional arguments of one call, to specialize now.
@@ -145,11 +147,12 @@ def place(
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
     )
-    placed = PlacedModule(model, planner, max_shapes)
+    places = [torch_device(device.name) for device in cluster.devices]
+    state = PlacedState(model, places, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        placed._special(model, call)
-    return placed
+        state.special(call)
+    return installed(state)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -158,12 +161,7 @@ def _check_model(model: nn.Module) -> None:
         raise InputError(f"the model is of type {type(model).__name__}; give a torch.nn.Module.")
     if isinstance(model, PlacedModule):
         raise InputError("the model is placed already; call model.unplace() first.")
-    for name, module in model.named_modules():
-        if isinstance(module, PlacedModule):
-            raise InputError(
-                f"the model holds a placed module, {name!r}, which no trace goes through; put "
-                "what its unplace() gives there, and place the whole."
-            )
+    refuse_holding(model)
 
 
 @final
@@ -199,18 +197,13 @@ class _Planner:
                 traced = trace(model, args, kwargs)
             graph, placement = self._solved(traced, homes)
             unsplit = Unsplit(model) if self.verify else None
-            placed = apply(
-                traced,
-                placement,
-                graph=graph,
-                cluster=self.cluster,
-                threads_per_device=self.threads,
-                compile=self.compile,
-                cuda_graphs=self.cuda_graphs,
+            special = executable(
+                *(traced, placement, None, graph, self.cluster),
+                *(self.threads, self.compile, self.cuda_graphs),
             )
-            special = placed._current
             if self.progress:
-                self._say(_outlook(placed.schedule, self.cluster, placement))
+                schedule = cast(Schedule, special.schedule)
+                self._say(_outlook(schedule, self.cluster, placement))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special

@@ -1,7 +1,6 @@
 """The one call: lazy and eager, once per shape, checked and honest."""
 
 import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -206,12 +205,10 @@ def test_devices_without_a_kind_get_that_of_their_hardware(costs: str) -> None:
         assert {device.kind for device in placed.cluster.devices} == {"cpu"}
 
 
-def test_a_placed_module_cannot_be_placed_or_pickled_and_says_why() -> None:
+def test_a_placed_module_cannot_be_placed_again_and_says_why() -> None:
     placed = baechi.place(model(), DEVICES)
     with pytest.raises(baechi.InputError, match="placed already"):
         baechi.place(placed, DEVICES)
-    with pytest.raises(baechi.ExecutionError, match="state_dict"):
-        pickle.dumps(placed)
 
 
 def test_attributes_of_the_model_are_there() -> None:
@@ -224,15 +221,9 @@ def test_attributes_of_the_model_are_there() -> None:
     assert len(placed) == 4
     assert it[1] in placed
     assert isinstance(placed, baechi.PlacedModule)
-    assert {"note", "append", "placement"} <= set(dir(placed))
     assert "PlacedModule(Sequential" in repr(placed)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="no_such_thing"):
         _ = placed.no_such_thing
-    plain = baechi.place(nn.Linear(8, 4), DEVICES)
-    assert bool(plain)
-    for ask in (len, iter, lambda module: module[0]):
-        with pytest.raises(TypeError):
-            ask(plain)
 
 
 class Warm(nn.Module):
@@ -260,7 +251,7 @@ def test_a_property_of_the_model_is_set_through_the_placed_one() -> None:
     placed(x)
     placed.warmth = 3.0
     assert model.warmth == 3.0
-    assert torch.equal(placed(x), model(x))
+    assert torch.equal(placed(x), copy.deepcopy(model)(x))
 
 
 def test_a_number_among_the_outputs_is_computed_anew_each_time() -> None:

@@ -129,7 +129,7 @@ def test_a_key_says_what_the_cost_depends_on() -> None:
     assert not any(" at 0x" in key for key in keys)
 
 
-@pytest.mark.parametrize("name", some(zoo.MODELS, 6))
+@pytest.mark.parametrize("name", some(zoo.MODELS, 12))
 def test_keys_have_no_addresses(name: str) -> None:
     assert not any("0x" in op.key for op in case(name).traced.ops)
 

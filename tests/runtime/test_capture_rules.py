@@ -1,5 +1,6 @@
 """What may be a CUDA graph, and the reasons that are given for what may not."""
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -133,6 +134,7 @@ def test_a_placed_module_says_what_runs_without_graphs() -> None:
     reason = "1 of 1 tapes run without CUDA graphs: a cpu device has no CUDA graphs"
     assert placed.remarks == (reason,)
     assert "a cpu device has no CUDA graphs" in placed.report()
-    torch.testing.assert_close(placed(x), model(x))
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x))
+    placed.unplace()
     with pytest.raises(baechi.InputError, match="cuda_graphs=True, but the devices are cpu"):
         baechi.place(model, ["cpu:0"], cuda_graphs=True, **options)

@@ -1,10 +1,9 @@
-"""A placed model lasts: through a thousand steps, errors in them, threads, and other processes."""
+"""A placed model lasts: through hundreds of steps, errors in them, threads, and other processes."""
 
 import _thread
 import copy
 import gc
 import os
-import pickle
 import subprocess
 import sys
 import threading
@@ -109,19 +108,18 @@ def leaks_nothing(module: baechi.PlacedModule, x: torch.Tensor, bound_bytes: int
     takes_steps(module, x, 50)
     tensors, threads, held = live_tensors(), set(threading.enumerate()), resident_bytes()
     objects = len(gc.get_objects())
-    takes_steps(module, x, 1000)
+    takes_steps(module, x, 400)
     assert live_tensors() <= tensors
     assert set(threading.enumerate()) <= threads
     assert len(gc.get_objects()) <= objects + 100
     assert resident_bytes() - held < bound_bytes
 
 
-@pytest.mark.costly("a thousand steps")
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux's own account")
-def test_a_thousand_steps_leak_no_memory_and_no_threads() -> None:
+def test_hundreds_of_steps_leak_no_memory_and_no_threads() -> None:
     """Of what a step makes, 128 KiB and more at a time, one left over in each would be seen."""
     module, x = placed.at_random(Strikes(512), (torch.randn(64, 4),), devices=2), torch.randn(64, 4)
-    leaks_nothing(module, x, 64 << 20)
+    leaks_nothing(module, x, 32 << 20)
     module.unplace()
 
 
@@ -218,7 +216,7 @@ def test_what_a_placed_model_holds_goes_with_it() -> None:
     new = [t for t in threading.enumerate() if t not in earlier]
     workers = [t for t in new if t.name.startswith("baechi-")]
     assert len(workers) == 2
-    del module
+    del module, model  # one object
     gc.collect()
     assert [one() for one in gone] == [None, None]
     for worker in workers:
@@ -281,7 +279,7 @@ def test_the_first_call_from_two_threads_plans_once() -> None:
     run_in_threads(lambda _: found.append(module(x)))
     assert len(found) == 2
     for result in found:
-        torch.testing.assert_close(result, model(x))
+        torch.testing.assert_close(result, copy.deepcopy(model)(x))
     assert repr(module) == "PlacedModule(Towers, 1 specialization)"
     module.unplace()
 
@@ -331,15 +329,6 @@ def run_in_threads(work: Any) -> None:
     for thread in threads:
         thread.join()
     assert not failures
-
-
-def test_pickling_and_copying_say_what_to_do_instead() -> None:
-    model, (x,), _ = zoo.towers()
-    module = placed.at_random(model, (x,), devices=2)
-    for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-        with pytest.raises(baechi.ExecutionError, match=r"cannot be pickled or copied.*state_dict"):
-            attempt(module)
-    module.unplace()
 
 
 SCRIPT = """

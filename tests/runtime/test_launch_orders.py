@@ -37,7 +37,7 @@ def in_any_order(graph: baechi.OpGraph, seed: int) -> tuple[int, ...]:
     return tuple(order)
 
 
-@pytest.mark.parametrize("name", some(ALL, 8))
+@pytest.mark.parametrize("name", some(ALL, 16))
 def test_an_inference_in_any_order_equals_the_unsplit_model(name: str) -> None:
     model, args, kwargs = ALL[name]()
     state = copy.deepcopy(model.state_dict())

@@ -1,9 +1,13 @@
-"""Methods of a model that are called through the placed module: what they call of it is placed."""
+"""The placed model is the user's own object: its class, methods, moves and copies."""
 
 import copy
+import inspect
+import io
 import pickle
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
 import placed as placing
 import pytest
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 
 import baechi
+from baechi.runtime.executable import Executable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +35,6 @@ class Trained(Base):
         super().__init__()
         self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
         self.helper = self.twice
-        self.kept: list[torch.Tensor] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.one(x).relu())
@@ -47,23 +51,13 @@ class Trained(Base):
     def direct(self, x: torch.Tensor) -> torch.Tensor:
         return self.forward(x)
 
-    def part(self, x: torch.Tensor) -> torch.Tensor:
-        return self.one(x)
-
     def steps(self, x: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
         for _ in range(n):
             x = self(x)
             yield x
 
-    def fails(self, x: torch.Tensor) -> None:
-        self(x)
-        raise KeyError("own")
-
     def copied(self) -> nn.Module:
         return copy.deepcopy(self)
-
-    def pickled(self) -> nn.Module:
-        return pickle.loads(pickle.dumps(self))
 
     @property
     def width(self) -> int:
@@ -78,15 +72,21 @@ class Trained(Base):
         return cls.__name__
 
 
-class Counting:
-    """Counts the placed module's own calls."""
+DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
 
-    def __init__(self, module: nn.Module) -> None:
-        self.calls = 0
-        module.register_forward_hook(self)
 
-    def __call__(self, *_: object) -> None:
-        self.calls += 1
+@contextmanager
+def counting() -> Iterator[list[object]]:
+    """The placed steps that run inside the block."""
+    calls: list[object] = []
+    own = Executable.__call__
+
+    def call(self: Executable, *args: Any) -> Any:
+        calls.append(self)
+        return own(self, *args)
+
+    with patch.object(Executable, "__call__", call):
+        yield calls
 
 
 @pytest.fixture
@@ -101,150 +101,284 @@ def x() -> torch.Tensor:
 
 
 @pytest.fixture
-def split(model: Trained, x: torch.Tensor) -> Iterator[baechi.PlacedModule]:
-    module = placing.at_random(model, (x.clone().requires_grad_(),), seed=1, devices=2)
-    yield module
-    module.unplace()
+def unsplit(model: Trained) -> Trained:
+    return copy.deepcopy(model)
+
+
+@pytest.fixture
+def split(model: Trained, unsplit: Trained, x: torch.Tensor) -> Iterator[baechi.PlacedModule]:
+    del unsplit  # made before
+    yield placing.at_random(model, (x.clone().requires_grad_(),), seed=1, devices=2)
+    if isinstance(model, baechi.PlacedModule):
+        model.unplace()
+
+
+@pytest.fixture
+def lazy(model: Trained, unsplit: Trained) -> baechi.PlacedModule:
+    del unsplit
+    return placing.lazily(model, placer=baechi.RandomPlacer(1))
 
 
 @pytest.mark.parametrize(
     ("name", "n"), [("loss", 1), ("twice", 2), ("helper", 2), ("outer", 3), ("direct", 0)]
 )
 def test_a_method_calls_the_placed_model(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor, name: str, n: int
+    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor, name: str, n: int
 ) -> None:
-    expected = getattr(model, name)(x)
-    count = Counting(split)
-    assert torch.equal(getattr(split, name)(x), expected)
-    assert count.calls == n
-    model(x), model.twice(x)
-    assert count.calls == n, "the model by itself is unsplit"
+    with counting() as calls:
+        assert torch.equal(getattr(split, name)(x), getattr(unsplit, name)(x))
+    assert len(calls) == n
 
 
 def test_gradients_flow_through_methods(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor
+    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor
 ) -> None:
     found = []
-    for module in (model, split):
-        module.zero_grad()
+    for module in (unsplit, split):
         module.loss(x).backward()
         found.append([parameter.grad for parameter in module.parameters()])
     torch.testing.assert_close(*found)
 
 
-def test_what_is_no_method_of_the_model_is_as_it_is(
+def test_it_is_the_users_object_of_a_class_named_as_the_users(
     model: Trained, split: baechi.PlacedModule
 ) -> None:
+    assert split is model
+    assert isinstance(split, Trained)
+    assert isinstance(split, baechi.PlacedModule)
+    kind = type(split)
+    assert (kind.__name__, kind.__qualname__) == ("Trained", Trained.__qualname__)
+    assert (kind.__module__, kind.__doc__) == (Trained.__module__, Trained.__doc__)
+    assert inspect.signature(split.forward) == inspect.signature(Trained().forward)
     assert split.width == 4
     assert split.plain(1) == 2
     assert split.named() == "Trained"
-    assert split.kept is model.kept
-    assert split.one is model.one
-    assert split.loss.__name__ == "loss"
-    assert split.steps.__wrapped__ == model.steps
+    assert not hasattr(split, "no_such_thing")
+    assert split.unplace() is model
+    assert type(model) is Trained
+    assert vars(model).keys() == vars(Trained()).keys()
 
 
-def test_between_two_rows_of_a_generator_the_model_is_unsplit(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor
+def test_a_generator_may_be_left_between_two_rows(
+    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor
 ) -> None:
-    expected = list(model.steps(x, 3))
-    count = Counting(split)
-    for n, row in enumerate(split.steps(x, 3)):
-        assert torch.equal(row, expected[n])
-        model(x)
-        assert count.calls == n + 1
+    with counting() as calls:
+        for n, (mine, own) in enumerate(zip(split.steps(x, 3), unsplit.steps(x, 3), strict=True)):
+            assert torch.equal(mine, own)
+            assert len(calls) == n + 1
 
 
-def test_an_error_ends_it(model: Trained, split: baechi.PlacedModule, x: torch.Tensor) -> None:
-    count = Counting(split)
-    before = dict(vars(model))
-    with pytest.raises(KeyError, match="own"):
-        split.fails(x)
-    model(x)
-    assert count.calls == 1
-    assert vars(model) == before
-
-
-def test_copies_made_inside_are_of_the_model_alone(
-    split: baechi.PlacedModule, x: torch.Tensor
+def test_copies_and_pickles_are_unsplit(
+    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor
 ) -> None:
-    expected, count = split(x), Counting(split)
-    for made in (split.copied(), split.pickled()):
-        assert type(made) is Trained
-        assert torch.equal(made(x), expected)
-    assert count.calls == 0
+    expected = unsplit(x)
+    saved = io.BytesIO()
+    torch.save(split, saved)
+    saved.seek(0)
+    average = torch.optim.swa_utils.AveragedModel(split)
+    average.update_parameters(split)
+    pickled = [pickle.loads(pickle.dumps(split, protocol)) for protocol in (0, 2, 5)]
+    loaded = torch.load(saved, weights_only=False)
+    with counting() as calls:
+        for made in (split.copied(), copy.copy(split), *pickled, loaded, average.module):
+            assert type(made) is Trained
+            assert vars(made).keys() == vars(unsplit).keys()
+            assert torch.equal(made(x), expected)
+            assert made.helper.__self__ is made or made.one is split.one  # a shallow copy
+    assert not calls
+    memo: dict[int, object] = {}
+    copied = copy.deepcopy(nn.ModuleList([split, split]), memo)
+    assert copied[0] is copied[1]
+    assert memo[id(split.one.weight)] is copied[0].one.weight
 
 
-def test_other_threads_run_the_model_unsplit(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor
+def test_another_placement_of_the_same_trace_replaces_the_first(
+    model: Trained, unsplit: Trained, x: torch.Tensor
 ) -> None:
-    count = Counting(split)
-    seen = []
-
-    def elsewhere(module: nn.Module, args: object) -> None:  # noqa: ARG001 (a hook)
-        thread = threading.Thread(target=lambda: seen.append(model(x)))
-        thread.start()
-        thread.join()
-
-    split.register_forward_pre_hook(elsewhere)
-    expected = model.twice(x)
-    assert torch.equal(split.twice(x), expected)
-    assert count.calls == 2
-    assert len(seen) == 2
+    traced = baechi.trace(model, (x,))
+    one = placing.again_at_random(traced, seed=1, devices=2)
+    first = one.placement
+    two = placing.again_at_random(traced, seed=2, devices=3)
+    assert one is two
+    assert one.placement != first
+    assert torch.equal(one(x), unsplit(x))
+    assert one.unplace() is model
+    assert type(model) is Trained
 
 
-def test_two_placed_modules_of_one_model_keep_apart(model: Trained, x: torch.Tensor) -> None:
-    given = (x.clone().requires_grad_(),)
-    both = [placing.at_random(model, given, seed=seed, devices=2) for seed in (1, 2)]
-    counts = [Counting(module) for module in both]
-    both[0].register_forward_pre_hook(lambda *_: both[1].loss(x).backward())
-    both[0].twice(x)
-    assert [count.calls for count in counts] == [2, 2]
-    for module in both:
-        module.unplace()
-
-
-def test_a_new_shape_is_traced_inside_of_a_method(model: Trained, x: torch.Tensor) -> None:
-    module = baechi.place(
-        model,
-        {"cpu:0": "1GiB", "cpu:1": "1GiB"},
-        costs="estimate",
-        placer=baechi.RandomPlacer(1),
-        verify=True,
-        progress=False,
-    )
-    assert torch.equal(module.twice(x), model.twice(x))
-    assert torch.equal(module.twice(x[:2]), model.twice(x[:2]))
+def test_a_new_shape_is_traced_inside_of_a_method(unsplit: Trained, x: torch.Tensor) -> None:
+    module = placing.lazily(copy.deepcopy(unsplit), placer=baechi.RandomPlacer(1), verify=True)
+    for rows in (x, x[:2]):
+        assert torch.equal(module.twice(rows), unsplit.twice(rows))
     assert repr(module) == "PlacedModule(Trained, 2 specializations)"
-    module.unplace()
-    with pytest.raises(baechi.ExecutionError, match="unplaced"):
-        module.twice(x)
 
 
-def test_what_the_model_was_compiled_to_comes_back(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor
+def test_what_the_first_call_decides_is_not_there_before(
+    lazy: baechi.PlacedModule, x: torch.Tensor
 ) -> None:
-    expected = split(x)
-    model.compile(backend="eager")
-    own = model._compiled_call_impl
-    count = Counting(split)
-    assert torch.equal(split.direct(x), expected)
-    assert torch.equal(split.twice(x), split(expected))
-    assert count.calls == 3
-    assert model._compiled_call_impl is own
+    for name in ("traced", "placement", "program", "graph", "schedule"):
+        assert not hasattr(lazy, name)
+    with pytest.raises(AttributeError, match="not specialized yet: call it once"):
+        _ = lazy.schedule
+    inspect.getmembers(lazy)
+    lazy(x)
+    assert lazy.schedule.makespan_ns > 0
+
+
+class Named(nn.Module):
+    """Has attributes, a method and a submodule named as what a placed model has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.report, self.graph = nn.Linear(4, 4), "mine"
+
+    def measure(self) -> int:
+        return 3
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.report(x) * self.measure() * len(self.graph)
+
+
+def test_names_of_the_model_are_the_models(x: torch.Tensor) -> None:
+    unsplit = Named()
+    module = placing.lazily(copy.deepcopy(unsplit))
+    assert torch.equal(module(x), unsplit(x))
+    assert isinstance(module.report, nn.Linear)
+    assert (module.graph, module.measure()) == ("mine", 3)
+    graph = baechi.PlacedModule.graph.fget(module)
+    assert isinstance(graph, baechi.OpGraph)
+    assert baechi.PlacedModule.report(module)
+    assert len(module.placement.devices) == len(graph.ops)
+    assert module.unplace()(x).shape == (3, 4)
+
+
+class Slotted(nn.Module):
+    """Keeps a number beside its dict, finds what is missing itself, and copies itself."""
+
+    __slots__ = ("number",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        object.__setattr__(self, "number", 3)
+
+    def __getattr__(self, name: str) -> Any:
+        return 2.0 if name == "factor" else super().__getattr__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Slotted":
+        made = type(self)()
+        made.load_state_dict(copy.deepcopy(self.state_dict(), memo))
+        return made
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * self.number * self.factor
+
+
+class Registered(type):
+    """Lets no class have a subclass."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Any:
+        if any(isinstance(base, Registered) for base in bases):
+            raise ValueError(f"{name} is there already")
+        return super().__new__(cls, name, bases, space)
+
+
+def test_classes_with_ways_of_their_own(x: torch.Tensor) -> None:
+    graph = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    for unsplit in (Slotted(), graph):
+        module = placing.lazily(copy.deepcopy(unsplit), placer=baechi.RandomPlacer(1))
+        assert torch.equal(module(x), unsplit(x))
+        made = copy.deepcopy(module)
+        assert type(made).__qualname__ == type(unsplit).__qualname__
+        assert not isinstance(made, baechi.PlacedModule)
+        assert torch.equal(made(x), unsplit(x))
+        module.unplace()
+    assert isinstance(graph.graph, torch.fx.Graph)
+    alone = Registered("Alone", (nn.Linear,), {})(4, 4)
+    with pytest.raises(baechi.InputError, match=r"no class can be derived .*Alone is there"):
+        placing.lazily(alone)
+    with pytest.warns(DeprecationWarning, match="script"):
+        scripted = torch.jit.script(nn.Linear(4, 4))
+    with pytest.raises(baechi.TraceError, match="scripted"):
+        placing.lazily(scripted)
+
+
+# Moves and casts.
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        *(lambda m: m.to("cpu"), lambda m: m.to(torch.float32), lambda m: m.cpu()),
+        *(lambda m: m.float(), lambda m: nn.Sequential(m).to("cpu"), lambda m: m.share_memory()),
+    ],
+)
+def test_what_moves_and_casts_nothing_is_accepted(
+    unsplit: Trained, lazy: baechi.PlacedModule, x: torch.Tensor, move: Callable[..., Any]
+) -> None:
+    lazy(x)
+    found = lazy.placement
+    move(lazy)
+    assert torch.equal(lazy(x), unsplit(x))
+    assert lazy.placement is found
+
+
+def test_a_cast_is_planned_anew(
+    unsplit: Trained, lazy: baechi.PlacedModule, x: torch.Tensor
+) -> None:
+    lazy(x)
+    weight = lazy.one.weight
+    nn.ModuleList([lazy]).double()
+    assert lazy.one.weight is weight
+    assert not hasattr(lazy, "placement")
+    assert torch.equal(lazy(x.double()), unsplit.double()(x.double()))
+    assert lazy.dtype == torch.float64
+
+
+def test_what_cannot_be_moved_or_cast_says_what_to_do_and_stays(
+    split: baechi.PlacedModule, unsplit: Trained, x: torch.Tensor
+) -> None:
+    with pytest.raises(baechi.ExecutionError, match="meta is none of them"):
+        split.to("meta")
+    with pytest.raises(baechi.ExecutionError, match="`apply` was given one"):
+        split.half()
+    assert torch.equal(split(x), unsplit(x))
+
+
+def test_data_parallel_is_refused(split: baechi.PlacedModule) -> None:
+    with pytest.raises(baechi.ExecutionError, match="DistributedDataParallel"):
+        split._replicate_for_data_parallel()
+
+
+def test_devices_and_dtype_as_others_look_for_them(lazy: baechi.PlacedModule) -> None:
+    assert (lazy.device, lazy.dtype) == (torch.device("cpu"), torch.float32)
+    assert not hasattr(lazy, "hf_device_map"), "on CPUs everybody may move it, which moves nothing"
+
+
+# Compilers and transforms around it.
 
 
 def test_a_compiler_around_the_call_runs_the_placed_model(
-    model: Trained, split: baechi.PlacedModule, x: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor
 ) -> None:
     """As `generate` of transformers compiles `self.__call__` on GPUs."""
+    expected = unsplit(x)
+    with counting() as calls:
+        for around in (split, split.__call__):
+            assert torch.equal(torch.compile(around, backend="eager")(x), expected)
+    assert len(calls) == 2
 
-    def compiled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return torch.compile(self.__call__, backend="eager")(x)
 
-    monkeypatch.setattr(Trained, "compiled", compiled, raising=False)
-    count = Counting(split)
-    expected = model(x)
-    for _ in range(3):
-        assert torch.equal(split.compiled(x), expected)
-    assert count.calls == 3
+@pytest.mark.parametrize(
+    ("name", "trace"),
+    [
+        ("torch.export", lambda m, x: torch.export.export(m, (x,))),
+        ("torch.func", lambda m, x: torch.func.vmap(m)(x[None])),
+    ],
+)
+def test_other_tracers_are_told_what_to_do(
+    lazy: baechi.PlacedModule, x: torch.Tensor, name: str, trace: Callable[..., Any]
+) -> None:
+    with pytest.raises(baechi.ExecutionError, match=f"^{name} .* placed.unplace"):
+        trace(lazy, x)
+    assert lazy(x).shape == (3, 4)

@@ -1,5 +1,6 @@
 """Guards of a call: replaced state, and arguments that share memory or lie in it otherwise."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -141,24 +142,24 @@ def test_what_the_graph_reads_by_another_name_or_not_yet_counts_too(
     model = Tied()
     mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
     model.scale.fill_(4)
-    torch.testing.assert_close(mine(X), model(X))
+    torch.testing.assert_close(mine(X), copy.deepcopy(model)(X))
     change(model)
     with pytest.raises(baechi.ExecutionError, match="was replaced after the model was placed"):
         mine(X)
 
 
 def test_an_exchanged_tensor_in_a_plain_attribute_is_another_plan():
-    model = Tied()
+    model, other = Tied(), Tied()
     mine = baechi.place(model, ["cpu"], example_args=(X,), costs="estimate", progress=False)
     placed = baechi.apply(
-        traced := baechi.trace(model, (X,)),
+        traced := baechi.trace(other, (X,)),
         baechi.solve(graph := traced.graph(baechi.estimate(traced, "cpu")), baechi.probe("cpu:0")),
         graph=graph,
         cluster=baechi.probe("cpu:0"),
     )
     for value in (3.0, 5.0):
-        model.scale = torch.tensor(value)
-        torch.testing.assert_close(mine(X), model(X))
+        model.scale = other.scale = torch.tensor(value)
+        torch.testing.assert_close(mine(X), copy.deepcopy(model)(X))
         with pytest.raises(baechi.InputError, match="scale"):
             placed(X)
 

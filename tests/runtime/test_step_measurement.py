@@ -152,7 +152,7 @@ def test_each_shape_of_call_keeps_its_own_measurement() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", some(["gpt2", "resnet_train", "clip", "lstm_lm", "nn_transformer"], 2)
+    "name", some(["gpt2", "resnet_train", "clip", "lstm_lm", "nn_transformer"], 3)
 )
 def test_models_are_measured_with_their_own_loss_or_the_sum_of_outputs(name: str) -> None:
     model, args, kwargs = getattr(zoo, name)()

@@ -189,7 +189,9 @@ def test_frozen_layers_and_inputs_with_gradients() -> None:
     module.unplace()
 
 
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize(
+    "mode", [pytest.param(torch.no_grad, marks=pytest.mark.slow), torch.inference_mode]
+)
 def test_the_first_call_may_be_in_any_mode_and_training_goes_on_after_it(mode: Any) -> None:
     """What is traced in `no_grad` or `inference_mode` can still be trained."""
     model, (x,), _ = zoo.resnet_train()

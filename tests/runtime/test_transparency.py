@@ -38,17 +38,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def cases(first: int) -> list[Any]:
-    """Models with numbers of devices and placers: by default two of twelve pairs for each model.
+    """Models with numbers of devices and placers: by default one of twelve pairs for each model.
 
-    The pairs go round over the models, so that each meets five or six of them; the two of a model
-    differ in both. A nightly run has all twelve.
+    The pairs go round over the models, so that each meets two or three of them. A nightly run has
+    all twelve.
     """
     rows = []
     for index, name in enumerate(ALL):
         for pair in range(12):
             marks = (
                 ()
-                if (pair - index - first) % 12 in (0, 5) and name != "inception"
+                if (pair - index - first) % 12 == 0 and name != "inception"
                 else (pytest.mark.slow,)
             )
             row = (name, (2, 3, 4)[pair % 3], list(PLACERS)[pair % 4])
@@ -69,7 +69,7 @@ def test_one_training_step_equals_the_unsplit_model_s(
         placed.unplace()
 
 
-@pytest.mark.parametrize(("name", "n_devices", "placer"), cases(2))
+@pytest.mark.parametrize(("name", "n_devices", "placer"), cases(5))
 def test_inference_equals_the_unsplit_model_s_in_every_bit(
     name: str, n_devices: int, placer: str
 ) -> None:
@@ -159,7 +159,7 @@ def placed_awkward(name: str, seed: int = 0) -> tuple[Case, baechi.PlacedModule]
 def test_keyword_arguments_may_come_in_any_form() -> None:
     it, placed = placed_awkward("keyword_arguments")
     (x,), kwargs = it.example()
-    expected = it.model(x, **kwargs)
+    expected = copy.deepcopy(it.model)(x, **kwargs)
     torch.testing.assert_close(placed(x=x, **kwargs), expected)
     torch.testing.assert_close(placed(x, extra=kwargs["extra"], bias=kwargs["bias"]), expected)
 
@@ -193,7 +193,9 @@ def test_an_input_that_is_an_output_is_the_caller_s_own() -> None:
 
 def test_integer_and_boolean_tensors_keep_their_types() -> None:
     it, placed = placed_awkward("integers_and_booleans")
-    assert [t.dtype for t in placed(*it.args)] == [t.dtype for t in it.model(*it.args)]
+    assert [t.dtype for t in placed(*it.args)] == [
+        t.dtype for t in copy.deepcopy(it.model)(*it.args)
+    ]
 
 
 def test_gradients_reach_inputs() -> None:
@@ -285,7 +287,7 @@ def test_other_tokens_take_other_experts() -> None:
     it, placed = placed_awkward("mixtral")
     for _ in range(3):
         tokens = torch.randint(3, zoo.VOCABULARY, it.args[0].shape)
-        expected = it.model(tokens).logits
+        expected = copy.deepcopy(it.model)(tokens).logits
         torch.testing.assert_close(placed(tokens).logits, expected)
 
 
@@ -347,13 +349,6 @@ def test_a_checkpoint_file_goes_there_and_back(tmp_path: Any) -> None:
     fresh, _, _ = zoo.gpt2()
     fresh.load_state_dict(torch.load(tmp_path / "model.pt"))
     torch.testing.assert_close(fresh(**it.kwargs).logits, placed(**it.kwargs).logits)
-
-
-@pytest.mark.parametrize("move", [lambda m: m.to("cpu"), lambda m: m.cuda(), lambda m: m.half()])
-def test_moving_a_placed_module_says_why_it_cannot(move: Any) -> None:
-    _, placed = placed_awkward("towers")
-    with pytest.raises(baechi.BaechiError, match="unplace"):
-        move(placed)
 
 
 # The one call, with real costs and real links.

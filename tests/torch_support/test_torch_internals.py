@@ -1,5 +1,6 @@
 """The private names of torch that Baechi uses: a test for each, which names the one that broke."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -163,17 +164,14 @@ def test_names_of_the_compiler() -> None:
 
 
 def test_names_of_modules() -> None:
-    own, other = nn.BatchNorm1d(2), nn.Module()
+    own = nn.BatchNorm1d(2)
     buffers = internals.buffers_of(own)
     assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
     assert list(map(list, internals.state_of(own))) == [[], ["weight", "bias"], list(buffers)]
     assert list(internals.state_of(nn.Sequential(own))[0]) == ["0"]
-    internals.share_state(other, own)
-    assert other.state_dict().keys() == own.state_dict().keys()
     own.register_forward_hook(lambda *_: None)
     assert len(internals.hooks_of(own, "_forward_hooks")) == 1
     assert not internals.hooks_of(None, "_forward_hooks")
-    assert internals.plain_call(own)(torch.ones(2, 2)).shape == (2, 2)
     vars(own)[internals.CALL] = lambda x: x * 2
     assert own(torch.ones(1)).item() == 2
 
@@ -291,3 +289,24 @@ def test_a_spinning_stream_is_busy() -> None:
     internals.spin(100_000_000)
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()
+
+
+def test_the_tracer_that_runs_is_named() -> None:
+    seen = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        seen.append(internals.foreign_tracer())
+        return x * 2
+
+    class Module(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return f(x)
+
+    x = torch.ones(2)
+    f(x)
+    torch.func.vmap(f)(x)
+    torch.export.export(Module(), (x,))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        torch.jit.trace(f, x, check_trace=False)
+    assert list(dict.fromkeys(seen)) == ["", "torch.func", "torch.export", "torch.jit.trace"]

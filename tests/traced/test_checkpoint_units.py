@@ -265,7 +265,7 @@ def assert_equal_steps(model: nn.Module, placed: nn.Module, args: Any, kwargs: A
     ("name", "checkpoint"),
     [
         ("gpt2", "transformer.h.*"),
-        ("t5", ("encoder.block.*", "decoder.block.*")),
+        pytest.param("t5", ("encoder.block.*", "decoder.block.*"), marks=pytest.mark.slow),
         ("resnet_train", "stages.*"),
         ("towers", "*"),
         ("buffers", "*"),

@@ -1,5 +1,6 @@
 """What only autograd or Python sees is honored as on the unsplit model, or refused by name."""
 
+import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -410,7 +411,7 @@ def test_a_scripted_function_that_ran_before_keeps_its_gradient() -> None:
     placed(x).sum().backward()
     got = [parameter.grad for parameter in model.parameters()]
     torch.testing.assert_close(got, wanted)
-    torch.testing.assert_close(placed(x), model(x))
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x))
 
 
 def test_hooks_that_transformers_leaves_behind_are_traced() -> None:
@@ -419,7 +420,9 @@ def test_hooks_that_transformers_leaves_behind_are_traced() -> None:
     assert any(module._forward_hooks for module in model.modules())
     with torch_threads(1):
         placed = at_random(model, args, kwargs)
-        torch.testing.assert_close(placed(*args, **kwargs).logits, model(*args).logits, **EXACT)
+        torch.testing.assert_close(
+            placed(*args, **kwargs).logits, copy.deepcopy(model)(*args).logits, **EXACT
+        )
         asked = {**kwargs, "output_hidden_states": True}
         more = at_random(model, args, asked)(*args, **asked).hidden_states
         torch.testing.assert_close(more, hidden, **EXACT)
@@ -456,13 +459,13 @@ def test_tracing_leaves_hooks_as_they_were() -> None:
 def test_what_comes_after_placing_is_traced_anew_or_refused() -> None:
     x, model = torch.randn(3, 4), seeded(Net)
     placed = lazily(model)
-    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x), **EXACT)
     handle = model.a.register_forward_hook(lambda _m, _i, output: output * 2)
-    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x), **EXACT)
     handle.remove()
-    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x), **EXACT)
     model.b = nn.Linear(4, 4)
-    torch.testing.assert_close(placed(x), model(x), **EXACT)
+    torch.testing.assert_close(placed(x), copy.deepcopy(model)(x), **EXACT)
     everywhere = nn.modules.module.register_module_forward_hook(lambda _m, _i, _o: None)
     with pytest.raises(baechi.TraceError, match="hooks on all modules"):
         placed(x)
@@ -499,9 +502,9 @@ class Whole(nn.Module):
 def test_buffers_that_need_a_gradient_get_it(devices: int) -> None:
     torch.manual_seed(0)
     model, x = Leaves(), torch.randn(3, 4)
-    placed = at_random(model, (x,), devices=devices)
     tensors = [*model.parameters(), *model.buffers()]
     expected = torch.autograd.grad(model(x).square().sum(), tensors)
+    placed = at_random(model, (x,), devices=devices)
     placed(x).square().sum().backward()
     for tensor, gradient in zip(tensors, expected, strict=True):
         assert torch.equal(tensor.grad, gradient)

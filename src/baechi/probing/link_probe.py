@@ -227,11 +227,11 @@ def handover(rows: int = _ROWS, width: int = _WIDTH) -> Link:
     cpus = Cluster.connected([Device(f"cpu:{index}", 2**62) for index in range(2)], Link(0, 1))
     with torch.inference_mode(False), torch.enable_grad():
         x = torch.zeros(rows, width, requires_grad=True)
-        traced = _traced_chain(x)
-        few, many = (_placement(traced, pieces) for pieces in (2, len(traced.ops)))
+        chains = [_traced_chain(x) for _ in range(2)]  # of two models, since both run in turns
+        few, many = map(_placement, chains, (2, len(chains[1].ops)))
         placed = [
             apply(traced, placement, graph=graph, cluster=cpus, threads_per_device=1)
-            for graph, placement in (few, many)
+            for traced, (graph, placement) in zip(chains, (few, many), strict=True)
         ]
         try:
             few_step, many_step = _steps(placed, x)

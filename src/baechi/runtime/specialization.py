@@ -104,6 +104,12 @@ class CallLock:
         self._calls: Counter[int] = Counter()  # by thread
         self._planner: int | None = None
 
+    @property
+    def is_mine(self) -> bool:
+        """True if this thread calls or plans."""
+        me = get_ident()
+        return me in self._calls or self._planner == me
+
     @contextmanager
     def side_by_side(self) -> Iterator[None]:
         """Run the block when no thread plans."""

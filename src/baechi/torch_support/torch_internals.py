@@ -167,12 +167,6 @@ def unhooked() -> Iterator[None]:
 CALL: Final = "_compiled_call_impl"
 
 
-def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """The call of a module that is not compiled: hooks and forward."""
-    call: Callable[..., Any] = module._call_impl
-    return call
-
-
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers, by name; a write changes the module."""
     return module._buffers
@@ -181,14 +175,6 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The module's own submodules, parameters and buffers, by name."""
     return module._modules, module._parameters, module._buffers
-
-
-def share_state(module: nn.Module, owner: nn.Module) -> None:
-    """Make the parameters, buffers and submodules of `owner` those of `module`, too."""
-    module._parameters = owner._parameters
-    module._buffers = owner._buffers
-    module._modules = owner._modules
-    module._non_persistent_buffers_set = owner._non_persistent_buffers_set
 
 
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
@@ -327,6 +313,15 @@ def below_export() -> Iterator[None]:
     exclude = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
         yield
+
+
+def foreign_tracer() -> str:
+    """The name of a tracer or transform of torch that runs now, other than Dynamo; else empty."""
+    if torch.compiler.is_compiling():
+        return "torch.export"
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    return "torch.func" if torch._C._functorch.peek_interpreter_stack() is not None else ""
 
 
 @contextmanager

@@ -51,17 +51,7 @@ def refuse_unfaithful(model: nn.Module) -> None:
         TraceError: The model or a part of it is scripted, a parameter is lazy, or there is a
             backward hook or a hook on all modules.
     """
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
-            f"the model is a {type(model).__name__} and has no Python to trace; give the module "
-            "that was scripted."
-        )
-    for name, module in model.named_modules():
-        if isinstance(module, RecursiveScriptModule):
-            raise TraceError(
-                f"module {name!r} comes from torch.jit.script or torch.jit.load and has no Python "
-                "to trace; put the module that was scripted in its place."
-            )
+    refuse_scripted(model)
     for kind in HOOKS:
         if hooks_of(None, kind):
             raise TraceError(
@@ -80,6 +70,21 @@ def refuse_unfaithful(model: nn.Module) -> None:
         if nn.parameter.is_lazy(parameter):
             raise TraceError(
                 f"parameter {name!r} has no shape yet; run the model once, then trace it."
+            )
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Raise a `TraceError` for a model that is scripted or has a scripted part."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TraceError(
+            f"the model is a {type(model).__name__} and has no Python to trace; give the module "
+            "that was scripted."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, RecursiveScriptModule):
+            raise TraceError(
+                f"module {name!r} comes from torch.jit.script or torch.jit.load and has no Python "
+                "to trace; put the module that was scripted in its place."
             )
 
 

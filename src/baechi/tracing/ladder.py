@@ -16,6 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,9 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
+
+# Whether this thread traces: then a model that is placed already runs its own forward.
+TRACING: Final[ContextVar[bool]] = ContextVar("tracing", default=False)
 
 
 @final
@@ -310,9 +314,18 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad(), _tracing():
         call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
         return _climb(model, call, mode)
+
+
+@contextmanager
+def _tracing() -> Iterator[None]:
+    token = TRACING.set(True)
+    try:
+        yield
+    finally:
+        TRACING.reset(token)
 
 
 def _climb(model: nn.Module, call: Call, mode: GradientMode) -> Traced:
