@@ -7,11 +7,11 @@ import pytest
 import torch
 from scripts import Place, equal_in_every_bit, padded, tiny_gpt2, token_rows
 
-accelerate = pytest.importorskip("accelerate")
-
 
 def train(place: Place, folder: Path, mixed_precision: str = "no") -> Any:
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision=mixed_precision)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
     model = place(tiny_gpt2(), optimizer="adamw")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rows = torch.utils.data.DataLoader(token_rows(4), batch_size=2, collate_fn=padded)

@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from benchmarks.architectures.catalog import example
 from scripts import Place, equal_in_every_bit
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("scipy")
 MODELS = ["DetrForObjectDetection", "RTDetrForObjectDetection"]
 LABELS = [
     {
@@ -21,6 +19,8 @@ LABELS = [
 
 @pytest.mark.parametrize("name", MODELS)
 def test_boxes(name: str) -> None:
+    from benchmarks.architectures.catalog import example
+
     def script(place: Place) -> Any:
         model, _, inputs = example(name)
         model = place(model.eval(), training=False)
@@ -32,6 +32,8 @@ def test_boxes(name: str) -> None:
 
 
 def test_training_with_the_loss_outside() -> None:
+    from benchmarks.architectures.catalog import example
+
     def script(place: Place) -> Any:
         model, _, inputs = example("DetrForObjectDetection")
         model = place(model.train(), optimizer="sgd")

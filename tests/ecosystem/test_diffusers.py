@@ -7,10 +7,12 @@ import torch
 from scripts import TOKENS, Place, equal_in_every_bit
 
 pytestmark = pytest.mark.slow
-diffusers = pytest.importorskip("diffusers")
+SUBMODULE = pytest.mark.xfail(strict=True, reason="a call of a submodule is not split")
 
 
 def unet() -> Any:
+    import diffusers
+
     torch.manual_seed(0)
     blocks: Any = {
         "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
@@ -28,6 +30,8 @@ def unet() -> Any:
 
 
 def vae() -> Any:
+    import diffusers
+
     torch.manual_seed(1)
     return diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 2,
@@ -39,6 +43,7 @@ def vae() -> Any:
 
 
 def pipeline(**parts: Any) -> Any:
+    import diffusers
     from transformers import CLIPTextConfig, CLIPTextModel
 
     torch.manual_seed(2)
@@ -79,10 +84,12 @@ def test_a_unet_in_a_pipeline_that_is_moved() -> None:
     equal_in_every_bit(lambda place: image(pipeline(unet=place(unet(), training=False)).to("cpu")))
 
 
+@SUBMODULE
 def test_a_vae_in_a_pipeline() -> None:
     equal_in_every_bit(lambda place: image(pipeline(vae=place(vae(), training=False))))
 
 
+@SUBMODULE
 def test_a_vae_encodes_and_decodes() -> None:
     def script(place: Place) -> Any:
         model = place(vae(), training=False)
@@ -101,6 +108,7 @@ def test_a_pipeline_is_cast_after_placing() -> None:
     assert equal_in_every_bit(script).dtype == torch.float64
 
 
+@pytest.mark.xfail(strict=True, reason="a plan for each number, and eight at most")
 def test_a_timestep_as_a_number_of_python() -> None:
     def script(place: Place) -> Any:
         model = place(unet(), training=False)
@@ -115,10 +123,12 @@ def test_a_timestep_as_a_number_of_python() -> None:
 
 
 def test_a_unet_is_trained() -> None:
+    from diffusers.training_utils import EMAModel
+
     def script(place: Place) -> Any:
         model = place(unet().train(), optimizer="adamw")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-        average = diffusers.training_utils.EMAModel(model.parameters())
+        average = EMAModel(model.parameters())
         torch.manual_seed(0)
         latent, words = torch.randn(2, 4, 8, 8), torch.randn(2, 5, 16)
         for step in (3, 7):

@@ -9,7 +9,6 @@ from scripts import Place, equal_in_every_bit
 from torch import nn
 
 pytestmark = pytest.mark.slow
-lightning = pytest.importorskip("lightning")
 
 
 def layers() -> nn.Module:
@@ -17,28 +16,35 @@ def layers() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
 
 
-class Classifier(lightning.LightningModule):
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
+def classifier(net: nn.Module) -> Any:
+    import lightning
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x)
+    class Classifier(lightning.LightningModule):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
 
-    def training_step(self, batch: Any, _: int) -> torch.Tensor:
-        x, y = batch
-        loss = nn.functional.cross_entropy(self(x), y)
-        self.log("loss", loss)
-        return loss
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
 
-    def validation_step(self, batch: Any, _: int) -> None:
-        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        def training_step(self, batch: Any, _: int) -> torch.Tensor:
+            x, y = batch
+            loss = nn.functional.cross_entropy(self(x), y)
+            self.log("loss", loss)
+            return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        def validation_step(self, batch: Any, _: int) -> None:
+            self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Classifier(net)
 
 
 def fit(module: nn.Module, folder: Path, resume: Path | None = None, epochs: int = 2) -> Any:
+    import lightning
+
     draw = torch.Generator().manual_seed(1)
     rows = list(
         zip(
@@ -68,17 +74,17 @@ def fit(module: nn.Module, folder: Path, resume: Path | None = None, epochs: int
 
 
 def test_a_network_inside_a_lightning_module(tmp_path: Path) -> None:
-    equal_in_every_bit(lambda place: fit(Classifier(place(layers(), optimizer="adamw")), tmp_path))
+    equal_in_every_bit(lambda place: fit(classifier(place(layers(), optimizer="adamw")), tmp_path))
 
 
 def test_the_lightning_module_itself(tmp_path: Path) -> None:
-    equal_in_every_bit(lambda place: fit(place(Classifier(layers()), optimizer="adamw"), tmp_path))
+    equal_in_every_bit(lambda place: fit(place(classifier(layers()), optimizer="adamw"), tmp_path))
 
 
 def test_a_checkpoint_resumes(tmp_path: Path) -> None:
     def script(place: Place) -> Any:
-        fit(Classifier(place(layers(), optimizer="adamw")), tmp_path, epochs=1)
-        module = Classifier(place(layers(), optimizer="adamw"))
+        fit(classifier(place(layers(), optimizer="adamw")), tmp_path, epochs=1)
+        module = classifier(place(layers(), optimizer="adamw"))
         return fit(module, tmp_path, resume=tmp_path / "1.ckpt")
 
     equal_in_every_bit(script)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from scripts import Place, equal_in_every_bit, tiny_llama
 
-peft = pytest.importorskip("peft")
-
 
 def adapted(model: torch.nn.Module, **options: Any) -> Any:
+    import peft
+
     torch.manual_seed(1)
     config = peft.LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", **options
@@ -33,6 +33,8 @@ def steps(model: Any, count: int = 2) -> list[torch.Tensor]:
 
 
 def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path) -> None:
+    import peft
+
     def script(place: Place) -> Any:
         model = place(adapted(tiny_llama(), lora_dropout=0.1), optimizer="adamw")
         losses = steps(model)
@@ -47,6 +49,9 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(
+    strict=True, reason="PEFT calls generate of the model inside, which is not split"
+)
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["grown", "static"])
 def test_an_adapted_model_generates_split(cache: dict[str, Any]) -> None:
     def script(place: Place) -> Any:
@@ -65,6 +70,8 @@ def test_an_adapted_model_generates_split(cache: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_an_adapter_around_a_placed_model() -> None:
+    import peft
+
     def script(place: Place) -> Any:
         model = adapted(place(tiny_llama(), optimizer="adamw"))
         return steps(model), peft.get_peft_model_state_dict(model)

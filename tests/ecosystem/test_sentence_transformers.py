@@ -8,7 +8,6 @@ import torch
 from scripts import Place, equal_in_every_bit, tokenizer
 
 pytestmark = pytest.mark.slow
-sentence_transformers = pytest.importorskip("sentence_transformers")
 SENTENCES = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9", "w1 w9"]
 
 
@@ -23,13 +22,14 @@ def saved(folder: Path) -> str:
 
 
 def model_of(folder: Path) -> Any:
-    from sentence_transformers import models
+    from sentence_transformers import SentenceTransformer, models
 
     transformer = models.Transformer(saved(folder))
     pooling = models.Pooling(transformer.get_embedding_dimension())
-    return sentence_transformers.SentenceTransformer(modules=[transformer, pooling], device="cpu")
+    return SentenceTransformer(modules=[transformer, pooling], device="cpu")
 
 
+@pytest.mark.xfail(strict=True, reason="its batches hold objects of tokenizers, which are opaque")
 def test_sentences_are_encoded(tmp_path: Path) -> None:
     def script(place: Place) -> Any:
         model = place(model_of(tmp_path), training=False)
@@ -38,6 +38,7 @@ def test_sentences_are_encoded(tmp_path: Path) -> None:
     equal_in_every_bit(script)
 
 
+@pytest.mark.xfail(strict=True, reason="it calls forward of the model inside, which is not split")
 def test_the_transformer_inside_alone(tmp_path: Path) -> None:
     def script(place: Place) -> Any:
         model = model_of(tmp_path)
@@ -48,12 +49,13 @@ def test_the_transformer_inside_alone(tmp_path: Path) -> None:
 
 
 def test_its_trainer(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
+    import sentence_transformers
+    from datasets import Dataset
     from sentence_transformers.sentence_transformer import losses
 
     def script(place: Place) -> Any:
         model = place(model_of(tmp_path / "model"), optimizer="adamw")
-        rows = datasets.Dataset.from_dict({"anchor": SENTENCES, "positive": SENTENCES[::-1]})
+        rows = Dataset.from_dict({"anchor": SENTENCES, "positive": SENTENCES[::-1]})
         trainer = sentence_transformers.SentenceTransformerTrainer(
             model=model,
             args=sentence_transformers.SentenceTransformerTrainingArguments(

@@ -7,8 +7,6 @@ import torch
 from scripts import Place, equal_in_every_bit
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("torchvision")
-timm = pytest.importorskip("timm")
 
 
 @pytest.mark.parametrize(
@@ -22,6 +20,8 @@ timm = pytest.importorskip("timm")
     ],
 )
 def test_a_step_of_training(name: str) -> None:
+    import timm
+
     size: Any = {"img_size": 32} if "vit" in name else {}
 
     def script(place: Place) -> Any:
@@ -40,6 +40,8 @@ def test_a_step_of_training(name: str) -> None:
 
 
 def test_features_of_a_placed_backbone() -> None:
+    import timm
+
     def script(place: Place) -> Any:
         torch.manual_seed(0)
         model = place(timm.create_model("resnet18", features_only=True).eval(), training=False)
@@ -49,7 +51,10 @@ def test_features_of_a_placed_backbone() -> None:
     equal_in_every_bit(script)
 
 
+@pytest.mark.xfail(strict=True, reason="a call of a submodule is not split")
 def test_a_head_apart_from_its_features() -> None:
+    import timm
+
     def script(place: Place) -> Any:
         torch.manual_seed(0)
         model = place(timm.create_model("resnet18", num_classes=4).eval(), training=False)

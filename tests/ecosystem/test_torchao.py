@@ -8,7 +8,6 @@ from scripts import Place, equal_in_every_bit, tiny_llama
 from torch import nn
 
 pytestmark = pytest.mark.slow
-pytest.importorskip("torchao")
 
 
 def quantized(model: nn.Module) -> nn.Module:

@@ -7,11 +7,15 @@ import pytest
 from scripts import Place, equal_in_every_bit, tiny_llama, tokenizer
 
 pytestmark = pytest.mark.slow
-trl = pytest.importorskip("trl")
-datasets = pytest.importorskip("datasets")
+CHECKPOINTED = pytest.mark.xfail(
+    strict=True, reason="the hook that makes the embeddings need gradients returns nothing"
+)
 
 
 def tune(place: Place, folder: Path, peft_config: Any = None, **arguments: Any) -> Any:
+    import trl
+    from datasets import Dataset
+
     texts = [" ".join(f"w{(i * 7 + j) % 60}" for j in range(6 + i)) for i in range(6)]
     model = place(tiny_llama(), optimizer="adamw")
     trainer = trl.SFTTrainer(
@@ -23,7 +27,7 @@ def tune(place: Place, folder: Path, peft_config: Any = None, **arguments: Any) 
             | {"bf16": False, "gradient_checkpointing": False, "max_length": 16}
             | arguments,
         ),
-        train_dataset=datasets.Dataset.from_dict({"text": texts}),
+        train_dataset=Dataset.from_dict({"text": texts}),
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
@@ -34,7 +38,12 @@ def tune(place: Place, folder: Path, peft_config: Any = None, **arguments: Any) 
 
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"gradient_checkpointing": True}, {"packing": True}, {"bf16": True}],
+    [
+        {},
+        pytest.param({"gradient_checkpointing": True}, marks=CHECKPOINTED),
+        {"packing": True},
+        {"bf16": True},
+    ],
     ids=lambda one: next(iter(one), "plain"),
 )
 def test_it_fine_tunes(arguments: dict[str, Any], tmp_path: Path) -> None:
@@ -43,7 +52,7 @@ def test_it_fine_tunes(arguments: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_it_fine_tunes_an_adapter(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
+    import peft
 
     def script(place: Place) -> Any:
         config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")

@@ -42,20 +42,20 @@ def equal_in_every_bit(script: Callable[[Place], Any], **options: Any) -> Any:
 
 
 def tiny_gpt2(**options: Any) -> nn.Module:
-    """A decoder of two layers, whose embedding is its head, too; it drops out in training."""
+    """A decoder of one layer, whose embedding is its head, too; it drops out in training."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    sizes: Any = {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64}
+    sizes: Any = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64}
     return GPT2LMHeadModel(GPT2Config(**sizes, **TOKENS, **options))
 
 
 def tiny_llama(**options: Any) -> nn.Module:
-    """A decoder of two layers with rotary positions."""
+    """A decoder of one layer with rotary positions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
     heads: Any = {"num_attention_heads": 2, "num_key_value_heads": 1}
     return LlamaForCausalLM(LlamaConfig(**sizes, **heads, **TOKENS, **options))
 
