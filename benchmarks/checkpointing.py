@@ -9,6 +9,7 @@ At the end the step's ratio where all layers of the GPT-2 run again, here and by
 `transformers` does with torch's checkpointing (`gradient_checkpointing_enable`).
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Callable
@@ -68,7 +69,8 @@ def limited(name: str, batch: int, rounds: int) -> list[list[str]]:
     def placed(checkpoint: Any) -> baechi.PlacedModule:
         graph = traced.graph(profile, checkpoint=checkpoint)
         placement = baechi.solve(graph, cluster, placer="single")
-        return baechi.apply(traced, placement, graph=graph, cluster=cluster)
+        own = baechi.trace(copy.deepcopy(model), args, kwargs)  # each of a model of its own
+        return baechi.apply(own, placement, graph=graph, cluster=cluster)
 
     plain = placed(None)
     said, seen = plain.schedule, peak(plain, args, kwargs)

@@ -9,6 +9,7 @@ Claims, on layered random graphs of 100 ops per layer (`placement_quality/genera
 - `simulate`'s core folds at least 5 million ops per second on big graphs, with the peaks of memory.
 - m-SCT with its linear program: 700 ops in under 0.1 s, 5,000 under 2 s, 20,000 under 5 s, 100,000
   under 60 s.
+- a coarse graph of 77,000 parts stays arrays: it becomes a problem in under 0.1 s.
 - auto on graphs of 500 to 2,000 ops that others measured: fast in under 0.1 s, balanced under 2 s,
   thorough under 60 s.
 
@@ -33,9 +34,12 @@ from benchmarks.placement_quality.instances import instances
 from oracle import Oracle, list_schedule
 
 import baechi
+from baechi import _core
 from baechi.placers.etf import METF
 from baechi.placers.sct import MSCT
+from baechi.problem.coarsening import coarsen
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import memory_profile
 
 WIDTH = 100  # ops per layer
 NO_FAVORITES = np.empty(0, np.int32)
@@ -141,6 +145,62 @@ def test_simulate(benchmark: Any, n_ops: int) -> None:
         f"simulate {n_ops:,} ops: {n_ops / simulate_s / 1e6:.2f} million ops/s from a placement in "
         f"Python to a schedule, {n_ops / fold_s / 1e6:.2f} million ops/s in the core (CPU); its "
         f"lower bound, once asked for, {bound_s:.3f} s"
+    )
+
+
+@pytest.mark.parametrize("n_ops", [20_000, pytest.param(100_000, marks=SLOW)])
+def test_coarse_graphs(benchmark: Any, n_ops: int) -> None:
+    graph, cluster = graph_of(n_ops), cluster_of()
+    problem = Problem(graph, cluster)
+    problem.core, graph.digest  # noqa: B018 (made once per graph)
+    coarsen_s = cpu_seconds_of(lambda: coarsen(problem))
+
+    lumped_s = cpu_seconds_of(lambda: coarsen(problem).lumped().core) - coarsen_s
+    small = coarsen(problem).lumped()
+    place_s = cpu_seconds_of(lambda: METF().place(small))
+    benchmark.group = "m-ETF by way of the coarse graph, 8 devices"
+    benchmark.pedantic(lambda: baechi.solve(graph, cluster, "m-etf", effort="fast"), rounds=3)
+    solve_s = cpu_seconds_of(lambda: baechi.solve(graph, cluster, "m-etf", effort="fast"), 3)
+    values_s = cpu_seconds_of(lambda: coarsen(problem).graph, 1) - coarsen_s
+    benchmark.extra_info.update(n_ops=n_ops, lumped_s=lumped_s, place_s=place_s, solve_s=solve_s)
+    print(
+        f"{n_ops:,} ops in {small.arrays.ops:,} parts: coarsening CPU {coarsen_s:.3f} s, its "
+        f"arrays to a problem {lumped_s:.3f} s (as an OpGraph {values_s:.2f} s), m-ETF on it "
+        f"{place_s:.3f} s, solve {solve_s:.2f} s"
+    )
+
+
+@pytest.mark.parametrize("n_ops", [200, 2_000, 20_000])
+def test_accounts_of_memory(benchmark: Any, n_ops: int) -> None:
+    """What the clock's two others cost: the search's, which undoes, and the reports', by reason."""
+    graph, cluster = layered(n_ops, n_ops, width=20), cluster_of()
+    load = sum(op.persistent_bytes for op in graph.ops) + sum(t.nbytes for t in graph.tensors)
+    tight = Problem(graph, baechi.Cluster.uniform(DEVICES, load * 9 // (10 * DEVICES), LINK))
+    placement = METF().place(Problem(graph, cluster))
+    assert placement is not None
+    devices = np.array(placement.devices, np.int32)
+    order = np.array(placement.order, np.int32)
+    clusters = _core.group_clusters(tight.core, tight.group_colors)
+    start = time.process_time()
+    *_, evaluated = _core.local_search(tight.core, devices, order, clusters, 10**7, 0, 1)
+    search_s = time.process_time() - start
+
+    def clock() -> list[int]:
+        timeline = tight.timeline()
+        timeline.fold(devices, order)
+        return timeline.peaks()
+
+    clock_s = cpu_seconds_of(clock)
+    schedule = baechi.simulate(graph, cluster, placement)
+    benchmark.pedantic(memory_profile, (graph, cluster, schedule), rounds=1)
+    profile_s = cpu_seconds_of(lambda: memory_profile(graph, cluster, schedule), 3)
+    profiles = memory_profile(graph, cluster, schedule)
+    assert [max(nbytes for _, nbytes in steps) for steps in profiles] == clock()
+    benchmark.extra_info.update(n_ops=n_ops, clock_s=clock_s, profile_s=profile_s)
+    print(
+        f"memory of {n_ops:,} ops: the clock takes in {n_ops / clock_s / 1e6:.1f} million ops/s, "
+        f"a search in tight memory {evaluated / search_s / 1e6:.1f} million; by reason, in Python, "
+        f"{profile_s:.3f} s beside the clock's {clock_s:.4f} s, with its peaks"
     )
 
 

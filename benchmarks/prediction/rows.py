@@ -9,6 +9,7 @@ of the median error among these. Where there are none after `_MOST_PASSES` it is
 `disturbed`.
 """
 
+import copy
 import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -102,7 +103,7 @@ def measure(
             cluster = baechi.probe(names)
             for placement_name, placement in placements(graph, cluster):
                 placed = baechi.apply(
-                    traced,
+                    baechi.trace(copy.deepcopy(model), args, kwargs),  # all run in turns
                     placement,
                     graph=graph,
                     cluster=cluster,

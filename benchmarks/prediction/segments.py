@@ -7,6 +7,7 @@ and the difference per segment that runs. It has nothing of what workers wait fo
 `--chain`: what `probe` measures, for chains of shorter and of longer operators.
 """
 
+import copy
 import statistics
 import time
 from collections.abc import Sequence
@@ -107,7 +108,10 @@ def main(
             costs = tuple(baechi.OpCost(100_000, 200_000) for _ in traced.ops)
             graph = traced.graph(baechi.Profile(traced.digest, "", costs), training=training)
             modules = [
-                baechi.apply(traced, placement, graph=graph, cluster=cluster, threads_per_device=1)
+                baechi.apply(
+                    *(baechi.trace(copy.deepcopy(model), args, kwargs), placement),
+                    **{"graph": graph, "cluster": cluster, "threads_per_device": 1},
+                )
                 for title, placement in placements(graph, cluster)
                 if title != "auto"
             ]

@@ -19,6 +19,7 @@ lower quartiles divided by the count. The ratio of medians of processor time sta
 machine that does something else meanwhile that says more, with `OMP_NUM_THREADS=1`.
 """
 
+import copy
 import gc
 import statistics
 import time
@@ -72,9 +73,11 @@ def main(
 def against_eager(name: str, batch: int, training: bool, rounds: int) -> list[str]:
     """One row: the median steps of the eager and of the placed model, and their ratio."""
     model, args, kwargs = build(name, batch, training=training)
-    placed = placed_alone(baechi.trace(model, args, kwargs), training)
+    placed = placed_alone(baechi.trace(copy.deepcopy(model), args, kwargs), training)
     step = partial(_step, args=args, kwargs=kwargs, training=training)
-    seconds = _in_turns([lambda: step(model), lambda: step(placed)], rounds, model.zero_grad)
+    sides = [model, placed]
+    steps = [partial(step, side) for side in sides]
+    seconds = _in_turns(steps, rounds, lambda: [side.zero_grad() for side in sides])
     eager, ours = (statistics.median(row[0] for row in rows) for rows in seconds)
     busy = [statistics.median(row[1] for row in rows) for rows in seconds]
     placed.unplace()
@@ -104,12 +107,12 @@ def against_compiled(rounds: int, *, quick: bool) -> Table:
 
 def _compiled_row(name: str, batch: int, training: bool, rounds: int) -> list[str]:
     model, args, kwargs = build(name, batch, training=training)
-    traced = baechi.trace(model, args, kwargs)
-    sides = [model, _placed(traced, training), _placed(traced, training, compile=True)]
+    traced = [baechi.trace(copy.deepcopy(model), args, kwargs) for _ in range(2)]
+    sides = [model, _placed(traced[0], training), _placed(traced[1], training, compile=True)]
     sides.append(torch.compile(model, dynamic=False))
     step = partial(_step, args=args, kwargs=kwargs, training=training)
     steps = [lambda side=side: step(side) for side in sides]
-    seconds = _in_turns(steps, rounds, model.zero_grad)
+    seconds = _in_turns(steps, rounds, lambda: [side.zero_grad() for side in sides])
     busy = [statistics.median(row[1] for row in rows) for rows in seconds]
     ratios = [f"{side / busy[0]:.3f}" for side in busy[1:]]
     for side in sides[1:3]:
@@ -190,7 +193,9 @@ def _overhead(training: bool, rounds: int) -> list[str]:
         devices += [devices[-1], *(devices[op] for op in backward)]
     many = baechi.Placement(graph.digest, tuple(devices), tuple(range(len(devices))))
     one = baechi.Placement(graph.digest, (0,) * len(devices), many.order)
-    whole, cut = (baechi.apply(traced, p, ["cpu:0", "cpu:1"]) for p in (one, many))
+    other = baechi.trace(_Chain(), (x,))
+    whole = baechi.apply(other, one, ["cpu:0", "cpu:1"])
+    cut = baechi.apply(traced, many, ["cpu:0", "cpu:1"])
     usual = cut._current._executor
     program = cut._current.program
     inline = CudaExecutor(program, usual.bound, [torch.device("cpu")] * 2)

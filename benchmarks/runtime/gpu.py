@@ -12,6 +12,7 @@ compute. Opara reports up to 1.68x of a sequential graph (https://arxiv.org/abs/
 up to 1.9x from streams alone (https://arxiv.org/abs/2012.02732), both at batch 1 on other GPUs.
 """
 
+import copy
 import gc
 import statistics
 from collections.abc import Callable, Sequence
@@ -90,7 +91,10 @@ def row(name: str, batch: int, placer: str, training: bool, rounds: int) -> list
             placement = baechi.solve(graph, cluster, placer if n > 1 else "single")
             counts.append(len(set(placement.devices)))
             modules += [
-                baechi.apply(traced, placement, graph=graph, cluster=cluster, cuda_graphs=wish)
+                baechi.apply(
+                    *(baechi.trace(copy.deepcopy(model), (x,)), placement),
+                    **{"graph": graph, "cluster": cluster, "cuda_graphs": wish},
+                )
                 for wish in (False, "auto")
             ]
         steps = [_step(module, x, training) for module in (model, *modules)]

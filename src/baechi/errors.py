@@ -25,9 +25,13 @@ class TraceError(BaechiError):
     """No rung of the ladder could trace the model; the text has the reason of each rung."""
 
 
-@final
 class ExecutionError(BaechiError):
     """A placed model could not run."""
+
+
+@final
+class NotSpecializedError(ExecutionError, AttributeError):
+    """An attribute of a placed model that its first call decides; `hasattr` is False before."""
 
 
 @final

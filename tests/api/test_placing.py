@@ -9,7 +9,9 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import baechi
-from baechi.runtime import placed_module as module
+from baechi.runtime import placed_state
+from baechi.runtime.executable import Executable
+from baechi.runtime.placed_module import installed
 from baechi.units import format_ns
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
@@ -180,7 +182,7 @@ def test_a_given_profile_is_used_and_a_wrong_one_refused() -> None:
     with pytest.raises(baechi.InputError, match="another model"):
         baechi.place(nn.Linear(8, 8), DEVICES, example_args=(x,), costs=profile, progress=False)
     with pytest.raises(baechi.InputError, match="costs is 'guess'"):
-        baechi.place(it, DEVICES, costs="guess")
+        baechi.place(model(), DEVICES, costs="guess")
 
 
 def test_costs_may_be_computed() -> None:
@@ -189,8 +191,9 @@ def test_costs_may_be_computed() -> None:
     placed = baechi.place(it, DEVICES, example_args=(x,), costs="estimate", progress=False)
     costs = baechi.estimate(baechi.trace(it, (x,)), "cpu").costs
     assert placed.graph.ops[1].time_ns == costs[1].forward_ns
-    unknown = baechi.Cluster.uniform(1, "1GiB", baechi.Link(0, 10**9), kind="abacus")
-    placed = baechi.place(it, unknown, costs="estimate", progress=False)
+    rows = [baechi.Device("cpu:0", "1GiB", kind="abacus")]
+    unknown = baechi.Cluster.connected(rows, baechi.Link(0, 10**9))
+    placed = baechi.place(placed.unplace(), unknown, costs="estimate", progress=False)
     with pytest.raises(baechi.InputError, match="device kind 'abacus' is unknown"):
         placed(x)
 
@@ -316,18 +319,19 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
     """A second shape, or another mode: the first has spread the parameters."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     moved: list[tuple[torch.Tensor, torch.device]] = []
-    monkeypatch.setattr(module, "move", lambda tensor, place: moved.append((tensor, place)))
+    monkeypatch.setattr(placed_state, "move", lambda tensor, place: moved.append((tensor, place)))
     seen: list[int] = []
 
-    def specialize(_model: nn.Module, _call: object, _earlier: object) -> module.Executable:
+    def specialize(_model: nn.Module, _call: object, _earlier: object) -> Executable:
         seen.append(len(moved))
         raise ValueError("traced")
 
-    placed = module.PlacedModule(model, specialize, 8)
+    state = placed_state.PlacedState(model, [torch.device("cpu")], specialize, 8)
+    placed = installed(state)
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))
     assert seen == [0]  # all on one device
-    placed._original_devices[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
+    state.origins[0] = (torch.empty(4, device="meta"), torch.device("cpu"))
     placed.eval()
     with pytest.raises(ValueError, match="traced"):
         placed(torch.ones(2, 4))

@@ -12,6 +12,7 @@ from strategies import clusters, colored, graphs, tight
 
 from baechi import (
     METF,
+    Auto,
     Cluster,
     InputError,
     Link,
@@ -20,8 +21,11 @@ from baechi import (
     Placement,
     Tensor,
     simulate,
+    solve,
 )
 from baechi.placers.baselines import SingleDevice
+from baechi.placers.local_search import LocalSearch
+from baechi.placers.placer import Placer
 from baechi.problem.coarsening import Coarse, coarsen
 from baechi.problem.problem_arrays import Problem
 
@@ -206,7 +210,15 @@ def check(coarse):
         if t.kept or not t.consumers or {part_of[c] for c in t.consumers} != {part_of[t.producer]}
     ]
     assert sum(t.nbytes for t in coarse_graph.tensors) == sum(t.nbytes for t in crossing)
+    check_arrays(coarse.arrays, coarse_graph.arrays)
     check_limit(coarse)
+
+
+def check_arrays(arrays, expected):
+    """The columns that C++ gets are those of the graph as values."""
+    for name, value in vars(expected).items():
+        np.testing.assert_equal(getattr(arrays, name), value)
+        assert type(value) is dict or getattr(arrays, name).dtype == value.dtype
 
 
 def check_limit(coarse):
@@ -244,11 +256,14 @@ def test_coarse_mirrored_graphs(seed):
 def test_a_placement_expands_to_one_of_the_fine_graph(graph, cluster):
     coarse = coarse_of(graph, cluster)
     placement = METF().place(Problem(coarse.graph, cluster))
-    fine = coarse.expand(placement)
+    lumped = METF().place(coarse.lumped())
+    assert (lumped.devices, lumped.order) == (placement.devices, placement.order)
+    devices, order = (row.tolist() for row in coarse.expand(placement))
+    assert [row.tolist() for row in coarse.expand(lumped)] == [devices, order]
     # `simulate` checks the order and the groups.
-    simulate(graph, cluster, fine)
+    simulate(graph, cluster, Placement(graph.digest, tuple(devices), tuple(order)))
     for part, row in enumerate(coarse.members):
-        assert {fine.devices[op] for op in row} == {placement.devices[part]}
+        assert {devices[op] for op in row} == {placement.devices[part]}
 
 
 def test_names_do_not_matter():
@@ -295,6 +310,33 @@ def test_a_large_graph():
 def test_a_placement_of_another_graph_is_not_expanded():
     with pytest.raises(InputError, match="the placement is for graph other"):
         coarse_of(training(3)).expand(Placement("other", (0,), (0,)))
+
+
+def test_a_placer_may_ask_for_the_coarse_graph_as_values():
+    seen = []
+
+    class Own(Placer):
+        name = "own"
+
+        def place(self, problem):
+            seen.append(problem.graph)
+            n = len(problem.graph.ops)
+            placement = Placement(problem.graph.digest, (0,) * n, tuple(range(n)))
+            simulate(problem.graph, problem.cluster, placement)
+            return placement
+
+    graph = mirrored(3, 60)
+    placement = solve(graph, CLUSTER, Own())
+    assert seen[0] == coarse_of(graph).graph
+    assert len(seen[0].ops) < len(graph.ops)
+    assert (placement.graph_digest, set(placement.devices)) == (graph.digest, {0})
+
+
+def test_a_placer_of_ours_makes_no_coarse_graph_of_values(monkeypatch):
+    graph = mirrored(3, 60)
+    monkeypatch.setattr(Coarse, "graph", property(lambda _: pytest.fail("asked for")))
+    for placer in (*Auto().placers, Auto(), LocalSearch()):
+        solve(graph, CLUSTER, placer, effort="fast")
 
 
 def test_times_that_no_device_takes_may_add_up_to_anything():

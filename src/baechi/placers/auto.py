@@ -115,13 +115,13 @@ class Auto(Placer):
     def _placed(self, problem: Problem) -> list[tuple[str, Placement | None]]:
         placers = tuple(p for p in self.placers if not isinstance(p, Metis) or p.available())
         if self.effort == "fast":
-            n = len(problem.graph.ops)
+            n = problem.arrays.ops
             kinds = (METF, HEFT, Contiguous) if n <= _HASTY_OPS else (METF, HEFT)
             fast = tuple(p for p in placers if isinstance(p, kinds))
             if n > _SMALL_OPS:
                 fast = tuple(_HASTY if isinstance(p, Contiguous) else p for p in fast)
             return portfolio(problem, fast, "fast", coarsely=n > _BALANCED_OPS)
-        if len(problem.graph.ops) > _PACKED_OPS:
+        if problem.arrays.ops > _PACKED_OPS:
             # `solve` packs where nothing else fits.
             placers = tuple(p for p in placers if not isinstance(p, Packing))
         return portfolio(problem, placers, self.effort)
@@ -151,17 +151,18 @@ def portfolio(
     """
     candidates: list[tuple[str, Placement | None]] = []
     coarse = coarsen(problem) if coarsely else None
-    if coarse is not None and len(coarse.members) < len(problem.graph.ops):
+    if coarse is not None and coarse.arrays.ops < problem.arrays.ops:
+        lumped = coarse.lumped()
         for placer in placers:
-            placement = placer.place(coarse.lumped)
+            placement = placer.place(lumped)
             if placement is not None:
+                stats = {**placement.stats}
+                stats.pop("makespan_ns", None)
                 fine = coarse.expand(placement)
-                stats = {key: fine.stats[key] for key in fine.stats if key != "makespan_ns"}
-                devices = np.array(fine.devices, np.int32)
-                placement = placed_in(problem, devices, fine.order, placement.placer, stats)
+                placement = placed_in(problem, *fine, placement.placer, stats)
             candidates.append((f"{placer.name}/coarse", placement))
     fits = any(placement is not None for _, placement in candidates)
-    few = len(problem.graph.ops) <= _BALANCED_OPS
+    few = problem.arrays.ops <= _BALANCED_OPS
     if not fits or effort == "thorough" or (effort == "balanced" and few):
         candidates += [
             (f"{placer.name}/fine", timed(problem, placer.place(problem))) for placer in placers

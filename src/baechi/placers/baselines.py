@@ -42,8 +42,7 @@ class SingleDevice(Placer):
             raise InputError(f"device {self.device} does not exist; the cluster has {n} devices.")
         devices = problem.free_devices if self.device is None else (self.device,)
         found = [
-            in_index_order(problem, [device] * len(problem.graph.ops), self.name)
-            for device in devices
+            in_index_order(problem, [device] * problem.arrays.ops, self.name) for device in devices
         ]
         return shortest(placement for placement in found if placement is not None)
 

@@ -78,7 +78,7 @@ class Contiguous(Placer):
 
 def _orders(problem: Problem) -> Iterator[tuple[int, ...]]:
     """Topological orders of the ops."""
-    n = len(problem.graph.ops)
+    n = problem.arrays.ops
     yield tuple(range(n))
     yield depth_first(problem)
     ranks = _core.upward_ranks(problem.core)
@@ -153,7 +153,7 @@ def _blocks(
     position[list(row)] = np.arange(len(row))
     if len(row) <= most:
         return len(row), position.astype(np.int32)
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     first = position[arrays.op_group[arrays.producer]]
     last = first.copy()
     tensor = np.repeat(np.arange(len(first)), np.diff(arrays.consumer_begin))

@@ -120,7 +120,7 @@ def linked(problem: Problem) -> Problem | None:
     allowed = _consistent(problem, reach)
     if allowed is None or (allowed == problem.allowed).all():
         return None if allowed is None else problem
-    return Problem(problem.graph, problem.cluster, problem.constraints, allowed)
+    return Problem(problem.source, problem.cluster, problem.constraints, allowed)
 
 
 def _reach(problem: Problem) -> NDArray[np.bool_]:
@@ -136,8 +136,8 @@ def _reach(problem: Problem) -> NDArray[np.bool_]:
 
 def _consistent(problem: Problem, reach: NDArray[np.bool_]) -> NDArray[np.bool_] | None:
     """The allowed devices that remain when no more can be ruled out."""
-    op_group = problem.graph.arrays.op_group
-    producers, consumers = problem.graph.arrays.edges()
+    op_group = problem.arrays.op_group
+    producers, consumers = problem.arrays.edges()
     pairs = np.unique(np.stack([op_group[producers], op_group[consumers]]), axis=1)
     edges = [(src, dst) for src, dst in pairs.T.tolist() if src != dst]
     # Sets of devices as the bits of an int.

@@ -130,9 +130,9 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     search does not pay; also with a limit on the number of devices, for which `solve` tries one
     choice of devices at a time.
     """
-    n = len(problem.graph.ops)
+    n = problem.arrays.ops
     # The cost of an op grows with its inputs.
-    density = max(1, len(problem.graph.arrays.consumers) // (_INPUTS * max(1, n)))
+    density = max(1, len(problem.arrays.consumers) // (_INPUTS * max(1, n)))
     budget = replace(
         budget,
         evaluations=budget.evaluations // density,
@@ -150,7 +150,7 @@ def improved(problem: Problem, placements: Sequence[Placement], budget: Budget) 
     devices = np.flatnonzero(problem.allowed.any(axis=1))
     if len(devices) > MOST_USED:
         devices = np.array(used_devices(problem, placements) or devices)
-    too_large = len(problem.graph.tensors) * len(devices) > _SIZE
+    too_large = problem.arrays.tensors * len(devices) > _SIZE
     if too_large or (len(devices) == 1 and placements):
         return None
     halt = _core.Halt()  # ends all searches when closed: an interrupt does not wait for them
@@ -222,7 +222,7 @@ class _Space:
         if not rows:
             # Every group on its first allowed device.
             first = self._problem.allowed[self.devices].argmax(axis=0)
-            devices = first[self._problem.graph.arrays.op_group].astype(np.int32)
+            devices = first[self._problem.arrays.op_group].astype(np.int32)
             rows.append((devices, _core.list_order(self._core, devices)))
         if len(self.devices) > 1:
             rows += self._partitions(rows[0][0], budget)
@@ -258,7 +258,7 @@ class _Space:
         self, best: _State, growths: tuple[int, float], evaluations: int
     ) -> tuple[list[_State], int]:
         """Placements grown along time, and their cost; only the cheap ones if none is better."""
-        n, devices = len(self._problem.graph.ops), len(self.devices)
+        n, devices = self._problem.arrays.ops, len(self.devices)
         states: list[_State] = []
         spent = 0
         count, share = growths

@@ -188,7 +188,7 @@ def is_hopeless(problem: Problem) -> bool:
 
     If memory is nearly full, that includes a search for a packing (`is_unpackable`).
     """
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     if not arrays.groups:
         return False
     memory = np.array(problem.pool_memory, np.int64)[np.array(problem.device_pool)]
@@ -222,7 +222,7 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
 
     Also empty if `PATIENT` searches do not find a device for every group.
     """
-    ops, groups = len(problem.graph.ops), problem.graph.arrays.groups
+    ops, groups = problem.arrays.ops, problem.arrays.groups
     if groups * (groups + ops) // 2 > PATIENT:
         return
     tries = dict.fromkeys([tuple(range(ops)), depth_first(problem)], budget)
@@ -242,6 +242,6 @@ def backtracked(problem: Problem, placer: str, budget: int = PATIENT) -> Iterato
 
 def is_unpackable(problem: Problem) -> bool:
     """True if it is proved that the persistent bytes of all groups cannot be packed."""
-    if problem.graph.arrays.groups > _PROOF // _NODES:
+    if problem.arrays.groups > _PROOF // _NODES:
         return False
     return _core.backtrack(problem.core, np.empty(0, np.int32), _PROOF, _SEED)[1]

@@ -73,7 +73,7 @@ class Metis(Placer):
             repaired = _Repair(problem, net, assignment, devices).repaired()
             candidates += [] if repaired is None else [repaired]
             candidates.append(tuple(assignment.tolist()))
-        order = range(len(problem.graph.ops))
+        order = range(problem.arrays.ops)
         return shortest_assignment(problem, dict.fromkeys(candidates, order), self.name)
 
 
@@ -85,21 +85,23 @@ class _Net:
     """
 
     def __init__(self, problem: Problem) -> None:
-        op_group = problem.op_group
-        costs = _core.mean_transfers(problem.core)
-        weights: dict[tuple[int, int], int] = {}
-        for tensor, cost in zip(problem.graph.tensors, costs, strict=True):
-            home = op_group[tensor.producer]
-            readers = {op_group[op] for op in tensor.consumers} - {home}
-            for reader in readers:
-                for edge in ((home, reader), (reader, home)):
-                    weights[edge] = weights.get(edge, 0) + cost // len(readers)
-        edges = sorted(weights)
-        self.src, self.dst = np.array(edges, np.int64).reshape(-1, 2).T
-        self.weight = np.array([weights[edge] for edge in edges], np.int64)
-        self.loads = live_loads(problem, range(len(op_group)))
-        self.times = np.zeros(len(problem.group_ops), np.int64)
-        np.add.at(self.times, problem.graph.arrays.op_group, problem.durations.min(axis=0))
+        arrays, costs = problem.arrays, np.array(_core.mean_transfers(problem.core), np.int64)
+        groups = max(1, arrays.groups)
+        homes = arrays.op_group[arrays.producer].astype(np.int64)
+        tensors = np.repeat(np.arange(arrays.tensors), np.diff(arrays.consumer_begin))
+        readers = arrays.op_group[arrays.consumers]
+        away = readers != homes[tensors]
+        # Each pair of a tensor and another group that reads it, once.
+        tensors, readers = divmod(np.unique(tensors[away] * groups + readers[away]), groups)
+        homes, shares = homes[tensors], costs[tensors] // np.bincount(tensors)[tensors]
+        both = np.concatenate([homes * groups + readers, readers * groups + homes])
+        edges, edge_of = np.unique(both, return_inverse=True)
+        self.src, self.dst = divmod(edges, groups)
+        self.weight = np.zeros(len(edges), np.int64)
+        np.add.at(self.weight, edge_of, np.tile(shares, 2))
+        self.loads = live_loads(problem, range(arrays.ops))
+        self.times = np.zeros(arrays.groups, np.int64)
+        np.add.at(self.times, arrays.op_group, problem.durations.min(axis=0))
 
 
 def _partitions(

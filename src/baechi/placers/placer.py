@@ -67,7 +67,7 @@ def placement_of(
     devices[order] = where
     known = FrozenDict({"makespan_ns": timeline.makespan(), **(stats or {})})
     return Placement(
-        problem.graph.digest, tuple(devices.tolist()), tuple(order.tolist()), placer, known
+        problem.source.digest, tuple(devices.tolist()), tuple(order.tolist()), placer, known
     )
 
 
@@ -92,7 +92,7 @@ def in_index_order(problem: Problem, devices: Sequence[int], placer: str) -> Pla
     Raises:
         InputError: As `simulate`.
     """
-    timeline = replay(problem, devices, range(len(problem.graph.ops)))
+    timeline = replay(problem, devices, range(problem.arrays.ops))
     return placement_of(problem, timeline, placer) if fits_memory(problem, timeline) else None
 
 
@@ -149,7 +149,7 @@ def live_loads(problem: Problem, order: Sequence[int]) -> NDArray[np.int64]:
         return np.zeros((1, groups), np.int64)
     position = np.empty(n, np.int64)
     position[list(order)] = np.arange(n)
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     group, nbytes, owner = arrays.op_group, arrays.nbytes, arrays.producer
     born = position[owner]
     readers = np.diff(arrays.consumer_begin)
@@ -188,8 +188,8 @@ def shuffled(problem: Problem, seed: int) -> tuple[int, ...]:
 
 def _topological(problem: Problem, pick: Callable[[int], int]) -> tuple[int, ...]:
     """A topological order; `pick(n)` chooses among n ready ops, the latest being last."""
-    producers, consumers = problem.graph.arrays.edges()
-    n = len(problem.graph.ops)
+    producers, consumers = problem.arrays.edges()
+    n = problem.arrays.ops
     waiting = np.bincount(consumers, minlength=n).tolist()
     readers: list[list[int]] = [[] for _ in range(n)]
     for producer, consumer in zip(producers.tolist(), consumers.tolist(), strict=True):
@@ -208,7 +208,7 @@ def _topological(problem: Problem, pick: Callable[[int], int]) -> tuple[int, ...
 
 def op_devices(problem: Problem, assignment: Sequence[int]) -> NDArray[np.int32]:
     """The device of every op, where every group has one."""
-    return np.array(assignment, np.int32)[problem.graph.arrays.op_group]
+    return np.array(assignment, np.int32)[problem.arrays.op_group]
 
 
 def in_both_orders(problem: Problem, assignment: Sequence[int], placer: str) -> Iterator[Placement]:
@@ -241,7 +241,7 @@ def _most_devices(problem: Problem) -> int:
 
 def is_allowed(problem: Problem, devices: NDArray[np.int32]) -> bool:
     """True if every op may be on its device, and the number of devices is within the limit."""
-    there = problem.allowed[devices, problem.graph.arrays.op_group]
+    there = problem.allowed[devices, problem.arrays.op_group]
     return bool(there.all()) and len(set(devices.tolist())) <= _most_devices(problem)
 
 

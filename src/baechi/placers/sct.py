@@ -110,7 +110,7 @@ def rho(problem: Problem) -> float:
     Over all links between two memories, and all devices. 0.0 if nothing is ever sent; infinity if
     something is, but no op takes time.
     """
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     producers, consumers = arrays.edges()
     sent = arrays.op_group[producers] != arrays.op_group[consumers]
     links = set(links_between(problem))

@@ -112,7 +112,7 @@ def links_between(problem: Problem) -> list[Link]:
 
 def favorite_program(problem: Problem) -> FavoriteProgram:
     """The program of a problem; tensors between the same two ops are sent one after another."""
-    arrays, n = problem.graph.arrays, len(problem.graph.ops)
+    arrays, n = problem.arrays, problem.arrays.ops
     links = links_between(problem)
     empty_ns = sum(link.latency_ns + link.overhead_ns for link in links) / max(1, len(links))
     ns_per_byte = sum(1e9 / link.bytes_per_s for link in links) / max(1, len(links))

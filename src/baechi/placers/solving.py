@@ -206,7 +206,7 @@ def _worst(problem: Problem) -> tuple[int, int, tuple[int, ...], list[int]]:
     largest need of those that earliest task first cannot place.
     """
     timeline = problem.timeline()
-    arrays, left = problem.graph.arrays, problem.pool_memory
+    arrays, left = problem.arrays, problem.pool_memory
     needs = (arrays.running_bytes() + arrays.group_persistent[arrays.op_group]).tolist()
     memory = np.array(left, np.int64)[np.array(problem.device_pool)]
     most = np.where(problem.allowed, memory[:, None], -1).max(axis=0)[arrays.op_group]
@@ -245,7 +245,7 @@ def _smallest_extra(problem: Problem, placer: Placer, effort: str) -> tuple[int,
     missing = _missing_for_all(problem)
     device = min(problem.free_devices, key=lambda d: (missing[d], d), default=-1)
     most = missing[device] if device >= 0 else ample_bytes(problem)
-    exact = len(problem.graph.ops) <= _EXACT_OPS
+    exact = problem.arrays.ops <= _EXACT_OPS
     unit = 1 if exact else 1 + (most >> _STEPS)
     units = -(-most // unit)
     if device < 0:
@@ -281,8 +281,8 @@ def _is_arranged(problem: Problem) -> bool:
 
 def _missing_for_all(problem: Problem) -> list[int]:
     """Bytes that every device lacks to hold the whole graph."""
-    n = len(problem.graph.ops)
-    free = Problem(problem.graph, problem.cluster)
+    n = problem.arrays.ops
+    free = Problem(problem.source, problem.cluster)
     missing = []
     for device, pool in enumerate(problem.device_pool):
         timeline = free.timeline()
@@ -299,7 +299,7 @@ def _bare_memory(problem: Problem, device: int) -> int:
 
 def ample_bytes(problem: Problem) -> int:
     """An upper bound on the extra bytes that any device can need."""
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     return arrays.total_op_bytes + arrays.total_tensor_bytes + max(problem.pool_margin)
 
 
@@ -312,7 +312,7 @@ def grown(problem: Problem, device: int, extra: int) -> Problem:
         for index, row in enumerate(problem.cluster.devices)
     )
     cluster = replace(problem.cluster, devices=devices)
-    return Problem(problem.graph, cluster, problem.constraints)
+    return Problem(problem.source, cluster, problem.constraints)
 
 
 def _explain_fixed(problem: Problem, placer: Placer) -> NoReturn:

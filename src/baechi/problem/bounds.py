@@ -40,7 +40,7 @@ def parts(problem: Problem) -> dict[str, int]:
     Where no schedule is valid, every number is a bound; these are then computed without memory
     limits and with free links between all devices.
     """
-    if not problem.graph.ops:
+    if not problem.arrays.ops:
         return dict.fromkeys(_NAMES, 0)
     sites = _Sites(problem, limited=True)
     if sites.allowed.any(axis=0).all():
@@ -55,7 +55,7 @@ def _parts(problem: Problem, sites: "_Sites") -> dict[str, int]:
     if len(sites.members) > 1:
         weights.append(_by_speed(sites.durations))
     sums = [sites.weight_sum(row) for row in weights]
-    window, thresholds, guesses = _effort(len(problem.graph.ops) * len(sites.members))
+    window, thresholds, guesses = _effort(problem.arrays.ops * len(sites.members))
     found = _core.lower_bounds(
         problem.core,
         durations=sites.durations.reshape(-1),
@@ -91,7 +91,7 @@ def _look(problem: Problem, device: int) -> _Look:
 
 def _possible(problem: Problem, devices: Iterable[int]) -> list[NDArray[np.bool_]]:
     """Per device and group, whether the group could be there if it were alone."""
-    running = problem.graph.arrays.running_bytes()
+    running = problem.arrays.running_bytes()
     persistent = np.array(problem.group_persistent, np.int64)
     groups = np.array(problem.op_group, np.int64)
     rows = []
@@ -178,7 +178,7 @@ def _members(
     """The devices of every site: the fewest sites that are exact, or fewer if too many."""
     others = ~np.eye(len(looks), dtype=bool)
     equal = all(len(row) == 0 or (row == row[0]).all() for row in (latency[others], rate[others]))
-    few = len(looks) * len(problem.graph.ops) <= 2**16
+    few = len(looks) * problem.arrays.ops <= 2**16
     keys: tuple[list[object], ...] = (
         [look if equal else (look, device) for device, look in enumerate(looks)] if few else [],
         list(looks),

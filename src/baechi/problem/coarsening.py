@@ -22,6 +22,7 @@ Differences from the paper: fusion never makes a cycle, group size is limited, a
 Complexity: O((ops + tensors) log ops) per round, and a handful of rounds.
 """
 
+import hashlib
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,8 +34,9 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.problem.problem_arrays import Problem
+from baechi.problem.problem_arrays import LIMIT, ArrayGraph, Problem, places
 from baechi.records.graph import Op, OpGraph, Tensor
+from baechi.records.graph_arrays import GraphArrays
 from baechi.records.placement import Placement
 from baechi.validation import INT64_MAX
 
@@ -61,64 +63,77 @@ class Coarse:
     @cached_property
     def members(self) -> tuple[tuple[int, ...], ...]:
         """The fine ops of every coarse op, in topological order."""
-        ops = self._sorted.tolist()
-        bounds = [*self._begin.tolist(), len(ops)]
-        return tuple(tuple(ops[i:j]) for i, j in pairwise(bounds))
+        return places(self.part_of)
 
-    @cached_property
-    def _sorted(self) -> NDArray[np.int64]:
-        """The fine ops, by part and then by index."""
-        return np.argsort(self.part_of, kind="stable")
-
-    @cached_property
-    def _begin(self) -> NDArray[np.int64]:
-        """Begin of each part in `_sorted`."""
-        return np.searchsorted(self.part_of[self._sorted], np.arange(len(self.group_of)))
-
-    def _sums(self, values: NDArray[np.int64]) -> list[int]:
+    def _sums(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         """The sum of each part over its ops."""
-        rows = values[self._sorted].astype(object)
         # Only times of a kind that no device has, or on faster devices, can pass 64 bits.
-        return [min(total, INT64_MAX) for total in np.add.reduceat(rows, self._begin).tolist()]
+        kind = np.int64 if values.sum(dtype=np.float64) < LIMIT else np.object_
+        sums = np.zeros(len(self.group_of), kind)
+        np.add.at(sums, self.part_of, values.astype(kind))
+        return np.array(np.minimum(sums, INT64_MAX), np.int64)
 
     @cached_property
-    def graph(self) -> OpGraph:
+    def arrays(self) -> GraphArrays:
         """The coarse graph.
 
         A coarse op takes the sum of its members' times and persistent bytes. Its workspace is the
         peak, while its members run in order, of their workspaces and of the tensors that never
-        leave it; all other tensors are the coarse graph's. It is named after its first member.
+        leave it; all other tensors are the coarse graph's.
         """
-        fine = self.problem.graph
+        fine, part_of = self.problem.arrays, self.part_of
         workspace, tensors, begin, consumers = _core.coarse_arrays(
-            self.problem.core, self.part_of, len(self.group_of)
+            self.problem.core, part_of, len(self.group_of)
         )
-        names = [fine.ops[op].name for op in self._sorted[self._begin].tolist()]
-        ops = map(
-            Op,
-            names,
-            self._sums(fine.arrays.times),
-            self._sums(fine.arrays.persistent),
-            workspace.tolist(),
-            self._group_names(),
+        return GraphArrays(
+            times=self._sums(fine.times),
+            kind_times={kind: self._sums(row) for kind, row in fine.kind_times.items()},
+            persistent=self._sums(fine.persistent),
+            workspace=workspace,
+            op_group=np.unique(self.group_of, return_inverse=True)[1].astype(np.int32),
+            producer=part_of[fine.producer[tensors]],
+            nbytes=fine.nbytes[tensors],
+            kept=fine.kept[tensors],
+            consumer_begin=begin,
+            consumers=consumers,
         )
-        rows, bounds = consumers.tolist(), begin.tolist()
-        part_of = self.part_of.tolist()
-        coarse_tensors = []
-        for place, index in enumerate(tensors.tolist()):
-            tensor = fine.tensors[index]
-            row = tuple(rows[bounds[place] : bounds[place + 1]])
-            coarse_tensors.append(Tensor(part_of[tensor.producer], row, tensor.nbytes, tensor.kept))
-        times = {kind: tuple(self._sums(row)) for kind, row in fine.arrays.kind_times.items()}
-        return OpGraph(tuple(ops), tuple(coarse_tensors), times)
 
     @cached_property
+    def digest(self) -> str:
+        """The sha256 of the fine graph's digest and of the parts."""
+        parts = self.part_of.tobytes() + self.group_of.tobytes()
+        return hashlib.sha256(self.problem.source.digest.encode() + parts).hexdigest()
+
+    @cached_property
+    def graph(self) -> OpGraph:
+        """The coarse graph as values; a coarse op is named after its first member."""
+        fine, arrays = self.problem.graph, self.arrays
+        consumers, bounds = arrays.consumers.tolist(), arrays.consumer_begin.tolist()
+        ops = map(
+            Op,
+            [fine.ops[row[0]].name for row in self.members],
+            arrays.times.tolist(),
+            arrays.persistent.tolist(),
+            arrays.workspace.tolist(),
+            self._group_names(),
+        )
+        tensors = map(
+            Tensor,
+            arrays.producer.tolist(),
+            [tuple(consumers[i:j]) for i, j in pairwise(bounds)],
+            arrays.nbytes.tolist(),
+            arrays.kept.astype(np.bool_).tolist(),
+        )
+        times = {kind: tuple(row.tolist()) for kind, row in arrays.kind_times.items()}
+        return OpGraph(tuple(ops), tuple(tensors), times)
+
     def lumped(self) -> Problem:
         """The coarse graph on the same cluster; a group may go where those in it may."""
         fine = self.problem
-        first = self._sorted[self._begin[np.unique(self.group_of)]]
-        allowed = fine.allowed[:, fine.graph.arrays.op_group[first]]
-        return Problem(self.graph, fine.cluster, fine.constraints, allowed)
+        _, first = np.unique(self.group_of[self.part_of], return_index=True)
+        allowed = fine.allowed[:, fine.arrays.op_group[first]]
+        source = ArrayGraph(self.arrays, self.digest, lambda: self.graph)
+        return Problem(source, fine.cluster, fine.constraints, allowed)
 
     def _group_names(self) -> list[str | None]:
         """The first fine group's name in every part's group; `None` where a part is alone."""
@@ -130,21 +145,23 @@ class Coarse:
                 names[group] = next(filter(None, (ops[op].group for op in row)), None)
         return [names.get(group) for group in groups]
 
-    def expand(self, placement: Placement) -> Placement:
-        """The same placement of the fine graph; members launch one after the other.
+    def expand(self, placement: Placement) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Devices and order of the fine ops; members launch one after the other.
 
         Raises:
             InputError: The placement is for another graph.
         """
-        if placement.graph_digest != self.graph.digest:
+        known = placement.graph_digest
+        # Placers that ask for `graph` give its digest.
+        if known != self.digest and known != self.graph.digest:  # noqa: PLR1714 (the last is slow)
             raise InputError(
-                f"the placement is for graph {placement.graph_digest[:12]}..., not for this coarse "
+                f"the placement is for graph {known[:12]}..., not for this coarse "
                 f"graph {self.graph.digest[:12]}...; expand it with what it was coarsened with."
             )
-        devices = np.array(placement.devices, np.int32)[self.part_of].tolist()
-        order = tuple(op for part in placement.order for op in self.members[part])
-        digest = self.problem.graph.digest
-        return Placement(digest, tuple(devices), order, placement.placer, placement.stats)
+        turn = np.empty(len(self.group_of), np.int32)
+        turn[list(placement.order)] = np.arange(len(turn))
+        devices = np.array(placement.devices, np.int32)[self.part_of]
+        return devices, np.argsort(turn[self.part_of], kind="stable").astype(np.int32)
 
 
 def coarsen(problem: Problem) -> Coarse:
@@ -152,7 +169,7 @@ def coarsen(problem: Problem) -> Coarse:
 
     The cluster's links decide what is cheap, and its memory limits the groups.
     """
-    arrays = problem.graph.arrays
+    arrays = problem.arrays
     idle = (problem.durations.max(axis=0) == 0) & (arrays.persistent == 0)
     pools = np.array(problem.device_pool)[problem.allowed.any(axis=1)]
     largest = max((problem.pool_memory[pool] for pool in pools.tolist()), default=0)

@@ -4,10 +4,11 @@ The core adds times and bytes without overflow checks; `Problem` proves beforeha
 can reach 2**62. Of constraints, placers read only `allowed` and `max_devices`.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import InitVar, dataclass, replace
 from difflib import get_close_matches
 from functools import cached_property
+from itertools import pairwise
 from typing import Final, final
 
 import numpy as np
@@ -18,6 +19,7 @@ from baechi.errors import InputError
 from baechi.records.cluster import PORTS, Cluster, Link
 from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
+from baechi.records.graph_arrays import GraphArrays
 from baechi.units import format_bytes
 
 LIMIT: Final = 2**62
@@ -29,11 +31,28 @@ _SEARCHED: Final = 5_000
 
 @final
 @dataclass(frozen=True, eq=False)
+class ArrayGraph:
+    """A graph as arrays, of which there is an `OpGraph` only where someone asks for one.
+
+    Attributes:
+        arrays: Its columns.
+        digest: Of its placements; not that of the `OpGraph`.
+        as_values: A function that returns the `OpGraph`.
+    """
+
+    arrays: GraphArrays
+    digest: str
+    as_values: Callable[[], OpGraph]
+
+
+@final
+@dataclass(frozen=True, eq=False)
 class Problem:
     """The input of a placer: a graph, a cluster and constraints, checked together.
 
     Attributes:
-        graph: The operators and tensors, in their explicit form (`OpGraph.explicit`).
+        source: The operators and tensors: an `OpGraph`, in its explicit form (`OpGraph.explicit`),
+            or the arrays of one.
         cluster: The devices and links.
         constraints: Constraints besides memory; `None` is none.
         narrowed: With constraints, the value of `allowed` in place of the devices that they name.
@@ -43,19 +62,20 @@ class Problem:
             constraints use an unknown name or contradict each other.
     """
 
-    graph: OpGraph
+    source: OpGraph | ArrayGraph
     cluster: Cluster
     constraints: Constraints | None = None
     narrowed: InitVar[NDArray[np.bool_] | None] = None
 
     def __post_init__(self, narrowed: NDArray[np.bool_] | None) -> None:
-        for value, kind in ((self.graph, OpGraph), (self.cluster, Cluster)):
-            if not isinstance(value, kind):
+        for value, kind in ((self.source, OpGraph), (self.cluster, Cluster)):
+            if not isinstance(value, (kind, ArrayGraph)):
                 raise InputError(
                     f"a {type(value).__name__} stands where a baechi.{kind.__name__} belongs; the "
                     "order is graph, cluster, placement."
                 )
-        object.__setattr__(self, "graph", self.graph.explicit)
+        if isinstance(self.source, OpGraph):
+            object.__setattr__(self, "source", self.source.explicit)
         if self.constraints is not None:
             if not isinstance(self.constraints, Constraints):
                 raise InputError(
@@ -67,17 +87,27 @@ class Problem:
             self.__dict__["allowed"] = narrowed
         self._check_sums()
 
+    @property
+    def graph(self) -> OpGraph:
+        """The operators and tensors as values."""
+        return self.source if isinstance(self.source, OpGraph) else self.source.as_values()
+
+    @property
+    def arrays(self) -> GraphArrays:
+        """The operators and tensors as columns."""
+        return self.source.arrays
+
     def _check_sums(self) -> None:
         latency, rate = self.links
         paths = rate > 0
         latency_ns = int(np.where(paths, latency, 0).max())
         overhead_ns = int(self.overheads.max(initial=0))
         slowest = int(np.where(paths, rate, LIMIT).min())
-        arrays = self.graph.arrays
+        arrays = self.arrays
         sent_ns = arrays.total_tensor_bytes * 10**9 // slowest
-        sent_ns += len(self.graph.tensors) * (1 + latency_ns + overhead_ns)
+        sent_ns += arrays.tensors * (1 + latency_ns + overhead_ns)
         # Each op may also have a hand-over inside a pool, which costs the link's latency.
-        waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * len(self.graph.ops)
+        waits_ns = sent_ns * len(self.cluster.devices) + latency_ns * arrays.ops
         total_ns = sum(self.durations.max(axis=0).tolist()) + waits_ns
         if total_ns >= LIMIT:
             raise InputError(
@@ -95,7 +125,7 @@ class Problem:
     @cached_property
     def allowed(self) -> NDArray[np.bool_]:
         """True where a device may take a group: a row per device, a column per group."""
-        return np.broadcast_to(np.True_, (len(self.cluster.devices), self.graph.arrays.groups))
+        return np.broadcast_to(np.True_, (len(self.cluster.devices), self.arrays.groups))
 
     @property
     def max_devices(self) -> int | None:
@@ -121,7 +151,7 @@ class Problem:
         constraints = replace(self.constraints or Constraints(), max_devices=None)
         allowed = self.allowed.copy()
         allowed[np.setdiff1d(np.arange(len(allowed)), devices)] = False
-        return Problem(self.graph, self.cluster, constraints, allowed)
+        return Problem(self.source, self.cluster, constraints, allowed)
 
     def on(self, devices: Sequence[int]) -> "Problem":
         """The problem of a cluster of only these devices, renumbered in their order.
@@ -135,19 +165,19 @@ class Problem:
             self.cluster.ports,
         )
         if self.constraints is None:
-            return Problem(self.graph, cluster)
+            return Problem(self.source, cluster)
         # A pool keeps its margin even if the device that set it is left out.
         margins = {
             self.cluster.devices[device].name: self.pool_margin[self.device_pool[device]]
             for device in devices
         }
         constraints = replace(self.constraints, margins=margins)
-        return Problem(self.graph, cluster, constraints, self.allowed[list(devices)])
+        return Problem(self.source, cluster, constraints, self.allowed[list(devices)])
 
     @cached_property
     def _classes(self) -> tuple[list[tuple[str, float]], NDArray[np.int32]]:
         """Kind ("" without times of its own) and speed of every class; the class per device."""
-        times = self.graph.times
+        times = self.arrays.kind_times
         keys = [(d.kind if d.kind in times else "", d.speed) for d in self.cluster.devices]
         rows = {key: row for row, key in enumerate(dict.fromkeys(keys))}
         return list(rows), np.array([rows[key] for key in keys], np.int32)
@@ -163,11 +193,11 @@ class Problem:
 
         A speed of exactly 1.0 leaves the time as it is; any other divides it as IEEE doubles.
         """
-        arrays = self.graph.arrays
+        arrays = self.arrays
         classes, _ = self._classes
-        rows = np.empty((len(classes), len(self.graph.ops)), np.int64)
+        rows = np.empty((len(classes), arrays.ops), np.int64)
         for at, (kind, speed) in enumerate(classes):
-            times = arrays.kind_times[kind] if kind in self.graph.times else arrays.times
+            times = arrays.kind_times.get(kind, arrays.times)
             if speed == 1.0:
                 rows[at] = times
                 continue
@@ -242,27 +272,22 @@ class Problem:
     @cached_property
     def op_group(self) -> tuple[int, ...]:
         """The group of every op, counted by first op; an op without one is alone in its own."""
-        return tuple(self.graph.arrays.op_group.tolist())
+        return tuple(self.arrays.op_group.tolist())
 
     @cached_property
     def group_ops(self) -> tuple[tuple[int, ...], ...]:
         """The ops of every group, ascending."""
-        rows: list[list[int]] = []
-        for op, group in enumerate(self.op_group):
-            if group == len(rows):
-                rows.append([])
-            rows[group].append(op)
-        return tuple(map(tuple, rows))
+        return places(self.arrays.op_group)
 
     @cached_property
     def group_persistent(self) -> tuple[int, ...]:
         """The persistent bytes of every group."""
-        return tuple(self.graph.arrays.group_persistent.tolist())
+        return tuple(self.arrays.group_persistent.tolist())
 
     @cached_property
     def group_bytes(self) -> tuple[int, ...]:
         """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
-        arrays = self.graph.arrays
+        arrays = self.arrays
         most = np.zeros(arrays.groups, np.int64)
         np.maximum.at(most, arrays.op_group, arrays.workspace)
         sums = arrays.group_persistent + most
@@ -280,7 +305,7 @@ class Problem:
         latency, rate = self.links
         free = self.constraints is None or self.allowed.all()
         return _core.Problem(
-            graph=self.graph.arrays.core,
+            graph=self.arrays.core,
             device_class=self.device_class,
             durations=self.durations.reshape(-1),
             pool=np.array(self.device_pool, np.int32),
@@ -386,6 +411,13 @@ def _hint(graph: OpGraph, name: str) -> str:
     known = list(dict.fromkeys([*graph.op_index, *graph.groups]))
     alike = get_close_matches(name, known[:_SEARCHED], 3)
     return f". Did you mean {listed(alike)}?" if alike else f", only {listed(known)}."
+
+
+def places(values: NDArray[np.int32]) -> tuple[tuple[int, ...], ...]:
+    """The places of every value from 0 to the largest, ascending."""
+    order = np.argsort(values, kind="stable").tolist()
+    bounds = pairwise([0, *np.cumsum(np.bincount(values)).tolist()])
+    return tuple(tuple(order[i:j]) for i, j in bounds)
 
 
 def needed(allowed: NDArray[np.bool_]) -> NDArray[np.bool_]:

@@ -70,7 +70,7 @@ class Timeline:
         """
         self._check(op, device)
         problem = self._problem
-        if not problem.allowed[device, problem.graph.arrays.op_group[op]]:
+        if not problem.allowed[device, problem.arrays.op_group[op]]:
             raise InputError(_why_not(problem, op, device))
         name = problem.cluster.devices[device].name
         if not self._core.allows(op, device):
@@ -94,7 +94,7 @@ class Timeline:
         Raises:
             InputError: Some ops are not committed.
         """
-        left = [op for op in range(len(self._problem.graph.ops)) if not self._core.committed(op)]
+        left = [op for op in range(self._problem.arrays.ops) if not self._core.committed(op)]
         if left:
             raise InputError(
                 f"{len(left)} ops are not committed, the first is {self._name(left[0])}; "
@@ -107,7 +107,7 @@ class Timeline:
 
     def _check(self, op: int, device: int) -> None:
         for value, size, what in (
-            (op, len(self._problem.graph.ops), "op"),
+            (op, self._problem.arrays.ops, "op"),
             (device, len(self._problem.cluster.devices), "device"),
         ):
             if not isinstance(value, int):
@@ -180,7 +180,7 @@ def replay(problem: Problem, devices: Sequence[int], order: Sequence[int]) -> _c
         InputError: As `simulate`.
     """
     where, launches = _core.indices(tuple(devices)), _core.indices(tuple(order))
-    whole = len(where) == len(launches) == len(problem.graph.ops)
+    whole = len(where) == len(launches) == problem.arrays.ops
     if problem.constraints is not None or not whole:
         _check_placement(problem, where, launches)
     timeline = problem.timeline()

@@ -31,8 +31,6 @@ class GraphArrays:
         kept: Per tensor, 0 or 1.
         consumer_begin: Where the consumers of every tensor begin in `consumers`, and their number.
         consumers: Ops, ascending per tensor.
-        total_op_bytes: Persistent and workspace bytes of all ops, exact, as if none were reused.
-        total_tensor_bytes: Bytes of all tensors, exact.
     """
 
     times: NDArray[np.int64]
@@ -45,8 +43,21 @@ class GraphArrays:
     kept: NDArray[np.uint8]
     consumer_begin: NDArray[np.int64]
     consumers: NDArray[np.int32]
-    total_op_bytes: int
-    total_tensor_bytes: int
+
+    def __post_init__(self) -> None:
+        for column in (*vars(self).values(), *self.kind_times.values()):
+            if isinstance(column, np.ndarray):
+                column.setflags(write=False)
+
+    @property
+    def ops(self) -> int:
+        """The number of ops."""
+        return len(self.times)
+
+    @property
+    def tensors(self) -> int:
+        """The number of tensors."""
+        return len(self.nbytes)
 
     @property
     def groups(self) -> int:
@@ -59,6 +70,17 @@ class GraphArrays:
         sums = np.zeros(self.groups, np.int64)
         np.add.at(sums, self.op_group, self.persistent)
         return sums
+
+    # Sums of Python's integers are exact, however large.
+    @cached_property
+    def total_op_bytes(self) -> int:
+        """Persistent and workspace bytes of all ops, as if none were reused."""
+        return sum([*self.persistent.tolist(), *np.maximum(self.workspace, 0).tolist()])
+
+    @cached_property
+    def total_tensor_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.nbytes.tolist())
 
     @cached_property
     def core(self) -> _core.Graph:
@@ -97,30 +119,19 @@ def arrays_of(
     ops: Sequence[Any], tensors: Sequence[Any], times: Mapping[str, tuple[int, ...]]
 ) -> GraphArrays:
     """The columns of a graph's `Op` and `Tensor` values and times; O(ops + tensors)."""
-    persistent = np.array([op.persistent_bytes for op in ops], np.int64)
-    workspace = np.array([op.workspace_bytes - op.reused_bytes for op in ops], np.int64)
-    nbytes = np.array([tensor.nbytes for tensor in tensors], np.int64)
     sizes = np.array([len(tensor.consumers) for tensor in tensors], np.int64)
     consumers = (consumer for tensor in tensors for consumer in tensor.consumers)
     keys = (index if op.group is None else op.group for index, op in enumerate(ops))
     groups: dict[int | str, int] = {}
-    columns = GraphArrays(
+    return GraphArrays(
         times=np.array([op.time_ns for op in ops], np.int64),
         kind_times={kind: np.array(row, np.int64) for kind, row in times.items()},
-        persistent=persistent,
-        workspace=workspace,
+        persistent=np.array([op.persistent_bytes for op in ops], np.int64),
+        workspace=np.array([op.workspace_bytes - op.reused_bytes for op in ops], np.int64),
         op_group=np.array([groups.setdefault(key, len(groups)) for key in keys], np.int32),
         producer=np.array([tensor.producer for tensor in tensors], np.int32),
-        nbytes=nbytes,
+        nbytes=np.array([tensor.nbytes for tensor in tensors], np.int64),
         kept=np.array([tensor.kept for tensor in tensors], np.uint8),
         consumer_begin=np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes)]),
         consumers=np.fromiter(consumers, np.int32, int(sizes.sum())),
-        # Sums of Python's integers are exact, however large.
-        total_op_bytes=sum(persistent.tolist()) + sum(np.maximum(workspace, 0).tolist()),
-        total_tensor_bytes=sum(nbytes.tolist()),
     )
-    for name in GraphArrays.__dataclass_fields__:
-        value = getattr(columns, name)
-        if isinstance(value, np.ndarray):
-            value.setflags(write=False)
-    return columns

@@ -39,7 +39,8 @@ def derive(model: nn.Module, added: type[nn.Module], state: PlacedState) -> None
     holders = (vars(model), *state_of(model))
     ours = [name for name in vars(added) if not name.startswith("_")]
     names: dict[str, Any] = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    names |= {"__doc__": own.__doc__, "_uncompiled": torch.compiler.disable(Placed._call)}
+    uncompiled = torch.compiler.disable(Placed._call)  # type: ignore[no-untyped-call]
+    names |= {"__doc__": own.__doc__, "_uncompiled": uncompiled}
     names |= {name: _Elsewhere() for name in ours if any(name in holder for holder in holders)}
     try:
         kind = types.new_class(own.__name__, (Placed, own, added), {}, lambda ns: ns.update(names))
@@ -79,7 +80,7 @@ class Placed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The placed call; inside of a trace or of a placed step the model's own."""
         if torch.compiler.is_dynamo_compiling():  # a constant to it; it breaks its graph here
-            return self._uncompiled(*args, **kwargs)  # type: ignore[attr-defined]
+            return self._uncompiled(*args, **kwargs)
         return self._call(*args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,8 +127,9 @@ class Placed:
                 own(fn, recurse)
                 if any(old is not new for old, new in rows):
                     state.forget()
-            for tensor, _ in () if host is None else state.origins:
-                move(tensor, host)
+            if host is not None:
+                for tensor, _ in state.origins:
+                    move(tensor, host)
         return self
 
     def _twin(self) -> nn.Module:

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError, InputError
+from baechi.errors import ExecutionError, InputError, NotSpecializedError
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
@@ -23,7 +23,7 @@ from baechi.records.placement import Measurement, Placement, Schedule
 from baechi.runtime.derived_class import derive, placed_state, restore
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
-from baechi.runtime.placed_state import KEY, NotSpecializedError, PlacedState
+from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
 from baechi.runtime.specialization import Specializations, call_key
 from baechi.runtime.torch_compile import compile_options
@@ -242,12 +242,13 @@ class PlacedModule(nn.Module):
 
         state = _state(self)
         special = state.current
-        parts = (state.known("graph"), state.known("cluster"), special.placement, special.schedule)
-        plan = Plan(*parts, special.traced, state.measured.get(special))
+        parts = (state.known("graph"), state.known("cluster"), special.placement)
+        schedule = cast(Schedule, special.schedule)
+        plan = Plan(*parts, schedule, special.traced, state.measured.get(special))
         if path is not None:
             write_html(path, plan)
         if trace is not None:
-            write_trace(trace, Plan(*parts))
+            write_trace(trace, Plan(*parts, schedule))
         text = str(text_report(plan))
         remarks = special.remarks
         return "\n".join([text.rstrip("\n"), *remarks, ""]) if remarks else text

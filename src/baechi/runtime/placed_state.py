@@ -7,7 +7,7 @@ from typing import Any, Final, final
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError
+from baechi.errors import ExecutionError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations, call_key
@@ -22,10 +22,6 @@ Specialize = Callable[[nn.Module, Call, Sequence[Executable]], Executable]
 KEY: Final = "_baechi_placed"
 
 
-class NotSpecializedError(ExecutionError, AttributeError):
-    """An attribute of a placed model that it gets by its first call; `hasattr` is False before."""
-
-
 @final
 class PlacedState:
     """The state of one placed model.
@@ -38,8 +34,10 @@ class PlacedState:
     """
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
-    __slots__ = ("_limit", "_specialize", "latest", "lock", "measured", "meter", "model")
-    __slots__ += ("origins", "places", "specializations")
+    __slots__ = (
+        *("_limit", "_specialize", "latest", "lock", "measured", "meter", "model"),
+        *("origins", "places", "specializations"),
+    )
 
     def __init__(
         self,
