@@ -7,7 +7,6 @@ import torch
 from scripts import TOKENS, Place, equal_in_every_bit
 
 pytestmark = pytest.mark.slow
-SUBMODULE = pytest.mark.xfail(strict=True, reason="a call of a submodule is not split")
 
 
 def unet() -> Any:
@@ -84,12 +83,10 @@ def test_a_unet_in_a_pipeline_that_is_moved() -> None:
     equal_in_every_bit(lambda place: image(pipeline(unet=place(unet(), training=False)).to("cpu")))
 
 
-@SUBMODULE
 def test_a_vae_in_a_pipeline() -> None:
     equal_in_every_bit(lambda place: image(pipeline(vae=place(vae(), training=False))))
 
 
-@SUBMODULE
 def test_a_vae_encodes_and_decodes() -> None:
     def script(place: Place) -> Any:
         model = place(vae(), training=False)

@@ -39,7 +39,6 @@ def test_it_generates(name: str, options: dict[str, Any]) -> None:
     equal_in_every_bit(script)
 
 
-@pytest.mark.xfail(strict=True, reason="a call of a submodule is not split")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_encoder_is_split_too(name: str) -> None:
     def script(place: Place) -> Any:

@@ -49,9 +49,6 @@ def test_an_adapter_is_trained_saved_and_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="PEFT calls generate of the model inside, which is not split"
-)
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}], ids=["grown", "static"])
 def test_an_adapted_model_generates_split(cache: dict[str, Any]) -> None:
     def script(place: Place) -> Any:

@@ -7,9 +7,6 @@ import pytest
 from scripts import Place, equal_in_every_bit, tiny_llama, tokenizer
 
 pytestmark = pytest.mark.slow
-CHECKPOINTED = pytest.mark.xfail(
-    strict=True, reason="the hook that makes the embeddings need gradients returns nothing"
-)
 
 
 def tune(place: Place, folder: Path, peft_config: Any = None, **arguments: Any) -> Any:
@@ -40,7 +37,7 @@ def tune(place: Place, folder: Path, peft_config: Any = None, **arguments: Any) 
     "arguments",
     [
         {},
-        pytest.param({"gradient_checkpointing": True}, marks=CHECKPOINTED),
+        {"gradient_checkpointing": True},
         {"packing": True},
         {"bf16": True},
     ],
