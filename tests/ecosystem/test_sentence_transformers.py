@@ -38,7 +38,6 @@ def test_sentences_are_encoded(tmp_path: Path) -> None:
     equal_in_every_bit(script)
 
 
-@pytest.mark.xfail(strict=True, reason="it calls forward of the model inside, which is not split")
 def test_the_transformer_inside_alone(tmp_path: Path) -> None:
     def script(place: Place) -> Any:
         model = model_of(tmp_path)

@@ -1,4 +1,4 @@
-"""What a placed model knows beside itself: its entries, and how a specialization is made.
+"""The state of a placed model: its entries, and the specializations of each.
 
 An entry is the model, or a part of it that has weights: calls of it that come from outside of a
 placed step have plans of their own, around the weights where earlier calls put them.
