@@ -25,14 +25,15 @@ HAS_TORCH := import sys, torch; sys.exit([int(n) for n in torch.__version__.spli
 # What the installed package is made of; a change of one reinstalls it.
 SOURCES := $(shell find src csrc -type f -not -name '*.pyc' -not -name '*.so') pyproject.toml CMakeLists.txt README.md LICENSE
 CPP     := $(wildcard $(foreach folder,csrc csrc/* tests/support/emulated_cuda,$(folder)/*.cc $(folder)/*.h))
-COMPILE := $(BIN)/uv pip compile --quiet --upgrade --universal --python-version 3.11 --no-annotate \
-  --no-header pyproject.toml
+# torch is the machine's own or $(TORCH), so no lock has it, nor what only it needs.
+COMPILE := printf '%s ; python_version < "3"\n' torch torchvision | $(BIN)/uv pip compile --quiet \
+  --upgrade --universal --python-version 3.11 --no-annotate --no-header --override - pyproject.toml
 # The tests that reach the C++ core and need no torch.
 CORE_TESTS := tests/records tests/problem tests/placers
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-core test-nightly test-latest test-emulated mutants lock check bench sanitize clean
+.PHONY: help demo test test-core test-nightly test-latest test-emulated test-ecosystem mutants lock check bench sanitize clean
 
 help: ## Show this
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -55,6 +56,7 @@ lock: $(VENV)/.created ## Write the newest versions of all packages to locks/
 	$(COMPILE) --extra dev -o $(LOCKS)/dev.txt
 	$(COMPILE) --extra demo -c $(LOCKS)/dev.txt -o $(LOCKS)/demo.txt
 	$(COMPILE) --extra build -c $(LOCKS)/dev.txt -o $(LOCKS)/build.txt
+	$(COMPILE) --extra ecosystem -c $(LOCKS)/dev.txt -o $(LOCKS)/ecosystem.txt
 
 test-core: $(VENV)/.dev ## Run the tests of the solver and its C++ core, which need no torch
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(CORE_TESTS)
@@ -64,6 +66,10 @@ test-nightly: $(VENV)/.dev ## Run all tests, those that are too slow for CI too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup \
 	  --hypothesis-profile nightly -o budget_s=0 -m "not gpu and not multigpu" \
 	  tests docs README.md baechi $(wildcard benchmarks/*/test_*.py)
+
+test-ecosystem: $(VENV)/.ecosystem ## Run placed models in the loops of other libraries, and the recipes
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup -o budget_s=0 -m "not gpu and not multigpu" \
+	  tests/ecosystem docs/recipes
 
 mutants: $(VENV)/.dev ## Break the code in sixty places, one after another: the tests must notice each
 	OMP_NUM_THREADS=1 $(BIN)/python tests/mutants/run.py
@@ -142,4 +148,15 @@ $(VENV)/.packages: $(VENV)/.torch $(LOCKS)/dev.txt
 
 $(VENV)/.dev: $(VENV)/.packages $(VENV)/.wheel
 	@$(INSTALL)
+	@touch $@
+
+# Without dependencies: the lock has them all but torch, and pip would exchange a torch that fits no
+# longer. timm imports torchvision, whose binaries fit one torch alone: where those of $(TORCH) do not
+# load they go again, since they would break every other package that looks for it, and timm is skipped.
+$(VENV)/.ecosystem: $(VENV)/.dev $(LOCKS)/ecosystem.txt
+	@$(PIP) --no-deps -r $(LOCKS)/ecosystem.txt
+	@$(BIN)/python -c 'import torchvision' 2> /dev/null || \
+	  $(PIP) --no-deps $(subst torch==2.13.0,torchvision==0.28.0,$(TORCH)) || true
+	@$(BIN)/python -c 'import torchvision' 2> /dev/null || \
+	  $(BIN)/python -m pip uninstall -qqy torchvision
 	@touch $@

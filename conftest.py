@@ -16,6 +16,26 @@ import pytest
 _NEEDS = {
     "benchmarks/placement_quality/test_instances.py": ("plotly",),
     "tests/scheduling/test_service.py": ("fastapi", "httpx", "prometheus_client", "uvicorn"),
+    **{
+        path: names
+        for page, names in {
+            "accelerate": ("accelerate",),
+            "detection": ("scipy", "transformers"),
+            "diffusers": ("diffusers",),
+            "encoder-decoders": ("transformers",),
+            "lightning": ("lightning",),
+            "peft": ("peft",),
+            "sentence-transformers": ("datasets", "sentence_transformers"),
+            "timm": ("timm", "torchvision"),
+            "torchao": ("torchao",),
+            "trainer": ("accelerate", "transformers"),
+            "trl": ("datasets", "peft", "trl"),
+        }.items()
+        for path in (
+            f"docs/recipes/{page}.md",
+            f"tests/ecosystem/test_{page.replace('-', '_')}.py",
+        )
+    },
 }
 collect_ignore = [path for path, names in _NEEDS.items() if None in map(find_spec, names)]
 if find_spec("hypothesis") is None:
@@ -79,6 +99,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     So each model is traced once (`--dist loadgroup`).
     """
     for item in items:
+        if item.nodeid.startswith(("tests/ecosystem/", "docs/recipes/")):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))  # other libraries' own
+        if item.nodeid.startswith("docs/recipes/") and "accelerate" not in item.nodeid:
+            item.add_marker(pytest.mark.slow)
         name = getattr(item, "callspec", None) and item.callspec.params.get("name")
         if isinstance(name, str):
             item.add_marker(pytest.mark.xdist_group(name))

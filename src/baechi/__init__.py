@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from baechi.costs.calibration import calibrate as calibrate
     from baechi.costs.estimation import estimate as estimate
     from baechi.costs.profiling import profile as profile
+    from baechi.device_maps import device_map as device_map
     from baechi.errors import BaechiError as BaechiError, ExecutionError as ExecutionError
     from baechi.errors import FormatError as FormatError, InfeasibleError as InfeasibleError
     from baechi.errors import InputError as InputError, ReservationError as ReservationError
@@ -44,7 +45,9 @@ if TYPE_CHECKING:
     from baechi.records.placement import Span as Span, Transfer as Transfer
     from baechi.records.cluster import Topology as Topology
     from baechi.runtime.placed_module import PlacedModule as PlacedModule, apply as apply
+    from baechi.runtime.weights import skeleton as skeleton
     from baechi.storage.serialization import dump as dump, load as load
+    from baechi.storage.weight_files import stored_weights as stored_weights
     from baechi.traced.traced_model import Traced as Traced
     from baechi.tracing.ladder import trace as trace
 
@@ -56,6 +59,7 @@ _NAMES = {
     "costs.calibration": "calibrate",
     "costs.estimation": "estimate",
     "costs.profiling": "profile",
+    "device_maps": "device_map",
     "errors": "BaechiError ExecutionError FormatError InfeasibleError InputError "
     "ReservationError TraceError",
     "placers.auto": "Auto",
@@ -77,7 +81,9 @@ _NAMES = {
     "records.op_costs": "OpCost Profile",
     "records.placement": "Measurement Placement Schedule Span Transfer",
     "runtime.placed_module": "PlacedModule apply",
+    "runtime.weights": "skeleton",
     "storage.serialization": "dump load",
+    "storage.weight_files": "stored_weights",
     "traced.traced_model": "Traced",
     "tracing.ladder": "trace",
 }

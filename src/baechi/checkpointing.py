@@ -72,6 +72,25 @@ def within_memory(cluster: Cluster, memory: int | str) -> Cluster:
     return replace(cluster, devices=tuple(rows))
 
 
+def checkpointed_by_the_model(traced: Traced) -> tuple[str, ...]:
+    """The submodules whose own gradient checkpointing is on, the innermost ones.
+
+    That of transformers and diffusers (`model.gradient_checkpointing_enable()`). A trace does not
+    keep what `torch.utils.checkpoint` does, but as units they run forward again as requested.
+    """
+    modules = traced.module.model.named_modules()
+    flags = (
+        (name, module, getattr(module, "gradient_checkpointing", False)) for name, module in modules
+    )
+    on = [name for name, module, flag in flags if name and flag is True and module.training]
+    inner = [name for name in on if not any(other.startswith(f"{name}.") for other in on)]
+    names = tuple(name for name in inner if units_of(traced, {name}))
+    with suppress(InputError):  # units that need each other's gradients
+        traced.structure(checkpoint=names)
+        return names
+    return ()
+
+
 def choose_checkpoint(
     traced: Traced,
     profile: Profile | Sequence[Profile],

@@ -1,6 +1,8 @@
 """`place`: tracing, profiling, solving and applying in one call, once shapes are known."""
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, cast, final
 
@@ -10,6 +12,7 @@ from torch import nn
 from baechi.checkpointing import (
     Checkpoint,
     checked,
+    checkpointed_by_the_model,
     choose_checkpoint,
     memory_target,
     within_memory,
@@ -21,6 +24,7 @@ from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
 from baechi.problem.problem_arrays import Problem
+from baechi.problem.simulation import simulate
 from baechi.program.stream_memory import solve_with_held
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
@@ -31,14 +35,15 @@ from baechi.records.placement import Placement, Schedule
 from baechi.runtime.admission import Admission
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
-from baechi.runtime.parameter_devices import ParameterDevices, pinned
+from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
 from baechi.runtime.placed_module import PlacedModule, executable, installed, refuse_holding
 from baechi.runtime.placed_state import PlacedState
 from baechi.runtime.runtime_checks import refuse_meta
 from baechi.runtime.torch_compile import compile_options
 from baechi.runtime.verification import Unsplit, verify
+from baechi.runtime.weights import Weights
 from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_device
-from baechi.torch_support.torch_internals import unhooked
+from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
 from baechi.tracing.families import (
@@ -52,6 +57,7 @@ from baechi.tracing.families import (
 )
 from baechi.tracing.ladder import trace
 from baechi.tracing.lowering import is_same, sized
+from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
 
@@ -78,6 +84,8 @@ def place(
     cuda_graphs: CudaGraphs = False,
     checkpoint: Checkpoint = None,
     dynamic: Dynamic = True,
+    weights: Any = None,
+    convert_weights: bool = False,
 ) -> PlacedModule:
     """The model, split over devices; call it and train it as before.
 
@@ -118,6 +126,11 @@ def place(
             one in sizes (or ints) is traced with symbols for these, and its plan takes every
             further one. False is a plan per shape. A mapping declares sizes at once, and the
             largest to place for: `{"input_ids": {0: "batch", 1: ("length", 2, 4096)}}`.
+        weights: For a model on meta (`skeleton`): a safetensors file, its index, a folder with one
+            of these, or a mapping from the names of `state_dict` to rows of `stored_weights`,
+            tensors, or functions that make them. They are read when the first call is placed, each
+            to its device; what that call does not use goes where most memory is left.
+        convert_weights: Whether weights are converted to the dtypes that the model has.
 
     Raises:
         InputError: A device, capacity, placer, effort, optimizer, option or argument is wrong.
@@ -144,6 +157,12 @@ def place(
     checkpoint = checked(checkpoint)
     if checkpoint is not None and not training:
         raise InputError("checkpoint is for training=True: an inference keeps nothing anyway.")
+    loader = None
+    if weights is not None:
+        loader = Weights(weights, check_is(convert_weights, bool, "convert_weights"))
+        loader.check(model)
+    elif convert_weights:
+        raise InputError("convert_weights=True is for weights=..., which was not given.")
     target = memory_target(checkpoint)
     cluster = _with_kinds(probe(devices))
     cluster = cluster if target is None else within_memory(cluster, target)
@@ -165,12 +184,19 @@ def place(
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
         dynamic=check_dynamic(dynamic),
+        weights=loader,
     )
     places = [torch_device(device.name) for device in cluster.devices]
+    if loader is not None and verify and len(set(places)) > 1:
+        raise InputError(
+            "verify=True compares with the model whole on one device, where weights=... never "
+            "brings it. Verify a smaller model of this class, or place this one from its weights "
+            "in memory."
+        )
     state = PlacedState(model, places, planner, max_shapes)
     if example_args is not None or example_kwargs is not None:
         call = canonical_call(model, () if example_args is None else example_args, example_kwargs)
-        state.special(call)
+        state.special(state.root, call)
     return installed(state)
 
 
@@ -202,6 +228,7 @@ class _Planner:
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
     dynamic: Dynamic
+    weights: Weights | None
     # Why there is a plan for each shape, by mode and by what would have been symbols.
     _given_up: dict[tuple[bool, frozenset[Place]], str] = field(default_factory=dict)
 
@@ -228,10 +255,17 @@ class _Planner:
         gradients = torch.is_grad_enabled()
         # A first call without gradients must not make a plan that has none.
         with torch.inference_mode(False), torch.enable_grad(), unhooked():
-            refuse_meta(model)
+            if self.weights is None:
+                refuse_meta(model)
             call = _own_objects(model, _beside(model, call))
-            with torch.set_grad_enabled(gradients):  # a model may read the caller's mode
+            devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+            # Weights that were read to several devices may fit on no single one.
+            apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
+            with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
                 traced = self._traced(model, call, kin)
+            whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
+            if whole:
+                warnings.warn(whole, stacklevel=2)
             values = self._reference(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
@@ -239,6 +273,9 @@ class _Planner:
                 )
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
+            if self.weights is not None and self.weights.pending:
+                self._say("reading weights")
+                self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
             special = executable(
                 *(traced, placement, None, graph, self.cluster),
@@ -327,6 +364,10 @@ class _Planner:
             )
 
         again: Any = None if limited else self.checkpoint
+        if self.checkpoint is None and self.training:
+            again = checkpointed_by_the_model(traced) or None
+            if again:
+                self._say(f"recomputing {', '.join(again)}, whose gradient checkpointing is on")
         graph = graph_of(again)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
@@ -376,6 +417,27 @@ class _Planner:
             "be the first, or give it as example_args; or call unplace(), and place the model "
             "anew.",
         )
+
+    def _devices(
+        self, traced: Traced, graph: OpGraph, placement: Placement
+    ) -> Callable[[torch.Tensor], torch.device]:
+        """The torch device of each tensor; of one that no op reads, where most memory is left."""
+        homes = devices_of_state(traced.module, placement.devices)
+        peaks = simulate(graph, self.cluster, placement).peak_bytes
+        rows = zip(self.cluster.devices, peaks, strict=True)
+        room = [(device.memory_bytes - peak, torch_device(device.name)) for device, peak in rows]
+
+        def place_of(tensor: torch.Tensor) -> torch.device:
+            if tensor in homes:
+                return room[homes[tensor]][1]
+            most = max(range(len(room)), key=lambda device: room[device][0])
+            left, place = room[most]
+            if left < tensor.nbytes:
+                return torch.device("cpu")
+            room[most] = left - tensor.nbytes, place
+            return place
+
+        return place_of
 
     def _profiles(self, traced: Traced) -> list[Profile]:
         """The costs: one profile, or one per kind of device, the first device's kind first."""

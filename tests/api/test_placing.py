@@ -5,13 +5,16 @@ from typing import Any
 
 import pytest
 import torch
+import zoo
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
 
 import baechi
 from baechi.runtime import placed_state
 from baechi.runtime.executable import Executable
 from baechi.runtime.placed_module import installed
+from baechi.torch_support.torch_devices import torch_threads
 from baechi.units import format_ns
 
 DEVICES = {"cpu:0": "1GiB", "cpu:1": "1GiB"}
@@ -36,6 +39,67 @@ def test_each_shape_is_traced_once_and_said(capsys: pytest.CaptureFixture[str]) 
     step = format_ns(placed.schedule.makespan_ns)
     assert f"predicted: {step} a step, on 1 of 2 devices; the fullest, cpu:0, holds " in said
     assert "of 1.0 GiB" in said
+
+
+class CheckpointedLayer(nn.Module):
+    """As those of transformers and diffusers."""
+
+    gradient_checkpointing = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(self.a(x).tanh())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        again = self.gradient_checkpointing and self.training
+        return checkpoint(self.run, x, use_reentrant=True) if again else self.run(x)
+
+
+def make_inputs_require_grads(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    del module, args
+    output.requires_grad_(True)
+
+
+def test_gradient_checkpointing_of_a_model_makes_its_layers_run_again() -> None:
+    """A frozen base, whose reentrant checkpointing has gradients only by the hook."""
+    torch.manual_seed(0)
+    layers = (CheckpointedLayer() for _ in range(2))
+    unsplit = nn.Sequential(nn.Embedding(9, 6), *layers).requires_grad_(False)
+    unsplit[1].a.weight.requires_grad_(True)
+    unsplit[0].register_forward_hook(make_inputs_require_grads)
+    for layer in unsplit[1:]:
+        layer.gradient_checkpointing = True
+    model, ids = copy.deepcopy(unsplit), torch.arange(4)
+    placed = baechi.place(model, DEVICES, placer="round-robin", costs="estimate", progress=False)
+    for one in (unsplit, placed):
+        one(ids).square().sum().backward()
+    assert torch.equal(model[1].a.weight.grad, unsplit[1].a.weight.grad)
+    again = [op.name for op in placed.graph.ops if op.phase == "recompute"]
+    assert again == ["recompute:2", "recompute:1"]
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_of_transformers_after_placing() -> None:
+    unsplit, args, _ = zoo.MODELS["llama"]()
+    model = copy.deepcopy(unsplit)
+    placed = baechi.place(model, DEVICES, placer="round-robin", costs="estimate", progress=False)
+    found = []
+    with torch_threads(1):
+        placed(*args, use_cache=False)
+        for one, own in ((unsplit, unsplit), (placed, model)):
+            own.requires_grad_(False)
+            own.model.layers[0].self_attn.q_proj.weight.requires_grad_(True)
+            own.activation_checkpointing_enable({"use_reentrant": True})
+            own.enable_input_require_grads()
+            loss = one(*args, labels=args[0], use_cache=False).loss
+            loss.backward()
+            found.append([loss, own.model.layers[0].self_attn.q_proj.weight.grad])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    again = [op.name for op in placed.graph.ops if op.phase == "recompute"]
+    assert again == ["recompute:model.layers.1", "recompute:model.layers.0"]
 
 
 def test_a_first_call_inside_of_hooks_on_saved_tensors_is_planned_without_them() -> None:
@@ -341,3 +405,27 @@ def test_a_model_on_several_devices_goes_home_to_be_traced(
         placed(torch.ones(2, 4))
     assert seen == [0, 4]
     assert {place for _, place in moved} == {torch.device("cpu")}
+
+
+class Checking(nn.Module):
+    """Two layers with a check of values between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-1, 1)
+        return self.second(x)
+
+
+def test_a_model_that_stays_whole_says_because_of_which_line() -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), Checking()), torch.randn(2, 4)
+    words = r"1 of this Sequential, with 67% of .*test_placing.py.*isfinite\(x\).all\(\):\. Let"
+    options = {"costs": "estimate", "progress": False, "example_args": (x,)}
+    with pytest.warns(UserWarning, match=words):
+        placed = baechi.place(model, {"cpu:0": "1MiB", "cpu:1": "1MiB"}, **options)
+    assert any("stays on one device" in remark for remark in placed.remarks)
+    assert baechi.place(placed.unplace(), {"cpu:0": "1MiB"}, **options).remarks == ()

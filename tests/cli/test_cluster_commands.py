@@ -106,7 +106,11 @@ def test_all_policies_are_compared(run, tmp_path):
 
 
 def test_what_is_not_given_goes_with_what_is(run, tmp_path):
-    run("--policy", "all", "--scheme", "count", "--no-plot")
+    alone = run("--policy", "split-or-wait", "--no-plot")
+    assert "no job has one. Give --graphs" in " ".join(alone.output.split())
+    together = run("--policy", "all", "--scheme", "count", "--no-plot")
+    assert "--graphs" not in together.output
+    assert not (tmp_path / "out" / "job.csv").exists()  # of the run before
     counted = (tmp_path / "out" / "fifo" / "job.csv").read_text()
     assert (tmp_path / "out" / "big-brain" / "job.csv").read_text() == counted
     run("--policy", "fifo", "--sharing", "time-sliced", "--no-plot")

@@ -1,6 +1,7 @@
 """`solve`: it fits, it is never worse than one device, and it does not give up too early."""
 
 import pickle
+import warnings
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -293,3 +294,14 @@ def test_corners(name):
     lonely = Cluster(devices, ((None,) * 3,) * 3)
     graph = OpGraph((Op("x", 5, 9), Op("y", 5, 9)), (Tensor(0, (1,), 9),))
     assert solve(graph, lonely, name).devices == (1, 1)
+
+
+def test_times_of_another_kind_of_device_are_told() -> None:
+    graph = OpGraph((Op("a", 10),), times={"cpu": (4,)})
+    other = Cluster((Device("d0", 8, kind="H100"),), ((None,),))
+    with pytest.warns(UserWarning, match=r"times for cpu and none for H100: .*`baechi estimate`"):
+        solve(graph, other)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        solve(graph, Cluster((Device("d0", 8, kind="cpu"),), ((None,),)))
+        solve(OpGraph((Op("a", 10),)), other)

@@ -12,9 +12,11 @@ from unittest.mock import patch
 import placed as placing
 import pytest
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.utils.checkpoint import checkpoint
 
 import baechi
+from baechi.runtime.derived_class import placed_state
 from baechi.runtime.executable import Executable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -120,13 +122,13 @@ def lazy(model: Trained, unsplit: Trained) -> baechi.PlacedModule:
 
 
 @pytest.mark.parametrize(
-    ("name", "n"), [("loss", 1), ("twice", 2), ("helper", 2), ("outer", 3), ("direct", 0)]
+    ("name", "n"), [("loss", 1), ("twice", 2), ("helper", 2), ("outer", 3), ("direct", 2)]
 )
 def test_a_method_calls_the_placed_model(
-    unsplit: Trained, split: baechi.PlacedModule, x: torch.Tensor, name: str, n: int
+    unsplit: Trained, lazy: baechi.PlacedModule, x: torch.Tensor, name: str, n: int
 ) -> None:
     with counting() as calls:
-        assert torch.equal(getattr(split, name)(x), getattr(unsplit, name)(x))
+        assert torch.equal(getattr(lazy, name)(x), getattr(unsplit, name)(x))
     assert len(calls) == n
 
 
@@ -180,11 +182,11 @@ def test_copies_and_pickles_are_unsplit(
     pickled = [pickle.loads(pickle.dumps(split, protocol)) for protocol in (0, 2, 5)]
     loaded = torch.load(saved, weights_only=False)
     with counting() as calls:
-        for made in (split.copied(), copy.copy(split), *pickled, loaded, average.module):
+        for made in (split.copied(), *pickled, loaded, average.module):
             assert type(made) is Trained
             assert vars(made).keys() == vars(unsplit).keys()
             assert torch.equal(made(x), expected)
-            assert made.helper.__self__ is made or made.one is split.one  # a shallow copy
+            assert made.helper.__self__ is made
     assert not calls
     memo: dict[int, object] = {}
     copied = copy.deepcopy(nn.ModuleList([split, split]), memo)
@@ -382,3 +384,146 @@ def test_other_tracers_are_told_what_to_do(
     with pytest.raises(baechi.ExecutionError, match=f"^{name} .* placed.unplace"):
         trace(lazy, x)
     assert lazy(x).shape == (3, 4)
+
+
+# Parts that are called from outside of the forward.
+
+
+class Halves(nn.Module):
+    """An encoder that its methods call by itself, as `generate` of an encoder-decoder does."""
+
+    def __init__(self, *, looks: bool = False) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        self.decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.act = Looks() if looks else nn.ReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.act(self.encoder(x)))
+
+    def both(self, x: torch.Tensor) -> torch.Tensor:
+        return self(self.act(self.encoder(x)))
+
+
+class Looks(nn.Module):
+    """What no tracer takes: it has to stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.sum().item() > 10**9:
+            raise ValueError
+        return x.numpy(force=True).shape[0] * x * self.scale
+
+
+def halves(**options: Any) -> tuple[Halves, baechi.PlacedModule]:
+    torch.manual_seed(0)
+    unsplit = Halves()
+    return unsplit, placing.lazily(copy.deepcopy(unsplit), **options)
+
+
+def test_a_part_has_plans_of_its_own_around_the_weights(x: torch.Tensor) -> None:
+    unsplit, module = halves(verify=True)
+    for n in (3, 2, 3):
+        for one in (unsplit, module):
+            one.zero_grad()
+            one.both(x[:n]).square().sum().backward()
+        for mine, own in zip(module.parameters(), unsplit.parameters(), strict=True):
+            assert torch.equal(mine.grad, own.grad)
+    assert repr(module) == "PlacedModule(Halves, 2 specializations, 2 of encoder)"
+    first, second = (special.state_devices for special in placed_state(module).all[:2])
+    assert len(set(module.placement.devices)) == 2
+    assert all(second[weight] == device for weight, device in first.items())
+    assert len(module.graph.ops) == len(module.placement.devices)
+    module.unplace()
+    with counting() as calls:
+        unsplit.load_state_dict(module.state_dict())
+        assert torch.equal(module.both(x), unsplit.both(x))
+    assert not calls
+
+
+def test_parts_that_come_and_go(x: torch.Tensor) -> None:
+    unsplit, module = halves()
+    for one in (unsplit, module):
+        one.decoder(x)
+    gone = module.decoder
+    for one in (unsplit, module):
+        torch.manual_seed(1)
+        one.decoder = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    assert torch.equal(module(x), unsplit(x))
+    with counting() as calls:
+        gone(x)
+        assert not calls
+        assert torch.equal(module.decoder(x), unsplit.decoder(x))
+        assert len(calls) == 1
+    assert len(placed_state(module).all) == 2
+    copied = copy.deepcopy(module.encoder), pickle.loads(pickle.dumps(module.encoder))
+    for each in (*copied, copy.deepcopy(module)):
+        assert all("_compiled_call_impl" not in vars(part) for part in each.modules())
+
+
+def test_what_was_compiled_is_again_after_unplace() -> None:
+    _, module = halves()
+    module.unplace()
+    module.encoder.compile(backend="eager")
+    own = module.encoder._compiled_call_impl
+    again = placing.lazily(module)
+    assert again.encoder._compiled_call_impl is not own
+    again.unplace()
+    assert module.encoder._compiled_call_impl is own
+
+
+def test_a_part_without_a_plan_runs_unsplit_and_says_so_once(x: torch.Tensor) -> None:
+    unsplit = Looks()
+    module = placing.lazily(nn.Sequential(nn.Linear(4, 4), copy.deepcopy(unsplit)))
+    with pytest.warns(UserWarning, match=r"^1 of the placed Sequential .* ran unsplit, on cpu: "):
+        assert torch.equal(module[1](x), unsplit(x))
+    assert torch.equal(module[1](x), unsplit(x))
+    assert repr(module) == "PlacedModule(Sequential, 0 specializations, 1 unsplit)"
+    module(x)
+    assert any("ran unsplit" in remark for remark in module.remarks)
+    with pytest.warns(UserWarning, match=r"^0 .* `apply` was given one plan"):
+        placing.at_random(nn.Sequential(nn.Linear(4, 4)), (x,))[0](x)
+
+
+def test_inside_of_a_step_every_part_runs_as_it_is(x: torch.Tensor) -> None:
+    """In workers, and where a checkpoint runs it again in the backward."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.looks = nn.Linear(4, 4), Looks()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.looks(checkpoint(self.inner, x, use_reentrant=False))
+
+    torch.manual_seed(0)
+    unsplit = nn.Sequential(nn.Linear(4, 4), Again())
+    for placer in ("single", baechi.RandomPlacer(1)):
+        module = placing.lazily(copy.deepcopy(unsplit), placer=placer)
+        found = []
+        for one in (unsplit, module):
+            one.zero_grad()
+            one(x).sum().backward()
+            found.append([parameter.grad for parameter in one.parameters()])
+        assert all(map(torch.equal, *found))
+        assert repr(module) == "PlacedModule(Sequential, 1 specialization)"
+        module.unplace()
+
+
+@pytest.mark.skipif(not distributed.is_available(), reason="torch has no distributed package")
+def test_distributed_data_parallel_around_it(
+    unsplit: Trained, lazy: baechi.PlacedModule, x: torch.Tensor
+) -> None:
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        around = nn.parallel.DistributedDataParallel(lazy)
+        for one in (unsplit, around):
+            one(x).square().sum().backward()
+        for mine, own in zip(lazy.parameters(), unsplit.parameters(), strict=True):
+            assert torch.equal(mine.grad, own.grad)
+        assert around.state_dict().keys() == {f"module.{key}" for key in unsplit.state_dict()}
+    finally:
+        distributed.destroy_process_group()

@@ -95,6 +95,13 @@ def test_a_graph_is_known_by_its_digest_and_solved_as_in_python(shared):
     assert [claim["device"] for claim in answer["claims"]] == list(decision.devices)
 
 
+def test_a_path_or_method_that_is_not_there_is_a_failure_like_others(shared):
+    for path, status in (("/v1/nothing", 404), ("/v1/solve", 405)):
+        answer = shared.get(path)
+        assert (answer.status_code, answer.json()["error"]) == (status, "no-route")
+        assert f"no GET {path};" in answer.json()["message"]
+
+
 def test_the_same_request_has_the_same_bytes(shared):
     body = json.dumps({"schema": 1, "graph": upload(shared)}).encode()
     whatif_body = json.dumps({"schema": 1, "graph": GRAPH.digest, "up_to": 3}).encode()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -310,3 +310,13 @@ def test_the_tracer_that_runs_is_named() -> None:
         warnings.simplefilter("ignore")  # that it is deprecated
         torch.jit.trace(f, x, check_trace=False)
     assert list(dict.fromkeys(seen)) == ["", "torch.func", "torch.export", "torch.jit.trace"]
+
+
+def test_while_exporting_code_is_generated_when_it_is_called() -> None:
+    with internals.frugal_export():
+        module = fx.symbolic_trace(nn.ReLU())
+        assert not hasattr(module, "_code")
+        assert module(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]
+        assert "relu" in module.code
+    module.recompile()
+    assert module(torch.tensor([-1.0, 2.0])).tolist() == [0, 2]

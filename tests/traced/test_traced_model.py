@@ -65,6 +65,16 @@ def test_the_structure_is_the_graph_without_costs(options: dict[str, Any]) -> No
     assert bool(structure.units) == ("checkpoint" in options)
 
 
+def test_the_models_own_loss_reads_no_other_output() -> None:
+    traced, graph = traced_of("gpt2"), training_graph("gpt2")
+    loss = graph.op_index[LOSS]
+    others = [t for t in traced.tensors if t.kept and t.differentiable and not t.scalar]
+    assert others
+    read = {t.producer: t.nbytes for t in graph.tensors if loss in t.consumers}
+    assert {read[t.producer] for t in others} == {0}
+    assert sum(read.values()) == 4  # the loss itself
+
+
 def test_gradients_mirror_the_tensors_that_have_them() -> None:
     traced = traced_of("gpt2")
     graph = training_graph("gpt2")

@@ -179,6 +179,11 @@ def count(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
     return output
 
 
+def sometimes(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor | None:
+    del args
+    return output if module.training is None else None
+
+
 def counted(net: Net) -> None:
     net.a.register_buffer("seen", torch.zeros(()))
     net.a.register_forward_hook(count)
@@ -281,9 +286,9 @@ HONORED: dict[str, Callable[[], nn.Module]] = {
 }
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "forward hook that looks": (
-        changed(lambda n: n.a.register_forward_hook(lambda _m, _i, _o: None)),
-        r"forward hook .*lambda.* of module 'a' returned nothing",
+    "forward hook that returns nothing this time": (
+        changed(lambda n: n.a.register_forward_hook(sometimes)),
+        r"forward hook sometimes of module 'a' returned nothing",
     ),
     "backward hook": (
         changed(lambda n: n.a.register_full_backward_hook(lambda _m, _i, _o: None)),

@@ -1,8 +1,11 @@
 """For which modes, attributes and truth values a trace is valid; another one is another program."""
 
 import copy
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import placed
@@ -139,6 +142,88 @@ def test_apply_refuses_with_what_was_changed() -> None:
     switch(model)
     with pytest.raises(baechi.InputError, match=r"attributes of its modules: .* was .* and is "):
         module(X)
+
+
+@dataclass
+class Extra:
+    bias: float = 1.0
+
+
+class Config:
+    layers = 1  # of the class
+
+    def __init__(self) -> None:
+        self.scale, self.extra = 2.0, Extra()
+        self.flags = SimpleNamespace(negate=False)
+
+
+class Configured(nn.Module):
+    """Two modules that read one configuration."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+        self.config = Config() if config is None else config
+        self.configs = [self.config.extra]
+        self.inner = nn.Module() if config is not None else Configured(self.config)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        config = self.config
+        x = x * config.scale * config.layers + config.extra.bias
+        if hasattr(config, "late"):
+            x = x * 5
+        x = -x if config.flags.negate else x
+        return self.inner(x) if isinstance(self.inner, Configured) else x
+
+
+def replace_config(model: Any) -> None:
+    model.config.extra = Extra()  # equal, and another one
+    model.config.extra.bias = 4.0
+
+
+RECONFIGURED: dict[str, Callable[[Any], Any]] = {
+    "scale": lambda model: setattr(model.config, "scale", 3.0),
+    "layers": lambda model: setattr(model.config, "layers", 2),
+    "extra.bias": lambda model: setattr(model.inner.config.extra, "bias", 3.0),
+    "flags.negate": lambda model: setattr(model.config.flags, "negate", True),
+    "late": lambda model: setattr(model.config, "late", 1),
+    "extra was another Extra": replace_config,
+}
+
+
+@pytest.mark.parametrize("name", RECONFIGURED)
+def test_a_change_of_a_configuration_is_seen(name: str) -> None:
+    model = Configured()
+    attributes = Attributes(model)
+    assert attributes.hold()
+    RECONFIGURED[name](model)
+    assert not attributes.hold()
+    assert f"config.{name}" in attributes.changed()
+
+
+def test_after_each_change_of_a_configuration_that_is_what_runs() -> None:
+    model = Configured()
+    module = placed.lazily(model, placer="single", training=False)
+    changes = ("flags.negate", "extra was another Extra")
+    for change in (lambda _: None, *map(RECONFIGURED.__getitem__, changes)):
+        change(model)
+        for _ in range(2):
+            assert torch.equal(module(X), model(X))
+    assert len(module._specializations) == 3
+
+
+def test_what_a_record_is() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.steps, self.lock = 0, threading.Lock()
+
+    model = nn.Module()
+    model.trainer, model.generator = Trainer(), torch.Generator()
+    model.rows = [[Trainer(), Extra()]]
+    attributes = Attributes(model)
+    model.trainer.steps += 1
+    assert attributes.hold()
+    model.rows[0][1].bias = 2.0
+    assert not attributes.hold()
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -73,11 +73,44 @@ def test_rungs_that_fail_print_nothing() -> None:
     assert run.stderr == ""
 
 
-def test_a_model_that_no_rung_takes_says_why_for_each() -> None:
+def test_a_model_that_no_rung_takes_says_why_for_each_in_the_notes() -> None:
     with pytest.raises(baechi.TraceError, match="Compared cannot be traced") as caught:
         baechi.trace(Compared(), (torch.randn(2, 4),))
-    for rung in ("non-strict", "opaque", "truth values"):
-        assert rung in str(caught.value)
+    assert "  a number is read from a tensor (at test_ladder.py:" in str(caught.value)
+    for rung in ("(non-strict)", "opaque leaves", ", truth values"):
+        assert rung not in str(caught.value)
+        assert any(rung in note for note in caught.value.__notes__)
+
+
+class Lacking(nn.Module):
+    """Counts its calls in a buffer, draws a number, and then needs what is not installed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        if torch.rand(()) < 2:
+            raise ImportError("install scipy")
+        return x
+
+
+def test_the_users_own_error_comes_first_and_alone() -> None:
+    model = Lacking()
+    x = torch.randn(2, 4)
+    random = torch.get_rng_state()
+    with pytest.raises(baechi.TraceError) as caught:
+        baechi.trace(model, (x,))
+    assert torch.equal(random, torch.get_rng_state())
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith("Lacking does not run on x [2, 4]: ImportError: install scipy (at test_")
+    assert isinstance(caught.value.__cause__, ImportError)
+    assert model.calls == 0
+    placed = baechi.place(nn.Linear(4, 4), {"cpu:0": "1MiB"}, costs="estimate", progress=False)
+    placed(torch.randn(2, 4))
+    with pytest.raises(baechi.TraceError, match=r"on input \[2, 5\]: RuntimeError: .* cannot"):
+        placed(torch.randn(2, 5))
 
 
 class Converting(nn.Module):

@@ -198,7 +198,7 @@ def test_no_tensor_of_a_tracer_is_remembered(way: str, whole: bool) -> None:
     y = placed(X)
     Remembers.of_all = {}
     TABLES.clear()
-    fresh = nn.Sequential(model[0], Remembers(way, whole=whole))
+    fresh = nn.Sequential(copy.deepcopy(model[0]), Remembers(way, whole=whole))
     assert torch.equal(y, fresh(X))
     assert torch.equal(placed.unplace()(X), y)
     assert type(model[1].table(len(X))) is Tensor

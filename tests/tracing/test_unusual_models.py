@@ -438,6 +438,7 @@ class Encoder(nn.Module):
         return self.last(self.encoder(x, src_key_padding_mask=padding))
 
 
+@pytest.mark.filterwarnings("ignore:encoder of this Encoder, with 89%:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_an_encoder_that_drops_padding_drops_it() -> None:
     unsplit, placed = Encoder().eval(), lazily(Encoder().eval())

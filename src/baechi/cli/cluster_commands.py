@@ -109,7 +109,13 @@ def cluster(
         scheme_named,
         sharing_named,
     )
-    from baechi.cluster_simulation.results import write_comparison, write_figure, write_result
+    from baechi.cluster_simulation.results import (
+        COMPARISON_FILES,
+        RESULT_FILES,
+        write_comparison,
+        write_figure,
+        write_result,
+    )
     from baechi.cluster_simulation.simulator import simulate_cluster
     from baechi.cluster_simulation.traces import read_trace
     from baechi.units import parse_bytes
@@ -129,6 +135,15 @@ def cluster(
     out.mkdir(parents=True, exist_ok=True)
     jobs = known.jobs if graphs is None else _with_graphs(known.jobs, graphs)
     _say_sizes(known, fleet)
+    needing = [name for name, (where, _) in zip(names, chosen, strict=True) if where == "baechi"]
+    if needing and all(job.graph is None for job in jobs):
+        say(
+            f"note: scheme baechi ({', '.join(needing)}) splits jobs by their graphs, and no job "
+            "has one. Give --graphs FOLDER.",
+            error=True,
+        )
+    for stale in RESULT_FILES if policy == "all" else COMPARISON_FILES:
+        (out / stale).unlink(missing_ok=True)  # of an earlier run of the other form
     results = []
     for each, where, how in zip(policies, schemes, sharings, strict=True):
         with _progress(each.name, len(jobs)) as progress:

@@ -108,8 +108,12 @@ def summary(result: SimulationResult) -> dict[str, Any]:
     }
 
 
+RESULT_FILES: Final = ("job.csv", "cluster.csv", "summary.json")
+COMPARISON_FILES: Final = ("comparison.csv", "comparison.json")
+
+
 def write_result(result: SimulationResult, folder: Path) -> None:
-    """Writes `job.csv`, `cluster.csv` and `summary.json`, each whole or not at all."""
+    """Writes `RESULT_FILES`, each whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "job.csv", job_csv(result))
     write_whole(folder / "cluster.csv", cluster_csv(result))
@@ -117,7 +121,7 @@ def write_result(result: SimulationResult, folder: Path) -> None:
 
 
 def write_comparison(results: Sequence[SimulationResult], folder: Path) -> None:
-    """Writes `comparison.csv` and `comparison.json`: a row per policy."""
+    """Writes `COMPARISON_FILES`: a row per policy."""
     folder.mkdir(parents=True, exist_ok=True)
     rows = [summary(result) for result in results]
     columns = [column for column in (rows[0] if rows else ()) if column != "refused"]
@@ -172,7 +176,9 @@ def cluster_figure(results: Sequence[SimulationResult]) -> Any:
 def write_figure(results: Sequence[SimulationResult], path: Path) -> None:
     """Writes the picture as a page that opens without a network."""
     figure = cluster_figure(results)
-    write_whole(path, figure.to_html(include_plotlyjs=True, div_id="cluster"))
+    page = figure.to_html(include_plotlyjs=True, div_id="cluster")
+    title = escape(f"Baechi: {', '.join(result.policy for result in results)}")
+    write_whole(path, page.replace("<head>", f"<head><title>{title}</title>", 1))
 
 
 def _table(columns: Sequence[str], rows: Iterable[Iterable[object]]) -> str:

@@ -1,6 +1,7 @@
 """The solver: check, coarsen, place, expand, simulate, and explain failures."""
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -70,12 +71,16 @@ def solve(
         InfeasibleError: No placement was found; the text names the missing memory.
         InputError: The placer or the effort is unknown, times or bytes add up to 2**62, the
             constraints contradict each other, or a placer that does not search violates one.
+
+    Warns:
+        UserWarning: The graph has times for kinds of device, and none for one of the cluster's.
     """
     placer = placer_of(placer)
     if effort is None:
         effort = placer.effort if isinstance(placer, Auto) else Auto().effort
     placer = _with_effort(placer, effort)
     problem = Problem(graph, cluster, constraints)
+    _warn_of_kinds(graph, cluster)
     placement = _attempt(problem, placer, effort)
     if placement is None and placer.fixed:
         _explain_fixed(problem, placer)
@@ -84,6 +89,19 @@ def solve(
     if not fits_memory(problem, replay(problem, placement.devices, placement.order)):
         raise InputError(f"placer {placer.name!r} returned a placement that does not fit.")
     return placement
+
+
+def _warn_of_kinds(graph: OpGraph, cluster: Cluster) -> None:
+    """Say where times of one kind of device are used for another."""
+    kinds = dict.fromkeys(device.kind for device in cluster.devices)
+    unknown = [kind for kind in kinds if kind and kind not in graph.times]
+    if graph.times and unknown:
+        warnings.warn(
+            f"the graph has times for {', '.join(graph.times)} and none for {', '.join(unknown)}: "
+            "what is predicted there is of the graph's default times. Profile the model on such a "
+            "device, or compute its times (`baechi estimate`, or `place` with costs='estimate').",
+            stacklevel=3,
+        )
 
 
 def find(problem: Problem, effort: str = "fast", placer: str | Placer = "auto") -> Placement | None:

@@ -20,7 +20,6 @@ from baechi.errors import ExecutionError, InputError
 from baechi.runtime.executable import move
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.torch_support.torch_internals import state_of
-from baechi.tracing.ladder import TRACING
 
 
 def placed_state(model: nn.Module) -> PlacedState | None:
@@ -85,9 +84,9 @@ class Placed:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         state: PlacedState | None = self.__dict__.get(KEY)
-        if state is None or state.lock.is_mine or TRACING.get():
+        if state is None or state.is_inside:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return state.call(args, kwargs)
+        return state.run(state.root, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -102,8 +101,11 @@ class Placed:
         state: PlacedState | None = self.__dict__.get(KEY)
         if state is None:
             return super().__repr__()
-        n = len(state.specializations)
-        return f"PlacedModule({type(self).__name__}, {n} specialization{'s' if n != 1 else ''})"
+        n = len(state.root.specializations)
+        used = [e for e in state.entries.values() if e.is_told or len(e.specializations)]
+        entries = "".join(f", {entry}" for entry in used)
+        plural = "s" if n != 1 else ""
+        return f"PlacedModule({type(self).__name__}, {n} specialization{plural}{entries})"
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Moves and casts.

@@ -36,9 +36,10 @@ from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import truth_values_of
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.observers import has_observers, observers_in, observing
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import Structure, change
-from baechi.tracing.subgraph import opaque_leaves
+from baechi.tracing.subgraph import opaque_leaves, unsplit_part
 from baechi.tracing.workarounds import compact
 
 _MOST_RETURNED: Final = 1024  # structures of results that are kept, by shape
@@ -116,6 +117,7 @@ class Executable:
         self._keeping_strides = keeping_strides(module.facts.nodes)
         leaves = list(opaque_leaves(module.graph_module, nodes.nodes).values())
         self.attributes = module.attributes.outside(leaves)
+        self._observed = any(observers_in(nodes.nodes)) or any(map(has_observers, leaves))
         self._whole = frozenset(parameter for leaf in leaves for parameter in leaf.parameters())
 
     def _compiled(self, **options: Any) -> Program:
@@ -251,12 +253,29 @@ class Executable:
         rows = tuple(function.remark for function in compiled if function.reason is not None)
         rows += truth_values_of(self.module.graph_module.graph)
         rows += (self.note,) if self.note else ()
+        whole = unsplit_part(self.traced) if len(self.places) > 1 else ""
+        rows += (whole,) if whole else ()
         return rows if self.graphs is None else rows + self.graphs.remarks
 
     def __call__(self, call: Call, meter: Meter | None = None) -> Any:
         """The model's own return value for a call of the traced shape, or one that joined."""
         self._state_guard.check()
         call = self._carrying(call)
+        if not self._observed:
+            return self._called(call, meter)
+        with observing():
+            result = self._called(call, meter)
+        if not self.attributes.hold():
+            names = {name for _, name in self.attributes.set_since() & self.module.reads}
+            if names:
+                raise ExecutionError(
+                    f"a hook sets {min(names)!r} of a module, which forward reads: the trace has "
+                    "the value of before. Compute it in forward, or let the hook return something."
+                )
+            self.attributes = self.attributes.settled()
+        return result
+
+    def _called(self, call: Call, meter: Meter | None) -> Any:
         if self._modes is None or meter is not None:
             return self._run(self._executor if meter is None else self._counted, call, meter)
         differentiate = self.training and torch.is_grad_enabled()
@@ -273,6 +292,7 @@ class Executable:
 
     def _run(self, executor: Executor, call: Call, meter: Meter | None) -> Any:
         if not (self.training and torch.is_grad_enabled()):
+            executor = self._alone if self._observed and meter is None else executor
             with torch.no_grad():
                 step = Step(False, meter, call.tensors, executor.bound.sizes)
                 executor.run(step, 0)
@@ -290,7 +310,7 @@ class Executable:
                 "which would run it again for every segment. Call it outside, and let the "
                 "placement recompute: baechi.place(model, devices, checkpoint=...)."
             )
-        if is_hooked():
+        if is_hooked() or self._observed:
             # Hooks are of the caller's thread.
             executor = self._alone if meter is None else executor
         step = Step(True, meter, call.tensors, executor.bound.sizes)
@@ -366,8 +386,11 @@ def _instant(module: TracedModule, structure: StepStructure) -> frozenset[int]:
 
 
 def move(tensor: torch.Tensor, place: torch.device) -> None:
-    """Move a parameter or buffer and its gradient; it stays the same object for optimizers."""
-    if tensor.device != place:
+    """Move a parameter or buffer and its gradient; it stays the same object for optimizers.
+
+    One on meta stays there: it has nothing to move.
+    """
+    if tensor.device != place and not tensor.is_meta:
         tensor.data = tensor.data.to(place)
         if tensor.grad is not None:
             tensor.grad.data = tensor.grad.data.to(place)

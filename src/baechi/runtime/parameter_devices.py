@@ -5,7 +5,7 @@ decides where a parameter lives, and later plans place operators around it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,14 +48,6 @@ def _state_of(module: TracedModule, nodes: Sequence[fx.Node]) -> list[torch.Tens
     for leaf in opaque_leaves(module.graph_module, nodes).values():
         tensors += [*leaf.parameters(), *leaf.buffers()]
     return tensors
-
-
-def first_devices(plans: Iterable[ParameterDevices]) -> dict[torch.Tensor, int]:
-    """The device of each tensor in the first plan that has it."""
-    first: dict[torch.Tensor, int] = {}
-    for homes in plans:
-        first = {**homes, **first}
-    return first
 
 
 def pinned(

@@ -15,7 +15,7 @@ from typing import Any, Self, cast
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError, InputError, NotSpecializedError
+from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
 from baechi.records.cluster import Cluster
 from baechi.records.graph import OpGraph
 from baechi.records.instructions import Program
@@ -25,8 +25,9 @@ from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs
 from baechi.runtime.placed_state import KEY, PlacedState
 from baechi.runtime.runtime_checks import placed_step, refuse_meta
-from baechi.runtime.specialization import Specializations, call_key
+from baechi.runtime.specialization import Specializations
 from baechi.runtime.torch_compile import compile_options
+from baechi.runtime.weights import save_weights
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_device
 from baechi.traced.traced_model import Traced
@@ -75,7 +76,7 @@ def apply(
         *(traced, placement, devices, graph, cluster, threads_per_device, compile, cuda_graphs)
     )
     state = PlacedState(special.module.model, special.places)
-    state.add(call_key(state.model, special.module.call), special)
+    state.add(state.root, special.module.call, special)
     return installed(state)
 
 
@@ -126,12 +127,17 @@ def installed(state: PlacedState) -> "PlacedModule":
     model = state.model
     earlier = placed_state(model)
     if earlier is None:
-        derive(model, PlacedModule, state)
+        try:
+            derive(model, PlacedModule, state)
+        except BaechiError:
+            state.release()
+            raise
     else:
         with earlier.lock.alone():
-            earlier.close()
+            earlier.release()
             state.origins = earlier.origins
             vars(model)[KEY] = state
+    state.cover()
     return cast(PlacedModule, model)
 
 
@@ -176,7 +182,7 @@ class PlacedModule(nn.Module):
     @property
     def remarks(self) -> tuple[str, ...]:
         """Reasons why parts do not run as requested; truth values of the example that must hold."""
-        return _state(self).current.remarks
+        return _state(self).remarks
 
     @property
     def graph(self) -> OpGraph:
@@ -222,7 +228,7 @@ class PlacedModule(nn.Module):
 
     @property
     def _specializations(self) -> Specializations:
-        return _state(self).specializations
+        return _state(self).root.specializations
 
     @property
     def _current(self) -> Executable:
@@ -250,7 +256,7 @@ class PlacedModule(nn.Module):
         if trace is not None:
             write_trace(trace, Plan(*parts, schedule))
         text = str(text_report(plan))
-        remarks = special.remarks
+        remarks = state.remarks
         return "\n".join([text.rstrip("\n"), *remarks, ""]) if remarks else text
 
     def measure(
@@ -295,11 +301,31 @@ class PlacedModule(nn.Module):
         finally:
             state.meter = None
 
+    def save(self, folder: Any, *, max_shard: int | str = "5GB") -> None:
+        """Write the weights in the safetensors format, under the names that transformers gives.
+
+        One tensor after the other, tied ones once, through 16 MiB on the host. The files are what
+        `from_pretrained` and `place(weights=folder)` read; a `config.json` is not among them. They
+        are written whole or not at all.
+
+        Args:
+            folder: Is made where it is not there; weights that were there go.
+            max_shard: The most bytes of a file, such as `"5GB"`; more make several, with an index.
+
+        Raises:
+            InputError: The format has no such dtype, or the state is not tensors alone.
+            ExecutionError: Nothing was placed yet, so the weights are not there.
+        """
+        save_weights(self, folder, max_shard)
+
     def unplace(self) -> Self:
-        """The same object as it was: of its own class, on the devices it came from."""
+        """The same object as it was: of its own class, on the devices it came from.
+
+        What came from files (`weights=`) is on the host then.
+        """
         state = _state(self)
         with state.lock.alone():
-            state.close()
+            state.release()
             state.move_back()
             restore(self)
         return self

@@ -1,20 +1,39 @@
-"""What a placed model knows beside itself: its specializations, and how one more is made."""
+"""The state of a placed model: its entries, and the specializations of each.
 
+An entry is the model, or a part of it that has weights: calls of it that come from outside of a
+placed step have plans of their own, around the weights where earlier calls put them.
+
+    placed(x)                  the root's entry
+    placed.encoder(x)          the encoder's, as `generate` of an encoder-decoder calls it
+      trace, step, backward    no entry: in these threads every part runs as it is
+
+What has no plan, as no tracer takes it or it does not fit, runs unsplit, which it says once.
+"""
+
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any, Final, Protocol, final
 
 import torch
 from torch import nn
 
-from baechi.errors import ExecutionError, NotSpecializedError
+from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
 from baechi.runtime.specialization import CallLock, Specializations, call_key
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.torch_support.memory_meter import Meter
-from baechi.torch_support.torch_internals import FakeTensor, foreign_tracer
-from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.torch_support.torch_internals import (
+    CALL,
+    FakeTensor,
+    backward_id,
+    foreign_tracer,
+    plain_call,
+)
+from baechi.tracing.calling_convention import INSIDE, Call, canonical_call, inside
+from baechi.tracing.pytrees import tensors_in
 
 # Where the state is in the model's own `__dict__`.
 KEY: Final = "_baechi_placed"
@@ -37,6 +56,86 @@ class Specialize(Protocol):
 
 
 @final
+class Entry:
+    """A module's specializations; of a part of the model also what runs when it is called.
+
+    Attributes:
+        module: The module.
+        path: Its path in the model; empty for the model itself.
+        plain: Its own call: hooks and forward, or what `module.compile()` made of them.
+        is_told: Whether somebody was told that it ran unsplit.
+        refused: Why calls of these keys have no plan.
+    """
+
+    def __init__(self, module: nn.Module, path: str, state: "PlacedState") -> None:
+        self.module, self.path, self._state = module, path, state
+        self.plain = vars(module).get(CALL) or plain_call(module)
+        self.is_told = False
+        self.forget()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The result of the module."""
+        # Whoever compiles a part compiles what it is.
+        if torch.compiler.is_dynamo_compiling() or self._state.is_inside or backward_id() != -1:
+            return self.plain(*args, **kwargs)
+        return self._state.run(self, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Nothing: a copy of a part is not placed."""
+        return type(None), ()
+
+    def __str__(self) -> str:
+        n = len(self.specializations)
+        return f"{n} of {self.path}" if n else f"{self.path} unsplit"
+
+    @property
+    def is_held(self) -> bool:
+        """True if the module calls this."""
+        return vars(self.module).get(CALL) is self
+
+    def release(self) -> None:
+        """Let the module call what it called before."""
+        if self.is_held:
+            del vars(self.module)[CALL]
+            if self.plain != plain_call(self.module):
+                vars(self.module)[CALL] = self.plain
+
+    def find(self, call: Call) -> Executable | None:
+        """The specialization that can run a call, or None.
+
+        Raises:
+            InputError: None could be made for such a call before.
+        """
+        key = call_key(self.module, call)
+        refused = self.refused.get(key)
+        if refused is not None:
+            raise InputError(refused)
+        return self.specializations.find(key, call)
+
+    def add(self, call: Call, special: Executable) -> None:
+        """Take a specialization for calls like this one."""
+        self.specializations.add(call_key(self.module, call), special)
+
+    def kin(self, call: Call) -> tuple[Executable, ...]:
+        """Those for calls like this one but for its arguments, the latest first."""
+        return self.specializations.kin(call_key(self.module, call))
+
+    def unplanned(self, call: Call) -> InputError:
+        """The error for a call that needs a plan where `apply` was given another."""
+        if self.path:
+            return InputError(
+                "`apply` was given one plan, of the model itself; `baechi.place` makes one for "
+                "such calls, too."
+            )
+        return self.specializations.unknown(self.module, call, call_key(self.module, call))
+
+    def forget(self) -> None:
+        """Drop all specializations."""
+        self.specializations = Specializations()
+        self.refused: dict[Any, str] = {}
+
+
+@final
 class PlacedState:
     """The state of one placed model.
 
@@ -44,13 +143,13 @@ class PlacedState:
         model: The model.
         places: The torch devices of the logical devices.
         specialize: Makes a specialization; None where there is only what `apply` was given.
-        limit: The maximum number of specializations.
+        limit: The maximum number of specializations of an entry.
     """
 
     # Without `__dict__`: a trace looks into the objects that a model holds, and not into this one.
     __slots__ = (
-        *("_limit", "_specialize", "latest", "lock", "measured", "meter", "model"),
-        *("origins", "places", "specializations"),
+        *("_limit", "_settled", "_specialize", "_unsplit", "entries", "homes", "latest", "loaded"),
+        *("lock", "measured", "meter", "model", "origins", "places", "root"),
     )
 
     def __init__(
@@ -64,12 +163,21 @@ class PlacedState:
         self.places = tuple(places)
         self._specialize = specialize
         self._limit = limit
-        self.specializations = Specializations()
+        self.root = Entry(model, "", self)
+        self.entries: dict[nn.Module, Entry] = {}  # of the parts
         self.latest: Executable | None = None
+        self._settled: set[Executable] = set()  # whose weights are where they need them
+        # Of each tensor in the first plan that had it, whatever became of that: optimizers' state
+        # is there.
+        self.homes: dict[torch.Tensor, int] = {}
+        self._unsplit: list[str] = []
         self.lock = CallLock()
         self.meter: Meter | None = None
         self.measured: dict[Executable, Measurement] = {}
-        self.origins = [(tensor, tensor.device) for tensor in self._tensors()]
+        # What is read from files comes to several devices at once, and leaves them for the host.
+        self.loaded = any(tensor.is_meta for tensor in self._tensors())
+        host = torch.device("cpu")
+        self.origins = [(t, host if t.is_meta else t.device) for t in self._tensors()]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [*self.model.parameters(), *self.model.buffers()]
@@ -106,72 +214,153 @@ class PlacedState:
             raise NotSpecializedError(f"`apply` was not given the {what}; give it {what}=...")
         return value
 
-    def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's own result, computed on its devices.
+    @property
+    def is_inside(self) -> bool:
+        """True if what this thread runs of the model is for a trace or a step."""
+        return self.lock.is_mine or INSIDE.get()
+
+    @property
+    def _all_entries(self) -> tuple[Entry, ...]:
+        return (self.root, *self.entries.values())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """Those of the latest call, and of the parts that ran unsplit."""
+        return (*self.current.remarks, *self._unsplit)
+
+    def run(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own result, computed on its devices.
 
         Raises:
             InputError: The arguments do not fit the model, or have another shape than the one
                 traced, where no new trace can be made.
             ExecutionError: An operator failed, or another tracer is at work.
         """
-        tracer = foreign_tracer()
-        if tracer:
-            raise ExecutionError(
-                f"{tracer} looks through the Python of a model, and a placed one runs on its own "
-                "workers: give it model = placed.unplace(), or a copy.deepcopy(placed)."
-            )
+        failure, special = "", None
         with self.lock.side_by_side():
-            call = canonical_call(self.model, args, kwargs)
-            special = self.specializations.find(call_key(self.model, call), call)
-            if special is not None and (special is self.latest or special.is_settled):
-                self.latest = special
-                return special(call, self.meter)
-        special = self.special(call)
+            try:
+                refuse_tracers()
+                call = canonical_call(entry.module, args, kwargs)
+                special = entry.find(call)
+            except BaechiError as error:
+                failure = self._excuse(entry, error)
+            else:
+                if special is not None and (special in self._settled or special.is_settled):
+                    self._settled.add(special)
+                    self.latest = special
+                    return special(call, self.meter)
+        if not failure:
+            try:
+                special = self.special(entry, call)
+            except BaechiError as error:
+                failure = self._excuse(entry, error)
+        if failure or special is None:
+            return self._whole(entry, failure, args, kwargs)
         with self.lock.side_by_side():
             return special(call, self.meter)
 
-    def special(self, call: Call) -> Executable:
+    def _excuse(self, entry: Entry, error: BaechiError) -> str:
+        """Why a part has no plan; the model itself has to have one."""
+        if entry is self.root:
+            raise error
+        return str(error)
+
+    def special(self, entry: Entry, call: Call) -> Executable:
         """The specialization for a call, made where there is none yet."""
-        if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
-            raise ExecutionError("a placed model was called with fake tensors; unplace() it first.")
         with self.lock.alone():  # of calls from several threads one plans, and the others wait
-            key = call_key(self.model, call)
-            special = self.specializations.find(key, call) or self._make(call, key)
+            special = entry.find(call) or self._make(entry, call)
+            self.cover()
             self.latest = special
             special.settle()
+            self._settled = {special}
             return special
 
-    def _make(self, call: Call, key: Any) -> Executable:
+    def _make(self, entry: Entry, call: Call) -> Executable:
+        if any(isinstance(tensor, FakeTensor) for tensor in call.tensors):
+            raise ExecutionError("a placed model was called with fake tensors; unplace() it first.")
         if self._specialize is None:
-            raise self.specializations.unknown(self.model, call, key)
-        kin = self.specializations.kin(key)
-        special = self._specialize.joined(self.model, call, kin)
+            raise entry.unplanned(call)
+        kin = entry.kin(call)
+        special = self._specialize.joined(entry.module, call, kin)
         if special is not None:
-            self.specializations.add(key, special)
+            entry.add(call, special)
             return special
-        if len({tensor.device for tensor, _ in self.origins}) > 1:
+        if len({tensor.device for tensor, _ in self.origins}) > 1 and not self.loaded:
             self.move_back()  # a model is traced where it came from, in one place
         try:
-            special = self._specialize(self.model, call, kin, self.specializations.homes)
-            self.specializations.make_room(self._limit, self.model, call)
-        except BaseException:
+            special = self._specialize(entry.module, call, kin, self.homes)
+            entry.specializations.make_room(self._limit, entry.module, call)
+        except BaseException as error:
             if self.latest is not None:
                 self.latest.settle()
+            if isinstance(error, BaechiError) and entry is not self.root:
+                entry.refused[call_key(entry.module, call)] = str(error)
             raise
-        self.specializations.add(key, special)
+        self.add(entry, call, special)
         return special
 
-    def add(self, key: Any, special: Executable) -> None:
-        """Take a specialization for calls of this key."""
-        self.specializations.add(key, special)
+    def add(self, entry: Entry, call: Call, special: Executable) -> None:
+        """Take a specialization for calls like this one."""
+        entry.add(call, special)
+        for tensor, device in special.state_devices.items():
+            self.homes.setdefault(tensor, device)
         self.latest = special
+
+    def _whole(
+        self, entry: Entry, reason: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The result of a part that has no plan, on the device of its first argument."""
+        own = [*entry.module.parameters(), *entry.module.buffers()]
+        home = next((tensor.device for tensor in tensors_in((args, kwargs))), own[0].device)
+        if not entry.is_told:
+            entry.is_told = True
+            text = (
+                f"{entry.path} of the placed {type(self.model).__name__} was called from outside "
+                f"of its forward and ran unsplit, on {home}: {reason}"
+            )
+            self._unsplit.append(text)
+            warnings.warn(text, stacklevel=4)
+        with self.lock.alone():
+            if any(tensor.device != home for tensor in own):
+                self._settled.clear()
+                for tensor in own:
+                    move(tensor, home)
+            return entry.plain(*args, **kwargs)
+
+    def cover(self) -> None:
+        """Make an entry of every part with weights that the model has now, and of no other."""
+        parts = {
+            module: path
+            for path, module in self.model.named_modules()
+            if path and next(chain(module.parameters(), module.buffers()), None) is not None
+        }
+        gone = [self.entries.pop(module) for module in self.entries.keys() - parts.keys()]
+        for entry in gone:
+            self._drop(entry)
+        if gone:
+            own = set(self._tensors())
+            lost = {t for e in gone for t in chain(e.module.parameters(), e.module.buffers())} - own
+            self.homes = {t: home for t, home in self.homes.items() if t not in lost}
+        for module, path in parts.items():
+            known = self.entries.get(module)
+            if known is None or not known.is_held:
+                self.entries[module] = vars(module)[CALL] = Entry(module, path, self)
+
+    def _drop(self, entry: Entry) -> None:
+        """Forget an entry whose module is no part any more."""
+        entry.release()
+        for special in entry.specializations:
+            special.close()
+            if special is self.latest:
+                self.latest = None
 
     def measure(
         self, metered: Callable[[], Any], optimizer: torch.optim.Optimizer | None, steps: int
     ) -> Measurement:
         """As `PlacedModule.measure`."""
         special = self.current
-        measured = measure_steps(special, metered, steps)
+        with inside():
+            measured = measure_steps(special, metered, steps)
         if special.graph is not None and not (optimizer is not None and optimizer.state):
             n = len(measured.peak_bytes)
             absent = planned_state_bytes(special.traced, special.graph, special.placement, n)
@@ -190,17 +379,39 @@ class PlacedState:
     def forget(self) -> None:
         """Drop all specializations, after parameters and buffers were exchanged or cast."""
         self.close()
-        self.specializations = Specializations()
+        self.homes.clear()
+        self._settled.clear()
+        for entry in self._all_entries:
+            entry.forget()
         self.latest = None
         devices = (device for _, device in self.origins)
         self.origins = list(zip(self._tensors(), devices, strict=False))
 
     def close(self) -> None:
         """Stop the workers."""
-        for special in self.specializations:
-            special.close()
+        for entry in self._all_entries:
+            for special in entry.specializations:
+                special.close()
+
+    def release(self) -> None:
+        """Stop the workers, and let every part be called as it is."""
+        self.close()
+        for entry in self.entries.values():
+            entry.release()
+        self.entries.clear()
 
     def move_back(self) -> None:
         """Move every parameter and buffer to the device that it came from."""
+        self._settled.clear()
         for tensor, device in self.origins:
             move(tensor, device)
+
+
+def refuse_tracers() -> None:
+    """Raise an `ExecutionError` if a tracer or transform of torch is around the call."""
+    tracer = foreign_tracer()
+    if tracer:
+        raise ExecutionError(
+            f"{tracer} looks through the Python of a model, and a placed one runs on its own "
+            "workers: give it model = placed.unplace(), or a copy.deepcopy(placed)."
+        )

@@ -53,8 +53,9 @@ def refuse_meta(model: nn.Module) -> None:
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise InputError(
             f"this {type(model).__name__} is on the meta device and has no weights to run with; "
-            "load them (`model.to_empty(device=...)`, `load_state_dict`), then place it, or trace "
-            "and apply it. To plan without weights: trace, estimate, solve."
+            "give place(..., weights=...) a safetensors file or folder, or load them before "
+            "(`model.to_empty(device=...)`, `load_state_dict`). To plan without: trace, estimate, "
+            "solve."
         )
 
 

@@ -8,12 +8,10 @@ from itertools import count
 from threading import Condition, get_ident
 from typing import Any, Final, final
 
-import torch
 from torch import nn
 
 from baechi.errors import InputError
 from baechi.runtime.executable import Executable
-from baechi.runtime.parameter_devices import first_devices
 from baechi.torch_support.torch_internals import hooks_of
 from baechi.tracing.calling_convention import Call, changes
 from baechi.tracing.faithfulness import HOOKS
@@ -34,7 +32,6 @@ class Specializations:
         self._kind: dict[Executable, Any] = {}  # its key without the call's
         self._joined: dict[Any, None] = {}  # keys of calls that joined a family, the oldest first
         self._clock = count()
-        self._homes: dict[torch.Tensor, int] = {}  # of those that were dropped
         self._warned = False
 
     def __iter__(self) -> Iterator[Executable]:
@@ -79,11 +76,6 @@ class Specializations:
         """Those made for calls like this one but for its arguments, the latest first."""
         return tuple(s for s in reversed(self._used) if self._kind[s] == key[1:])
 
-    @property
-    def homes(self) -> dict[torch.Tensor, int]:
-        """The device of each tensor in the first plan that had it, also of those dropped since."""
-        return first_devices([self._homes, *(special.state_devices for special in self)])
-
     def make_room(self, limit: int, model: nn.Module, call: Call) -> None:
         """Drop the least recently used for one more, with a warning the first time."""
         while len(self) >= limit:
@@ -95,7 +87,6 @@ class Specializations:
 
     def _forget(self, special: Executable) -> None:
         # Its workers end with it: a graph whose backward is still to come may hold it.
-        self._homes = self.homes
         del self._used[special], self._kind[special]
         for key, row in list(self._rows.items()):
             rest = [other for other in row if other is not special]

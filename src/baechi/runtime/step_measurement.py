@@ -29,6 +29,7 @@ from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_devices import torch_threads
 from baechi.traced.traced_model import Traced, graded_owners, persistent_bytes
 from baechi.tracing.calling_convention import Call, canonical_call
+from baechi.tracing.observers import without_observers
 from baechi.tracing.pytrees import tensors_in
 
 _WARM_UP: Final = 2
@@ -156,7 +157,8 @@ class _Steps:
 
         def forward() -> None:
             call = replace(canonical_call(self.model, args, kwargs), tensors=inputs)
-            outputs.extend(tensors_in(self.executable(call, meter)))
+            with without_observers(self.model):
+                outputs.extend(tensors_in(self.executable(call, meter)))
 
         forward_ns = reading(forward)
         if not self.executable.training:

@@ -30,6 +30,7 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line
+from baechi.tracing.observers import observers_in
 
 Tape = Callable[[list[Any]], tuple[Any, ...]]
 
@@ -131,6 +132,10 @@ class CompiledTape:
         self._nodes = {node.name: node for node in nodes}
         self._refusals = refusals()
         self._compiled = torch.compile(plain, fullgraph=True, dynamic=False, backend=options)
+        observer = next(observers_in(nodes), None)
+        if observer is not None:
+            self._refuse(f"it runs {observer.title}")
+            return
         recurrent = [node.name for node in nodes if str(node.target).startswith(_RECURRENT)]
         if recurrent:
             self._refuse(f"torch does not compile RNN, GRU or LSTM, and {recurrent[0]} is one")

@@ -23,6 +23,7 @@ from baechi.runtime.executable import Executable
 from baechi.torch_support.torch_internals import gradient_hooks
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.fx_nodes import op_and_line, op_name, operator_name
+from baechi.tracing.observers import without_observers
 from baechi.tracing.partition import attribute
 from baechi.tracing.pytrees import tensors_in
 from baechi.tracing.workarounds import compact
@@ -78,6 +79,8 @@ def verify(unsplit: Unsplit, executable: Executable, call: Call, *, every: bool 
         torch.inference_mode(False),
         torch.set_grad_enabled(executable.training if mode is None else mode),
         torch.random.fork_rng(gpus),
+        without_observers(unsplit.model),
+        without_observers(executable.module.model),
     ):
         _Verification(unsplit, executable, call).run(every)
 

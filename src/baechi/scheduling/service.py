@@ -25,6 +25,7 @@ from prometheus_client import (
 )
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
 
 from baechi import __version__
 from baechi.errors import BaechiError, FormatError, ReservationError
@@ -99,6 +100,7 @@ class _Service:
             redoc_url=None,
         )
         self.app.middleware("http")(self._guarded)
+        self.app.add_exception_handler(HTTPException, _no_route)
         # Path, what answers, the message that is asked, and the one that is answered.
         self._routes: tuple[tuple[str, _Endpoint, Any, Any], ...] = (
             ("/v1/graphs", self._upload, {"type": "object"}, GraphAnswer),
@@ -338,6 +340,12 @@ def _content(kind: Any) -> dict[str, Any]:
     named = not isinstance(kind, dict)
     schema = {"$ref": f"#/components/schemas/{kind.__name__}Message"} if named else kind
     return {"content": {_JSON: {"schema": schema}}}
+
+
+async def _no_route(request: Request, error: Any) -> Response:
+    """The response for a path that does not exist, or does not take the method."""
+    text = f"there is no {request.method} {request.url.path}; /openapi.json has what there is."
+    return Response(encode(Failure("no-route", text)), error.status_code, error.headers, _JSON)
 
 
 def _error_response(error: BaechiError | TimeoutError) -> Response:

@@ -7,19 +7,26 @@ that a new version breaks.
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import get_ident
+from traceback import FrameSummary, StackSummary
 from typing import Any, Final, final
+from unittest.mock import patch
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._ops import OpOverload, OpOverloadPacket
 from torch._subclasses.fake_impls import op_implementations_dict as fake_kernels
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.meta_utils import MetaTensorDescriber
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.autograd.graph import GradientEdge, _engine_run_backward
 from torch.export.custom_ops import _call_custom_autograd_function_in_pre_dispatch
 from torch.fx.experimental.proxy_tensor import track_tensor_tree
+from torch.fx.graph import _PyTreeCodeGen
 from torch.jit._script import RecursiveScriptModule
-from torch.utils import checkpoint
+from torch.utils import _traceback, checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = ["FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
@@ -167,6 +174,12 @@ def unhooked() -> Iterator[None]:
 CALL: Final = "_compiled_call_impl"
 
 
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """The call of a module that is not compiled: hooks and forward."""
+    call: Callable[..., Any] = module._call_impl
+    return call
+
+
 def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
     """The module's own buffers, by name; a write changes the module."""
     return module._buffers
@@ -175,6 +188,21 @@ def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
 def state_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """The module's own submodules, parameters and buffers, by name."""
     return module._modules, module._parameters, module._buffers
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Give a tensor the memory, device and dtype of another, which gets those of the first.
+
+    The first stays the same Python object with its attributes and hooks. Assigning to `.data` and
+    `torch.utils.swap_tensors` refuse a tensor on meta, or one with weak references, as tracers
+    leave them.
+    """
+    hooks, after = tensor._backward_hooks, tensor._post_accumulate_grad_hooks
+    torch._C._swap_tensor_impl(tensor, other)
+    if hooks:  # autograd has them beside the memory, too
+        tensor._backward_hooks = hooks
+    if after:
+        tensor._post_accumulate_grad_hooks = after
 
 
 def hooks_of(module: nn.Module | None, kind: str) -> dict[int, Callable[..., Any]]:
@@ -252,6 +280,21 @@ def copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
 FunctionBase: Any = _SingleLevelFunction
 # The only function that the verifier of torch.export lets pass; its node may stand for any other.
 held_function: Any = _call_custom_autograd_function_in_pre_dispatch
+
+
+@contextmanager
+def held_nodes_kept() -> Iterator[None]:
+    """Trace inside; a node of `held_function` stays though nothing reads it."""
+    effects = fx.node._side_effectful_functions
+    new = held_function not in effects
+    effects.add(held_function)
+    try:
+        yield
+    finally:
+        if new:
+            effects.discard(held_function)
+
+
 # An operator as the dispatcher calls it, its arguments, its keyword arguments, and its result.
 Seen = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 
@@ -303,6 +346,19 @@ def export_mode() -> Any:
 
 
 @contextmanager
+def shown_on_cpu() -> Iterator[None]:
+    """Let fake tensors made in this thread stand for tensors on the CPU, wherever these are."""
+    describe, tracer = MetaTensorDescriber.describe_tensor, get_ident()
+
+    def on_cpu(self: Any, tensor: torch.Tensor, **options: Any) -> Any:
+        found = describe(self, tensor, **options)
+        return replace(found, device=torch.device("cpu")) if get_ident() == tracer else found
+
+    with patch.object(MetaTensorDescriber, "describe_tensor", on_cpu):
+        yield
+
+
+@contextmanager
 def below_export() -> Iterator[None]:
     """Run operators inside on fake tensors for the shapes alone: `torch.export` records none.
 
@@ -312,6 +368,46 @@ def below_export() -> Iterator[None]:
     include = torch._C._dispatch_tls_local_include_set().remove(pre)
     exclude = torch._C._dispatch_tls_local_exclude_set() | torch._C.DispatchKeySet(pre)
     with torch._C._ForceDispatchKeyGuard(include, exclude), torch._C.DisableTorchFunction():
+        yield
+
+
+_TORCH: Final = str(Path(torch.__file__).parent)
+
+
+def _models_frames(frames: Sequence[Mapping[str, Any]], skip: int) -> StackSummary:
+    # As torch's own, without most of torch's frames, nine of ten, and without reading any file.
+    return StackSummary.from_list(
+        FrameSummary(frame["filename"], frame["line"], frame["name"], lookup_line=False)
+        for frame in reversed(frames[skip:])
+        if frame["name"] == "forward" or not frame["filename"].startswith(_TORCH)
+    )
+
+
+@contextmanager
+def frugal_export() -> Iterator[None]:
+    """Export inside without what nobody reads: code after each pass, and torch's lines of a stack.
+
+    A graph module generates its code when it is called, or when it is changed after the block.
+    """
+    recompile, tracer = fx.GraphModule.recompile, get_ident()
+
+    def postponed(module: fx.GraphModule) -> Any:
+        if get_ident() != tracer:
+            return recompile(module)
+        if isinstance(module.graph._codegen, _PyTreeCodeGen):
+            info = module.graph._codegen.pytree_info
+            module._in_spec, module._out_spec = info.in_spec, info.out_spec
+        type(module).forward = run  # each has a class of its own
+        return None
+
+    def run(module: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        recompile(module)
+        return module.forward(*args, **kwargs)
+
+    with (
+        patch.object(fx.GraphModule, "recompile", postponed),
+        patch.object(_traceback, "_extract_symbolized_tb", _models_frames),
+    ):
         yield
 
 

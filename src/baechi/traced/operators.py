@@ -111,6 +111,11 @@ class TracedOperators:
         return tuple(map(tuple, made))
 
     @cached_property
+    def returns_loss(self) -> bool:
+        """Whether an output is a scalar with a gradient."""
+        return any(row.scalar and row.kept and row.differentiable for row in self.tensors)
+
+    @cached_property
     def backward_ops(self) -> tuple[int, ...]:
         """The ops that have a backward: a gradient reaches them from an output.
 

@@ -28,7 +28,7 @@ from baechi.traced.checkpoint_units import (
     unit_of_ops,
     workspace_bytes,
 )
-from baechi.traced.operators import Attempt, TracedOp, TracedOperators
+from baechi.traced.operators import Attempt, TracedOp, TracedOperators, TracedTensor
 from baechi.validation import FrozenDict, check_row
 
 # Prefixes of names, for readers; code uses `Op.phase` and `Op.forward`.
@@ -300,8 +300,20 @@ def _mirror(
     edges += [_edge(again.get(op, op), (twin[op],), ~op) for op in traced.backward_ops]
     edges += [_edge(op, (at,), 0) for op, at in again.items()]
     edges += _gradients(traced, twin, again, loss)
+    # Other outputs stay where they are; the loss comes after them.
+    edges += [
+        _edge(tensor.producer, (loss,), 0)
+        for tensor in traced.tensors
+        if tensor.kept and tensor.differentiable and not _enters_loss(traced, tensor)
+    ]
     loss_op = PlainOp(LOSS, grouped[home].group if graded else None, "loss")
     return [*grouped, loss_op, *map(later, sequence)], edges
+
+
+def _enters_loss(traced: TracedOperators, tensor: TracedTensor) -> bool:
+    """True if the loss reads an output: the model's own if it returns one, else every output."""
+    own = tensor.scalar or not traced.returns_loss
+    return tensor.kept and tensor.differentiable and own
 
 
 def _values(
@@ -318,7 +330,7 @@ def _values(
             savers[saved].append(op)
     edges, made_again = [], []
     for index, tensor in enumerate(traced.tensors):
-        to_loss = (loss,) if tensor.kept and tensor.differentiable else ()
+        to_loss = (loss,) if _enters_loss(traced, tensor) else ()
         mine = again.get(tensor.producer)
         own = [twin[op] for op in savers[index] if mine is not None and again.get(op) == mine]
         others = [twin[op] for op in savers[index] if mine is None or again.get(op) != mine]
@@ -335,7 +347,6 @@ def _gradients(
 ) -> Iterator[_Edge]:
     """The gradients of tensors, from their readers' backwards or the loss to their producers'."""
     viewed = _viewed_whole(traced)
-    has_loss = any(t.scalar for t in traced.tensors if t.kept and t.differentiable)
     for tensor in traced.tensors:
         if not tensor.differentiable or tensor.producer not in twin:
             continue
@@ -345,7 +356,8 @@ def _gradients(
             sizes = (0,)
         sources: list[tuple[int, int | None, int]] = []
         if tensor.kept:
-            sources.append((loss, None, 0 if has_loss and not tensor.scalar else tensor.nbytes))
+            nbytes = tensor.nbytes if _enters_loss(traced, tensor) else 0
+            sources.append((loss, None, nbytes))
         sources += [
             (twin[c], again.get(c), nbytes)
             for c, nbytes in zip(tensor.consumers, sizes, strict=True)

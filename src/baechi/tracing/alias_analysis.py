@@ -31,6 +31,7 @@ from baechi.torch_support.torch_internals import (
 )
 from baechi.tracing.fx_nodes import node_arguments, schema_arguments
 from baechi.tracing.guards import CHECK
+from baechi.tracing.observers import Observer, without_observers
 from baechi.tracing.pytrees import Parts, Structure, tensors_in
 from baechi.tracing.side_effects import fakes_removed
 
@@ -61,7 +62,7 @@ class NodeFacts:
     """The effects of one node on memory and autograd.
 
     `saved` are storages, each once; `structure` is around the values; `checks` says that it fails
-    for some values, as a model's assertion does.
+    for some values, as a model's assertion does; `looks` that an observer runs.
     """
 
     values: tuple[Value, ...] = ()
@@ -70,6 +71,7 @@ class NodeFacts:
     saved: tuple[int, ...] = ()
     random: bool = False
     checks: bool = False
+    looks: bool = False
 
 
 @final
@@ -163,13 +165,14 @@ def propagate(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Facts:
     try:
         with (
             fakes_removed(module) if whole else nullcontext(),
+            without_observers(module) if whole else nullcontext(),
             FakeTensorMode(allow_non_fake_inputs=True) as mode,
         ):
             return _Recorder(module, partial(mode.from_tensor, static_shapes=True)).record(inputs)
     except Exception:  # whatever a fake tensor cannot do; the real run says what is really wrong
         if any(tensor.is_meta for tensor in [*inputs, *module.parameters()]):
             raise
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), without_observers(module):
             facts = _Recorder(module, cache(copy_of)).record(inputs)
         facts.real = True
         return facts
@@ -212,13 +215,15 @@ class _Recorder(fx.Interpreter):
             self._alive.clear()
         return self._facts
 
-    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _on_save(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Note what autograd keeps; an operator saves its result before it yields it.
 
-        Autograd gets it without its graph, which would hold itself for ever.
+        Autograd gets it without its graph, which would hold itself for ever; or nothing, of an
+        operator inside which no backward runs.
         """
         self._saved.append(self._storage(tensor, self._current))
-        return tensor.detach()
+        plain = self._current is not None and isinstance(self._current.target, OpOverload)
+        return None if plain else tensor.detach()
 
     def _storage(
         self, tensor: torch.Tensor, node: fx.Node | None = None, attribute: str | None = None
@@ -251,8 +256,9 @@ class _Recorder(fx.Interpreter):
         inner = list(self._inner(n))
         random = any(map(self._draws, inner)) or (drawing is not None and drawing.drew)
         checks = any(str(node.target).startswith(CHECK) for node in inner)
+        looks = any(isinstance(node.target, Observer) for node in inner)
         self._facts.nodes[n] = NodeFacts(
-            values, structure, frozenset(written), saved, random, checks
+            values, structure, frozenset(written), saved, random, checks, looks
         )
         return result
 

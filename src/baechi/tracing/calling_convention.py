@@ -7,8 +7,9 @@ out, so that every rung of the tracing ladder traces the same flat function.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, final
@@ -25,7 +26,20 @@ _TAKEN_APART = (
     "Tensors are found in tuples, lists, dicts, named tuples, dataclasses and what is registered "
     "with torch.utils._pytree; pass and return those."
 )
+# Whether what this thread runs of a model is for Baechi, which traces or has a worker there: then
+# the model and its parts run as they are, though they are placed.
+INSIDE: Final[ContextVar[bool]] = ContextVar("inside", default=False)
 _FUNCTIONS: Final = (type, FunctionType, BuiltinFunctionType, MethodType)
+
+
+@contextmanager
+def inside() -> Iterator[None]:
+    """Run the block as a part of a trace or of a placed step."""
+    token = INSIDE.set(True)
+    try:
+        yield
+    finally:
+        INSIDE.reset(token)
 
 
 @final

@@ -250,6 +250,8 @@ class KnownValues(TorchFunctionMode):
         """The arguments with values for tensors, on the CPU; None if one is not known."""
         if isinstance(func, OpOverload | OpOverloadPacket):  # it may be anyone's, and do anything
             return None
+        if any(isinstance(arg, torch.Tensor) and self.value(arg) is None for arg in args):
+            return None  # nearly always
         leaves, spec = pytree.tree_flatten((args, kwargs))
         known: list[Any] = []
         some = func in _FACTORIES

@@ -1,9 +1,10 @@
 """Effects that only Python or autograd sees: kept by a trace, or refused by name.
 
 A trace keeps the operators that a call runs, and autograd differentiates those. It would lose
-backward hooks, gradients made by hand, and hooks that return nothing. Nothing is lost inside a
-submodule that stays whole, since that runs as it is. So where a submodule can still stay whole,
-`watched` raises an error that is no `TraceError`, and the ladder tries its next rung.
+backward hooks and gradients made by hand; hooks that return nothing become nodes (`observers`).
+Nothing is lost inside a submodule that stays whole, since that runs as it is. So where a submodule
+can still stay whole, `watched` raises an error that is no `TraceError`, and the ladder tries its
+next rung.
 
 Seen with torch 2.13; `tests/tracing/test_faithfulness.py` has a case of each.
 """
@@ -26,18 +27,21 @@ from baechi.torch_support.torch_internals import (
     FakeTensor,
     FunctionBase,
     RecursiveScriptModule,
+    held_nodes_kept,
     hooks_of,
 )
 from baechi.tracing.calling_convention import Call
 from baechi.tracing.guards import GradientMode
+from baechi.tracing.observers import FORWARD, observes, recording
 from baechi.tracing.workarounds import CustomFunctions
 
 _BACKWARD: Final = ("_backward_hooks", "_backward_pre_hooks")
-_FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
-HOOKS: Final = (*_BACKWARD, *_FORWARD)
+HOOKS: Final = (*_BACKWARD, *FORWARD)
 # Hooks that only serve the forward they run in: torch's own, and those by which transformers keeps
 # hidden states for the model's output, which stay once hidden states were requested.
 _INSIDE: Final = ("torch.nn.", "transformers.utils.output_capturing")
+# By which embeddings need a gradient, for reentrant checkpointing: of transformers, PEFT, scripts.
+_GRADED: Final = "make_inputs_require_grad"
 # What changes the state of a generator, which happens when a tracer runs, and in no call.
 _SEEDING: Final = {"manual_seed", "seed", "set_rng_state", "fork_rng"}
 _LOCK: Final = threading.RLock()  # one tracer at a time: it changes classes of torch
@@ -107,18 +111,23 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
     functions = CustomFunctions()
     with _LOCK, ExitStack() as stack:
         for name, module in model.named_modules():
-            for kind in _FORWARD:
+            for kind in FORWARD:
                 hooks = hooks_of(module, kind)
                 for key, hook in list(hooks.items()):
-                    if not getattr(hook, "__module__", "").startswith(_INSIDE):
+                    if not _serves_inside(hook):
                         title = f"the {_words(kind)[:-1]} {_name(hook)} of {_title(model, name)}"
-                        hooks[key] = _noting(hook, title, lost)
+                        hooks[key] = (
+                            recording(hook, title, functions.observe)
+                            if observes(hook)
+                            else _noting(hook, title, lost)
+                        )
                         stack.callback(hooks.__setitem__, key, hook)
 
         def replace(owner: Any, name: str, checked: Callable[..., Any]) -> None:
             function = _here(checked, getattr(owner, name))
             stack.enter_context(patch.object(owner, name, function))
 
+        stack.enter_context(held_nodes_kept())
         # Of the base, as `apply = Mine.apply` may have been taken long ago; it leaves alone what is
         # not being traced.
         apply = classmethod(functions.apply)
@@ -141,10 +150,14 @@ def watched(model: nn.Module, mode: GradientMode) -> Iterator[CustomFunctions]:
         yield functions
     if lost:
         raise TraceError(
-            f"{lost[0]} returned nothing when the model was traced: a placed model would not run "
-            f"it. {_INSTEAD}; or let it return the output (or the arguments), if all it does is "
-            "in tensors: it is then traced with the model."
+            f"{lost[0]} returned nothing when the model was traced, though by its code it returns "
+            "something. Let it end without `return`: then it runs in every call, and is not traced."
         )
+
+
+def _serves_inside(hook: Any) -> bool:
+    name = getattr(hook, "__name__", "")
+    return name.startswith(_GRADED) or getattr(hook, "__module__", "").startswith(_INSIDE)
 
 
 def _noting(hook: Callable[..., Any], title: str, lost: list[str]) -> Callable[..., Any]:

@@ -32,7 +32,7 @@ from baechi.torch_support.symbolic_sizes import (
     solved,
     symbols_in,
 )
-from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage, Value
+from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage
 from baechi.tracing.calling_convention import Call, layout_of, shown
 from baechi.tracing.export_branches import Question, same_answers
 from baechi.tracing.fx_nodes import node_arguments
@@ -187,7 +187,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
     alive: set[fx.Node] = set()
     for node in reversed(module.graph.nodes):
         known = facts.nodes.get(node)
-        kept = known is None or known.writes or known.random or known.checks
+        kept = known is None or known.writes or known.random or known.checks or known.looks
         if node in alive or kept or node.op == "placeholder":
             alive |= {node, *node.all_input_nodes}
 
@@ -202,7 +202,7 @@ def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any
             rows.append(("output", fx.node.map_arg(node.args, show)))
             continue
         fact = facts.nodes[node]
-        acts = any((fact.values, fact.writes, fact.random, fact.checks))
+        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
         number = not acts and node.op not in ("placeholder", "get_attr")
         if number or node not in alive or node in carriers:
             continue
@@ -459,23 +459,11 @@ class Family:
         nodes: dict[Any, NodeFacts] = {}
         rows = zip(old.nodes.items(), self._values, self._structures, strict=True)
         for (node, fact), sizes, structure in rows:
-            nodes[node] = NodeFacts(
-                tuple(
-                    Value(
-                        value.storage,
-                        tuple(map(number, shape)),
-                        tuple(map(number, stride)),
-                        value.dtype,
-                        value.requires_grad,
-                    )
-                    for value, (shape, stride) in zip(fact.values, sizes, strict=True)
-                ),
-                structure(numbers),
-                fact.writes,
-                fact.saved,
-                fact.random,
-                fact.checks,
+            known = tuple(
+                replace(value, shape=tuple(map(number, shape)), stride=tuple(map(number, stride)))
+                for value, (shape, stride) in zip(fact.values, sizes, strict=True)
             )
+            nodes[node] = replace(fact, values=known, structure=structure(numbers))
         storages = [
             Storage(numbers[place], storage.node, storage.attribute)
             for storage, place in zip(old.storages, self._storages, strict=True)

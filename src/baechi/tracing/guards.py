@@ -3,14 +3,17 @@
     Autocast       a cast that changes nothing is not in a trace, and shapes are of the dtypes seen
     GradientMode   a trace is made with gradients on, so that its plan has a backward; the model's
                    code sees the caller's mode, and where it reads it, the trace is of that mode
-    Attributes     plain attributes of modules: after `dropout.p = 0.1` the model is another program
+    Attributes     plain attributes of modules and of their configurations: after `dropout.p = 0.1`
+                   or `config.output_hidden_states = True` the model is another program
     TruthValues    `if torch.isnan(x).any(): ...`: those of the example, checked in every call
 
 Where forward branches on truth values, the model runs once on real tensors, and its truth values
 are replayed in the trace, each with an operator that checks it.
 """
 
+import argparse
 import copy
+import dataclasses
 import linecache
 import sys
 import threading
@@ -22,7 +25,7 @@ from enum import Enum
 from functools import partial
 from operator import attrgetter, is_, itemgetter
 from pathlib import Path
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, Final, final
 from unittest.mock import patch
 
@@ -105,12 +108,15 @@ _PLAIN: Final = (
     *(bool, int, float, complex, str, bytes, type(None), Enum, torch.dtype),
     *(FunctionType, BuiltinFunctionType, *_ITSELF),
 )
-_OF_TORCH: Final = frozenset(vars(nn.Module()))  # modes, hooks, parameters: checked elsewhere
+_NAMESPACES: Final = (SimpleNamespace, argparse.Namespace)
+_NO_RECORDS: Final = (*_PLAIN, nn.Module, ModuleType, type, list, tuple, set, frozenset, dict)
+# Modes, hooks, parameters: checked elsewhere; and what `generate` of transformers alone reads.
+_OF_TORCH: Final = frozenset((*vars(nn.Module()), "generation_config"))
 
 
 @final
 class _Row:
-    """Plain attributes of one module, and the values that they have now."""
+    """Plain attributes of one module or record, and the values that they have now."""
 
     def __init__(self, path: str, owner: Any, names: Iterable[str]) -> None:
         # The owner is the module's own dict; or the module, for attributes of its class.
@@ -137,15 +143,15 @@ class _Row:
 
 @final
 class _Names:
-    """The names of the attributes that a module itself has now."""
+    """The names of the attributes that a module or a record itself has now."""
 
-    def __init__(self, path: str, module: nn.Module) -> None:
+    def __init__(self, path: str, module: Any) -> None:
         self.path, self.module, self.own = path, module, vars(module)
         self.known = frozenset(self.own)
         self.n = len(self.known)  # at which nothing was hidden
 
     def hide_nothing(self) -> bool:
-        """True if no name that came since hides what the module's class has."""
+        """True if no name that came since counts."""
         if len(self.own) != self.n:
             if self.hiding():
                 return False
@@ -153,9 +159,13 @@ class _Names:
         return True
 
     def hiding(self) -> list[str]:
-        """Those that came since, and hide what the module's class has."""
+        """Those that came since; of a module those that hide what its class has."""
         new = sorted(self.own.keys() - self.known - {CALL})  # compiled, it is the same program
-        return [name for name in new if hasattr(type(self.module), name)]
+        module = isinstance(self.module, nn.Module)
+        return [name for name in new if not module or hasattr(type(self.module), name)]
+
+
+_Record = tuple[str, dict[Any, Any], Any, Any]  # path and dict of its owner, name in it, itself
 
 
 @final
@@ -163,19 +173,44 @@ class Attributes:
     """The plain attributes of a model's modules as they are now.
 
     Plain are numbers, strings, flags, functions, tensors, and lists, tuples, sets and dicts of
-    these. A tensor counts by its identity, since a placed model reads its contents. Other objects
-    are not looked into. Attributes that come later count if they hide one of the class, as
-    `layer.forward = f` does.
+    these. A tensor counts by its identity, since a placed model reads its contents. Of records
+    (configurations, dataclasses, namespaces) the plain attributes count, too, once for all modules
+    that share one; a record counts by its identity besides. Other objects are not looked into.
+    Attributes that come later count if they hide one of the class, as `layer.forward = f` does.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._rows = [
-            _Row(path, owner, names)
-            for path, module in model.named_modules()
-            for owner, names in ((vars(module), _own(module)), (module, _of_class(module)))
-            if names
-        ]
+        self._rows: list[_Row] = []
         self._names = [_Names(path, module) for path, module in model.named_modules()]
+        self._records: list[_Record] = []
+        seen: set[int] = set()
+        for path, module in model.named_modules():
+            for owner, names in ((vars(module), _own(module)), (module, _of_class(module))):
+                if names:
+                    self._rows.append(_Row(path, owner, names))
+            own = {name: v for name, v in vars(module).items() if name not in _OF_TORCH}
+            self._look_into(path, vars(module), own, seen)
+
+    def _look_into(self, path: str, owner: Any, values: dict[Any, Any], seen: set[int]) -> None:
+        """Take the records among the values, and those inside them, that were not seen yet."""
+        found = {name: value for name, value in values.items() if _is_record(value)}
+        if isinstance(owner, dict):
+            self._records += [(path, owner, name, value) for name, value in found.items()]
+        for name, value in values.items():
+            if id(value) in seen or not (name in found or _holds_others(value)):
+                continue
+            seen.add(id(value))
+            title = f"{path}.{name}".lstrip(".")
+            if name not in found:
+                rows = value.items() if isinstance(value, dict) else enumerate(value)
+                self._look_into(title, value, dict(rows), seen)
+                continue
+            own, inner = getattr(value, "__dict__", value), dict(_fields(value))
+            plain = [n for n, v in inner.items() if _is_plain(v) and not _tensors(v)]
+            for part, names in ((own, plain), (value, _of_class(value))):
+                self._rows += [_Row(title, part, names)] if names else []
+            self._names += [_Names(title, value)] if own is not value else []
+            self._look_into(title, own, inner, seen)
 
     def settled(self) -> "Attributes":
         """These without the ones that have changed since, which forward sets itself."""
@@ -187,7 +222,14 @@ class Attributes:
                 if (kept := [name for name in row.names if name not in changed])
             ),
             (_Names(row.path, row.module) for row in self._names),
+            (row for row in self._records if row[1].get(row[2]) is row[3]),
         )
+
+    def set_since(self) -> set[tuple[int, str]]:
+        """The attributes that are not as they were, each by the id of its owner and its name."""
+        return {
+            (id(row.owner), name) for row in self._rows if not row.holds() for name in row.changed()
+        }
 
     def outside(self, leaves: Iterable[nn.Module]) -> "Attributes":
         """These without those of submodules that stay whole: their Python reads what is there."""
@@ -196,12 +238,16 @@ class Attributes:
         return self._with(
             (row for row in self._rows if id(row.owner) not in whole),
             (row for row in self._names if id(row.module) not in whole),
+            (row for row in self._records if id(row[1]) not in whole),
         )
 
     def hold(self) -> bool:
         """True if all are unchanged; takes about 0.4 us a module."""
         if not all(names.hide_nothing() for names in self._names):
             return False
+        for _, owner, name, was in self._records:
+            if owner.get(name) is not was:
+                return False
         return all(row.holds() for row in self._rows)
 
     def changed(self) -> str:
@@ -215,15 +261,21 @@ class Attributes:
                 if isinstance(was, torch.Tensor):
                     return f"{title} was another tensor"
                 return f"{title} was {was!r} and is {read(name, 'gone')!r}"
+        for path, owner, name, was in self._records:
+            if owner.get(name) is not was:
+                return f"{path}.{name}".lstrip(".") + f" was another {type(was).__name__}"
         for names in self._names:
             for name in names.hiding():
                 title = f"{names.path}.{name}".lstrip(".")
-                return f"{title} was its class's and is {names.own[name]!r}"
+                was = "its class's" if hasattr(type(names.module), name) else "not there"
+                return f"{title} was {was} and is {names.own[name]!r}"
         return ""
 
-    def _with(self, rows: Iterable[_Row], names: Iterable[_Names]) -> "Attributes":
+    def _with(
+        self, rows: Iterable[_Row], names: Iterable[_Names], records: Iterable[_Record]
+    ) -> "Attributes":
         found = object.__new__(Attributes)
-        found._rows, found._names = list(rows), list(names)
+        found._rows, found._names, found._records = list(rows), list(names), list(records)
         return found
 
 
@@ -231,16 +283,46 @@ def _own(module: nn.Module) -> list[str]:
     return [name for name, v in vars(module).items() if name not in _OF_TORCH and _is_plain(v)]
 
 
-def _of_class(module: nn.Module) -> list[str]:
+def _is_record(value: Any, depth: int = 3) -> bool:
+    """True if it is a configuration: a dataclass, a namespace, what has `to_dict`.
+
+    Or any object that holds plain values and records alone.
+    """
+    kind = type(value)
+    if isinstance(value, _NO_RECORDS) or kind.__module__.partition(".")[0] in _OURS:
+        return False
+    if isinstance(value, _NAMESPACES) or dataclasses.is_dataclass(value):
+        return True
+    if callable(value) or type(getattr(value, "__dict__", None)) is not dict:
+        return False
+    return callable(getattr(kind, "to_dict", None)) or (
+        depth > 0 and all(_is_plain(v) or _is_record(v, depth - 1) for v in vars(value).values())
+    )
+
+
+def _holds_others(value: Any) -> bool:
+    return isinstance(value, list | tuple | dict) and not _is_plain(value)
+
+
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """A record's own attributes."""
+    if hasattr(value, "__dict__"):
+        return list(vars(value).items())
+    names = [field.name for field in dataclasses.fields(value)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def _of_class(module: Any) -> list[str]:
     """Plain attributes of its classes, but for torch's, that it does not have itself."""
     found: dict[str, Any] = {}
+    own = getattr(module, "__dict__", {})
     for kind in type(module).__mro__:
         if not kind.__module__.startswith("torch."):
             found = {**vars(kind), **found}
     return [
         name
         for name, value in found.items()
-        if name not in vars(module)
+        if name not in own
         and not name.startswith("__")
         and not isinstance(value, FunctionType | BuiltinFunctionType)
         and _is_plain(value)

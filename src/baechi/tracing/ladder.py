@@ -16,7 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch import fx, nn
 from baechi.errors import InputError, TraceError
 from baechi.torch_support.storages import distinct_storages
 from baechi.torch_support.symbolic_sizes import SYMBOLIC
-from baechi.torch_support.torch_internals import TorchDispatchMode
+from baechi.torch_support.torch_internals import TorchDispatchMode, frugal_export, shown_on_cpu
 from baechi.traced.operators import Attempt, TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import (
@@ -40,7 +39,7 @@ from baechi.tracing.alias_analysis import (
     propagate_symbolic,
     quiet,
 )
-from baechi.tracing.calling_convention import Call, canonical_call, flat_model
+from baechi.tracing.calling_convention import Call, canonical_call, flat_model, inside
 from baechi.tracing.export_branches import EagerBranches, Question
 from baechi.tracing.faithfulness import refuse_new_leaves, refuse_unfaithful, watched
 from baechi.tracing.families import Family, Place, dynamic_shapes, numbers_among
@@ -52,6 +51,7 @@ from baechi.tracing.fx_nodes import (
 )
 from baechi.tracing.guards import Attributes, Autocast, GradientMode, TruthValue, TruthValues
 from baechi.tracing.lowering import TracedModule, lower
+from baechi.tracing.observers import in_turn, reads_noted, without_observers
 from baechi.tracing.pytrees import Structure, tensors_in
 from baechi.tracing.side_effects import (
     OutsideTensors,
@@ -62,9 +62,6 @@ from baechi.tracing.side_effects import (
 )
 from baechi.tracing.subgraph import opaque_leaves
 from baechi.tracing.workarounds import RECURRENT, ctc_losses_known
-
-# Whether this thread traces: then a model that is placed already runs its own forward.
-TRACING: Final[ContextVar[bool]] = ContextVar("tracing", default=False)
 
 
 @final
@@ -99,40 +96,46 @@ def _non_strict(
             yield
 
     flat, returned = flat_model(model, call, around, partial(refuse_new_leaves, call))
-    with watched(model, mode) as functions, closing(outside):
+    with watched(model, mode) as functions, closing(outside), frugal_export():
         shapes = dynamic_shapes(call, places) if places else None
         program = torch.export.export(flat, call.tensors, strict=False, dynamic_shapes=shapes)
-    module = program.module()
-    functions.restore(module)
-    for node in module.graph.nodes:
-        if call.autocast.dtypes and str(node.target) in RECURRENT:
-            raise TypeError(
-                f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
-            )
-    symbolic = [type(c).__name__ for c in returned[-1].constants if isinstance(c, SYMBOLIC)]
-    if symbolic and not places:
-        raise TypeError(f"forward returns a {symbolic[0]}, which depends on values of tensors")
-    module = without_effectless(module)
-    if not places:
-        return Capture(module, returned[-1], tuple(replaced))
-    module = without_whole_slices(module)
-    return Capture(module, returned[-1], tuple(replaced), branches.questions)
+        module = program.module()
+        functions.restore(module)
+        for node in module.graph.nodes:
+            if call.autocast.dtypes and str(node.target) in RECURRENT:
+                raise TypeError(
+                    f"{node.target} gives other dtypes with {call.autocast} than its fake tensors"
+                )
+        symbolic = [type(c).__name__ for c in returned[-1].constants if isinstance(c, SYMBOLIC)]
+        if symbolic and not places:
+            raise TypeError(f"forward returns a {symbolic[0]}, which depends on values of tensors")
+        module = without_effectless(module)
+        if not places:
+            return Capture(module, returned[-1], tuple(replaced))
+        module = without_whole_slices(module)
+        return Capture(module, returned[-1], tuple(replaced), branches.questions)
 
 
 def _truth_values(
     mode: GradientMode, branches: EagerBranches, model: nn.Module, call: Call
 ) -> Capture:
     """Trace with the truth values of a real run of the example."""
+    with TruthValues() as values:
+        _run_on_copies(model, call)
+    if not values.recorded:
+        raise RuntimeError("forward asks no tensor for a truth value")
+    return _non_strict(mode, branches, model, call, values.recorded)
+
+
+def _run_on_copies(model: nn.Module, call: Call) -> None:
+    """Run the example for real; state, arguments and random numbers stay as they are."""
     flat, _ = flat_model(model, call)
     state = named_state(flat)
     copies = {name: copy_of(tensor) for name, tensor in state.items()}
     inputs = tuple(map(copy_of, call.tensors))
     gpus = sorted({t.device.index for t in state.values() if t.device.type == "cuda"})
-    with torch.random.fork_rng(gpus), TruthValues() as values:
+    with torch.random.fork_rng(gpus), without_observers(model):
         torch.func.functional_call(flat, copies, inputs)
-    if not values.recorded:
-        raise RuntimeError("forward asks no tensor for a truth value")
-    return _non_strict(mode, branches, model, call, values.recorded)
 
 
 @final
@@ -327,7 +330,8 @@ def trace(
 ) -> Traced:
     """The operators of `model` on example arguments, in its current mode (train or eval).
 
-    A model on the `meta` device traces too, without its weights. The model is not changed. What is
+    A model on the `meta` device traces too, without its weights, to the very trace that it has on
+    a CPU with them; its buffers may have values or none. The model is not changed. What is
     traced holds for the autocast that is on here, or for none; and for every mode of gradients.
 
     Args:
@@ -349,72 +353,95 @@ def trace(
         args, kwargs = call.structure.fill(call.tensors)
         call = canonical_call(model, args, kwargs)
     mode = GradientMode(torch.is_grad_enabled())
-    with torch.inference_mode(False), torch.enable_grad(), _tracing():
-        call = replace(call, tensors=_apart(model, _where_weights_are(model, call)))
+    with torch.inference_mode(False), torch.enable_grad(), inside(), ExitStack() as stack:
+        call = replace(call, tensors=_apart(model, _beside_weights(model, call)))
         if places:
             call = call.with_numbers(numbers_among(places))
             call = replace(call, tensors=tuple(map(_no_view, call.tensors)))
+        if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+            stack.enter_context(shown_on_cpu())  # the trace is that of the model with weights
         return _climb(model, call, mode, places)
 
 
-@contextmanager
-def _tracing() -> Iterator[None]:
-    token = TRACING.set(True)
-    try:
-        yield
-    finally:
-        TRACING.reset(token)
-
-
-def _climb(
-    model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place] = frozenset()
-) -> Traced:
+def _climb(model: nn.Module, call: Call, mode: GradientMode, places: frozenset[Place]) -> Traced:
     """The capture of the first rung that succeeds."""
     attempts: list[Attempt] = []
     before = Attributes(model)
     for rung, capture in ladder(mode, places):
         try:
             with quiet(), unchanged(model), ctc_losses_known():
-                captured = capture(model, call)
+                with reads_noted(model) as reads:
+                    captured = capture(model, call)
                 ops, tensors, module = _lowered(model, call, captured, places)
                 # Forward sets some attributes itself, whose values do not count.
-                module = replace(module, attributes=before.settled(), gradients=mode.observed)
+                module = replace(
+                    module, attributes=before.settled(), gradients=mode.observed, reads=reads
+                )
             name, taken = type(model).__name__, (*attempts, Attempt(rung))
             return Traced(name, ops, tensors, taken, model.training, module)
         except (InputError, TraceError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # whatever a tracer raises is a reason to try the next
             attempts.append(Attempt(rung, _reason(error, model)))
-    raise TraceError(
-        f"{type(model).__name__} cannot be traced:\n{_distinct(attempts)}\n"
-        "Check that the example arguments run through the model. Control flow that looks at "
-        "numbers in tensors must be inside a submodule, which then stays whole; the outermost "
-        "forward may ask for truth values alone."
+    _refuse_failing(model, call)
+    failure = TraceError(
+        f"{type(model).__name__} cannot be traced, though it runs:\n{_distinct(attempts)}\n"
+        "Control flow that looks at numbers in tensors must be inside a submodule, which then "
+        "stays whole; the outermost forward may ask for truth values alone. A loss that does is "
+        "computed outside: trace without labels."
     )
+    for attempt in attempts:
+        failure.add_note(f"{attempt.rung}: {attempt.reason}")
+    raise failure
+
+
+def _refuse_failing(model: nn.Module, call: Call) -> None:
+    """Raise what is wrong with the example or the model's own code, if it does not run at all."""
+    if any(tensor.is_meta for tensor in (*named_state(model).values(), *call.tensors)):
+        return
+    try:
+        with quiet(), unchanged(model):
+            _run_on_copies(model, call)
+    except (TraceError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever the model's code raises
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_globals.get("__name__", "").startswith("baechi."):
+            return  # it is ours, about what forward returns
+        raise TraceError(
+            f"{type(model).__name__} does not run on {call.shapes}: {_reason(error, model)}"
+        ) from error
+
+
+# Errors of torch's tracers for a Python value that depends on a tensor's values, by their classes.
+_VALUE_READ: Final = ("GuardOnDataDependentSymNode", "DataDependentOutputException")
 
 
 def _distinct(attempts: Sequence[Attempt]) -> str:
-    """The reason of every rung, equal ones once, with the model's line if it is known."""
-    rungs: dict[str, list[Attempt]] = {}
+    """The reasons, equal ones once, with the model's line if it is known."""
+    reasons: dict[str, str] = {}
     for attempt in attempts:
-        rungs.setdefault(attempt.reason.partition(" (at ")[0], []).append(attempt)
-    return "\n".join(
-        f"  {'; '.join(a.rung for a in row)}: {max((a.reason for a in row), key=len)}"
-        for row in rungs.values()
-    )
+        error, _, line = attempt.reason.partition(" (at ")
+        if error.startswith(_VALUE_READ):
+            error = "a number is read from a tensor"
+        text = f"{error} (at {line}" if line else error
+        reasons[error] = max(reasons.get(error, ""), text, key=len)
+    return "\n".join(f"  {text}" for text in reasons.values())
 
 
-def _where_weights_are(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
-    """The arguments: of a model without weights, without values; those of others have some."""
+_WEIGHTLESS: Final = ("cpu", "meta")  # where arguments of a model on meta may be
+
+
+def _beside_weights(model: nn.Module, call: Call) -> tuple[torch.Tensor, ...]:
+    """The arguments: of a model with weights they have values; else they are not on a GPU."""
     state = [*model.parameters(), *model.buffers()]
-    if state and all(tensor.is_meta for tensor in state):
-        rows = (t.detach().to("meta").requires_grad_(t.requires_grad) for t in call.tensors)
+    if any(tensor.is_meta for tensor in state):
         return tuple(
-            given if given.is_meta else row for given, row in zip(call.tensors, rows, strict=True)
+            t if t.device.type in _WEIGHTLESS else t.detach().cpu().requires_grad_(t.requires_grad)
+            for t in call.tensors
         )
-    real = bool(state) and not any(tensor.is_meta for tensor in state)
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.is_meta and real:
+        if tensor.is_meta and state:
             raise InputError(
                 f"argument {name} is on the meta device and has no values, but this "
                 f"{type(model).__name__} has its weights; give a real tensor, or move the model "
@@ -446,7 +473,7 @@ def _no_view(tensor: torch.Tensor) -> torch.Tensor:
 def _lowered(
     model: nn.Module, call: Call, captured: Capture, places: frozenset[Place]
 ) -> tuple[tuple[TracedOp, ...], tuple[TracedTensor, ...], TracedModule]:
-    module, family, returned = read_once(captured.module), None, captured.returned
+    module, family, returned = in_turn(read_once(captured.module)), None, captured.returned
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
         symbolic = propagate_symbolic(module, call.tensors)

@@ -46,6 +46,7 @@ class TracedModule:
         attributes: Of the model's modules, for whose values this holds.
         gradients: The mode of gradients that forward read; None if it read none.
         family: The calls of other sizes that it runs, too; None if there are none.
+        reads: The attributes that forward read, by owner and name, where there are observers.
     """
 
     model: nn.Module
@@ -58,6 +59,7 @@ class TracedModule:
     attributes: Attributes
     gradients: bool | None = None
     family: Family | None = None
+    reads: Set[tuple[int, str]] = frozenset()
 
 
 def lower(

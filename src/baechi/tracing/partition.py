@@ -75,6 +75,7 @@ class Partition:
         }
         self.position = {node: i for i, node in enumerate(self.program)}
         self._union = UnionFind(len(self.program))
+        self._makers: dict[fx.Node, int] = {}  # of observers, the position of the last
         self._find_readers()
         self._join_writes()
         self._join_views()
@@ -82,11 +83,11 @@ class Partition:
         self._number_ops()
 
     def _drop_dead(self) -> None:
-        """Drop nodes without users that neither write, draw nor check a tensor's value."""
+        """Drop nodes without users that neither write, draw nor look at a tensor's value."""
         alive: set[fx.Node] = set(self.output.all_input_nodes)
         for node in reversed(self.program):
             facts = self._facts.nodes[node]
-            acts = facts.writes or facts.random or facts.checks
+            acts = facts.writes or facts.random or facts.checks or facts.looks
             if node in alive or acts or node.op == "placeholder":
                 alive.add(node)
                 alive.update(node.all_input_nodes)
@@ -130,6 +131,10 @@ class Partition:
             if node.op in ("get_attr", "placeholder"):
                 continue
             values = self.values(node)
+            if self._facts.nodes[node].looks and not values:
+                last = self._last_maker(node)
+                self._union.union([position, last if last >= 0 else position])
+                continue
             # A view is of its base, whichever operator knows the sizes that it is given.
             read = [n for n in node.all_input_nodes if not (values and self._is_number(n))]
             inputs = [self.position[argument] for argument in read]
@@ -143,6 +148,16 @@ class Partition:
     def _is_number(self, node: fx.Node) -> bool:
         """True if a node yields a number and no tensor, such as a size."""
         return node.op not in ("placeholder", "get_attr") and not self.values(node)
+
+    def _last_maker(self, observer: fx.Node) -> int:
+        """The last of the nodes that make what an observer, or the one before it, sees."""
+        makers = [-1]
+        for argument in observer.all_input_nodes:
+            storages = (self._facts.storages[v.storage] for v in self.values(argument))
+            makers += [self.position[s.node] for s in storages if s.node in self.position]
+            makers.append(self._makers.get(argument, -1))
+        self._makers[observer] = max(makers)
+        return self._makers[observer]
 
     def _join_cycles(self) -> None:
         """Rule 3, and the order of operators: by first node, producers first."""

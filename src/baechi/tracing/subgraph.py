@@ -1,14 +1,16 @@
 """A set of fx nodes as one function of flat Python code, to be measured or run by itself."""
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 from torch import fx
 
+from baechi.traced.traced_model import Traced
 from baechi.tracing.guards import CHECK, check
+from baechi.tracing.observers import Observer, without_observers
 
 
 @final
@@ -44,6 +46,7 @@ def extract(
     device: torch.device | None = None,
     leaves: Mapping[str, torch.nn.Module] | None = None,
     boxed: bool = False,
+    again: bool = False,
 ) -> Extract:
     """The function that runs `nodes`, in the given order, as straight-line generated code.
 
@@ -60,6 +63,8 @@ def extract(
             the host checks truth values. `None` leaves all as traced.
         leaves: Opaque submodules to call instead of the graph module's own, by qualified name.
         boxed: Whether the function takes its inputs in a list.
+        again: Whether it runs again, so that observers see no graph: it is not the one of the
+            backward.
     """
     inside = {node for node in nodes if node.op not in ("get_attr", "placeholder")}
     inputs: dict[tuple[fx.Node, fx.Node | None], None] = {}
@@ -92,6 +97,8 @@ def extract(
                 return copy_of[old, node if old in apart else None]
 
             copy_of[node, None] = copy = graph.node_copy(node, argument)
+            if isinstance(node.target, Observer):
+                _detach(copy, node, set() if again else inside)
             if device is not None:
                 _run_on(copy, device)
     leave(None)
@@ -106,22 +113,56 @@ def extract(
     )
 
 
+def _detach(observer: fx.Node, original: fx.Node, inside: Set[fx.Node]) -> None:
+    """Let an observer see without a graph what is not made here: here is a part of its gradient."""
+    pairs = list(zip(original.args, observer.args, strict=True))
+    with observer.graph.inserting_before(observer):
+        observer.args = tuple(
+            observer.graph.call_method("detach", (new,))
+            if isinstance(old, fx.Node) and old not in inside
+            else new
+            for old, new in pairs
+        )
+
+
 def opaque_leaves(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> dict[str, torch.nn.Module]:
     """The submodules that the nodes call, by qualified name."""
     targets = [str(node.target) for node in nodes if node.op == "call_module"]
     return {target: module.get_submodule(target) for target in targets}
 
 
+def unsplit_part(traced: Traced) -> str:
+    """A sentence about the submodule that stays whole with most of the model's parameters.
+
+    Empty where there is none of several parts.
+    """
+    module = traced.module
+    total = sum(tensor.nbytes for tensor in module.model.parameters())
+    for path, leaf in opaque_leaves(module.graph_module, module.graph_module.graph.nodes).items():
+        parts = [part for part in leaf.modules() if any(True for _ in part.parameters(False))]
+        share = sum(tensor.nbytes for tensor in leaf.parameters()) / total if parts else 0
+        if len(parts) > 1 and share > 0.5:
+            line = traced.attempts[0].reason.rpartition(" (at ")[2].removesuffix(")")
+            return (
+                f"{path.removeprefix('model.')} of this {traced.name}, with {share:.0%} of its "
+                f"parameters, stays on one device: it cannot be traced, for {line}. Let forward do "
+                "without that line, such as a check of values, or a loss that could be computed "
+                "outside (place without labels)."
+            )
+    return ""
+
+
 def leaf_copies(
     module: fx.GraphModule, nodes: Iterable[fx.Node], device: torch.device
 ) -> dict[str, torch.nn.Module]:
     """Copies of the opaque leaves: they may update their buffers, or have no memory at all."""
-    return {
-        target: copy.deepcopy(leaf).to_empty(device=device)
-        if any(tensor.is_meta for tensor in leaf.parameters())
-        else copy.deepcopy(leaf).to(device)
-        for target, leaf in opaque_leaves(module, nodes).items()
-    }
+    with without_observers(module):
+        return {
+            target: copy.deepcopy(leaf).to_empty(device=device)
+            if any(tensor.is_meta for tensor in leaf.parameters())
+            else copy.deepcopy(leaf).to(device)
+            for target, leaf in opaque_leaves(module, nodes).items()
+        }
 
 
 def located(value: Any, device: torch.device) -> Any:

@@ -19,7 +19,7 @@ Weights of recurrent layers on a GPU (`torch/nn/modules/rnn.py`, `aten/.../cudnn
     then warns at each call, and each takes the weights' bytes once more. This is as meant.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -42,10 +42,10 @@ from baechi.torch_support.torch_internals import (
 
 @final
 class CustomFunctions:
-    """The custom autograd functions of one capture, as targets of fx nodes."""
+    """The custom autograd functions and observers of one capture, as targets of fx nodes."""
 
     def __init__(self) -> None:
-        self._targets: dict[type, Callable[..., Any]] = {}
+        self._targets: dict[Any, Callable[..., Any]] = {}
 
     def apply(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         """`Function.apply` while a tracer runs."""
@@ -77,6 +77,15 @@ class CustomFunctions:
         node = mode.tracer.create_proxy("call_function", held_function, (name, *args), kwargs)
         track_tensor_tree(result, node, constant=None, tracer=mode.tracer)
         return result
+
+    def observe(self, observer: Any, tensors: Sequence[Any]) -> None:
+        """Record a call of an observer with these tensors; below export nothing is to be seen."""
+        mode = export_mode()
+        if mode is not None:
+            self._targets[observer] = observer
+            name = str(list(self._targets).index(observer))
+            arguments = (name, *map(mode.tracer.unwrap_proxy, tensors))
+            mode.tracer.create_proxy("call_function", held_function, arguments, {}, name="observe")
 
     def restore(self, module: fx.GraphModule) -> None:
         """Give the nodes of an exported graph the functions that they stand for."""

@@ -180,6 +180,7 @@ class _Binder:
             exits=self._gradients.exits(nodes, outputs),
             device=self._places[self._layout.device(tape)],
             boxed=boxed,
+            again=self._program.tapes[tape].again >= 0,
         )
 
     def _leaves(self, node: fx.Node, tape: int) -> bool:

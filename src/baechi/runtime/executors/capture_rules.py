@@ -19,6 +19,7 @@ from baechi.runtime.autograd.tape import TapeCode
 from baechi.runtime.torch_compile import CompiledTape
 from baechi.tracing.fx_nodes import op_name, operator_name
 from baechi.tracing.lowering import TracedModule
+from baechi.tracing.observers import Observer
 from baechi.tracing.partition import attribute
 
 CudaGraphs: TypeAlias = bool | Literal["auto"]
@@ -107,6 +108,8 @@ def obstacle(  # noqa: PLR0911 (a rule each)
 def _reason(module: TracedModule, node: fx.Node) -> str:  # noqa: PLR0911 (a rule each)
     if node.op == "call_module":
         return "is an opaque module, which may look at values"
+    if isinstance(node.target, Observer):
+        return f"runs {node.target.title}"
     if isinstance(node.target, HigherOrderOperator):
         if node.target.__name__ not in _WRAPPERS:
             return "decides on the host what runs"

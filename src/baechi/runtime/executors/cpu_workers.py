@@ -25,6 +25,7 @@ from baechi.errors import ExecutionError
 from baechi.records.instructions import Copy, Free, Place, Program, Wait
 from baechi.runtime.autograd.binding import Bound
 from baechi.runtime.autograd.step import Step
+from baechi.tracing.calling_convention import INSIDE
 
 Action = Callable[[Step], None]
 
@@ -79,6 +80,7 @@ class _Worker:
         _ring(self._start)
 
     def _serve(self, threads: int) -> None:
+        INSIDE.set(True)
         # torch sets a thread's number at its first look at it, from the process's: look, then set.
         torch.get_num_threads()
         torch.set_num_threads(threads)

@@ -1,0 +1,294 @@
+"""Weights of a model on meta: read from files after it is placed, each tensor once to its device.
+
+    check    names, shapes and dtypes against the headers, all in one error
+    load     in the order of the files, through two buffers; the model changes at the end
+    save     the same way back
+
+A parameter stays the same Python object, so ties between modules and an optimizer's list hold.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from operator import itemgetter
+from os import PathLike
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+from torch import nn
+
+from baechi.errors import ExecutionError, FormatError, InputError
+from baechi.storage.weight_files import DTYPES, StoredTensor, stored_weights, write_weights
+from baechi.torch_support.storages import key_of
+from baechi.torch_support.torch_internals import become, buffers_of
+from baechi.units import parse_bytes
+from baechi.validation import check_is
+
+_BUFFER_BYTES: Final = 16 << 20  # a multiple of every element; larger ones are no faster
+_BUFFERS: Final = 2  # one is read into while the other is copied to its device
+_SHOWN: Final = 5  # names of each kind in an error
+
+# A tensor, the place of one in a file, or a function that makes one.
+Source = StoredTensor | torch.Tensor | Callable[[], torch.Tensor]
+
+
+def skeleton(build: Callable[[], nn.Module]) -> nn.Module:
+    """The module that `build` makes, with its parameters on meta and everything else real.
+
+    Parameters take no memory and are not initialized; buffers have the values that `__init__`
+    computes, also those that no file has. For `place(model, devices, weights=...)`.
+
+    Args:
+        build: Makes the model, such as `lambda: Model(config)`.
+    """
+    register, builder = nn.Module.register_parameter, threading.get_ident()
+
+    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(module, name, param)
+        if param is not None and not param.is_meta and threading.get_ident() == builder:
+            # The object itself: the next module that gets it is tied to this one.
+            become(param, nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad))
+
+    with patch.object(nn.Module, "register_parameter", register_on_meta):
+        return check_is(build(), nn.Module, "what build returns")
+
+
+@final
+class Weights:
+    """What the tensors of a model are to become.
+
+    Args:
+        source: A file, an index or a folder, as for `stored_weights`; or a mapping from names.
+        convert: Whether weights of other dtypes are converted to the model's.
+
+    Attributes:
+        pending: Whether they are still to be loaded.
+    """
+
+    def __init__(self, source: Any, convert: bool) -> None:
+        if isinstance(source, str | PathLike):
+            source = stored_weights(source)
+        check_is(source, Mapping, "weights")  # type: ignore[type-abstract]
+        self._rows: Mapping[str, Source] = source
+        self._convert = convert
+        self.pending = True
+
+    def check(self, model: nn.Module) -> None:
+        """Check names, shapes and dtypes against the model; reads no weights.
+
+        Raises:
+            InputError: They differ, or a tensor on meta is in no file; with all there is.
+        """
+        problems: dict[str, list[str]] = defaultdict(list)
+        tensors = _by_tensor(model)
+        memory: dict[int, str] = {}
+        for tensor, names in tensors:
+            found = [name for name in names if name in self._rows]
+            problems["missing"] += [] if found else names[:1]
+            for name in found:
+                self._compare(self._rows[name], tensor, name, problems)
+            first = memory.setdefault(key_of(tensor.untyped_storage()), names[0])
+            if tensor.is_meta and first != names[0]:
+                problems["another object in the memory of"] += [f"{names[0]} and {first}"]
+        known = {name for _, names in tensors for name in names}
+        problems["unexpected"] = [name for name in self._rows if name not in known]
+        saved = {id(tensor) for tensor, _ in tensors}
+        problems["on meta and never in a file"] = [
+            f"{path}.{name}".lstrip(".")
+            for path, module in model.named_modules()
+            for name, value in [*buffers_of(module).items(), *vars(module).items()]
+            if isinstance(value, torch.Tensor) and value.is_meta and id(value) not in saved
+        ]
+        lines = [
+            f"\n  {len(rows)} {kind}: {', '.join(rows[:_SHOWN])}{', ...' * (len(rows) > _SHOWN)}"
+            for kind, rows in problems.items()
+            if rows
+        ]
+        if lines:
+            raise InputError(
+                f"the weights do not fit this {type(model).__name__}:{''.join(lines)}\n"
+                "Nothing was read. To rename or leave out, give a mapping made from "
+                "baechi.stored_weights(...); to convert dtypes, cast the model or give "
+                "convert_weights=True; to have buffers that are in no file, build the model with "
+                "baechi.skeleton(...); to tie parameters, assign the very same object."
+            )
+
+    def _compare(
+        self, row: Source, tensor: torch.Tensor, name: str, problems: dict[str, list[str]]
+    ) -> None:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            problems["of a class of its own"] += [f"{name} ({type(tensor).__name__})"]
+        if isinstance(row, StoredTensor | torch.Tensor):
+            if tuple(row.shape) != tuple(tensor.shape):
+                rows = f"{name} is {list(row.shape)} and in the model {list(tensor.shape)}"
+                problems["of another shape"] += [rows]
+            elif not self._convert and _dtype_of(row) != tensor.dtype:
+                rows = f"{name} is {_dtype_of(row)} and in the model {tensor.dtype}"
+                problems["of another dtype"] += [rows]
+
+    def load(self, model: nn.Module, place_of: Callable[[torch.Tensor], torch.device]) -> None:
+        """Read every tensor to its device; the model changes when all are there.
+
+        Host memory: two buffers; and one tensor, where it is not stored as it is laid out.
+
+        Raises:
+            InputError: Names, shapes or dtypes differ.
+            FormatError: A file ends too early, or has two values for tied parameters.
+        """
+        self.check(model)
+        targets = [
+            (_order(self._rows[name]), name, tensor)
+            for tensor, names in _by_tensor(model)
+            for name in names
+            if name in self._rows
+        ]
+        made: dict[int, tuple[torch.Tensor, torch.Tensor, str]] = {}
+        buffers = _Buffers()
+        with torch.no_grad():
+            for _, name, tensor in sorted(targets, key=itemgetter(0, 1)):
+                place = place_of(tensor) if tensor.is_meta else tensor.device
+                new = torch.empty_like(tensor, device=place, requires_grad=False)
+                self._fill(new, name, buffers)
+                _, known, first = made.setdefault(id(tensor), (tensor, new, name))
+                if known is not new and not torch.equal(_raw(known), _raw(new)):
+                    raise FormatError(
+                        f"{first!r} and {name!r} are one parameter of this {type(model).__name__}, "
+                        "and the weights have two values for it: untie them, or leave one out."
+                    )
+            buffers.synchronize()
+            for tensor, new, _ in made.values():
+                if tensor.is_meta:
+                    become(tensor, new.requires_grad_(tensor.requires_grad))
+                else:
+                    tensor.copy_(new)
+        self.pending = False
+
+    def _fill(self, target: torch.Tensor, name: str, buffers: "_Buffers") -> None:
+        """Give a tensor the values of this name."""
+        row = self._rows[name]
+        if isinstance(row, StoredTensor):
+            flat = torch.empty_like(target, memory_format=torch.contiguous_format)
+            flat = target if target.is_contiguous() else flat
+            buffers.read(row, flat.view(-1))
+            if flat is not target:
+                target.copy_(flat)
+            return
+        value = row if isinstance(row, torch.Tensor) else row()
+        other = value.dtype != target.dtype and not self._convert
+        if value.shape != target.shape or other or value.is_meta:
+            raise InputError(
+                f"the weights of {name!r} are {list(value.shape)} of {value.dtype} on "
+                f"{value.device}, and the model has {list(target.shape)} of {target.dtype}."
+            )
+        target.copy_(value)
+
+
+def _by_tensor(model: nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+    """Every tensor of a model's `state_dict`, with all of its names."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        check_is(tensor, torch.Tensor, f"{name!r} in the model's state_dict")
+        found.setdefault(id(tensor), (tensor, []))[1].append(name)
+    return list(found.values())
+
+
+def _order(row: Source) -> tuple[str, int]:
+    """Files one after the other, each from its beginning to its end."""
+    return (str(row.path), row.offset) if isinstance(row, StoredTensor) else ("", 0)
+
+
+def _dtype_of(row: StoredTensor | torch.Tensor) -> torch.dtype:
+    found: torch.dtype = getattr(torch, row.dtype) if isinstance(row.dtype, str) else row.dtype
+    return found
+
+
+@final
+class _Buffers:
+    """Buffers between files and devices, pinned where there are GPUs."""
+
+    def __init__(self) -> None:
+        self._free: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
+        self._gpus: set[torch.device] = set()
+
+    def synchronize(self) -> None:
+        """Wait for all copies, since other streams read what they bring."""
+        for device in self._gpus:
+            torch.cuda.synchronize(device)
+
+    def read(self, row: StoredTensor, flat: torch.Tensor) -> None:
+        """Fill a flat tensor with a row's values, in its own dtype and on its device."""
+        dtype = _dtype_of(row)
+        with row.path.open("rb", buffering=0) as file:
+            file.seek(row.offset)
+            if flat.device.type == "cpu" and dtype == flat.dtype:
+                _read(file, flat)
+                return
+            for part in torch.split(flat, _BUFFER_BYTES // dtype.itemsize):
+                buffer, copied = self._next()
+                values = buffer[: len(part) * dtype.itemsize].view(dtype)
+                _read(file, values)
+                if part.device.type == "cuda":
+                    self._gpus.add(part.device)
+                    with torch.cuda.device(part.device):  # on which a conversion runs
+                        part.copy_(values.to(part.device, non_blocking=True))
+                        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                        copied.record()
+                else:
+                    part.copy_(values)
+                self._free.append((buffer, copied))
+
+    def _next(self) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """The buffer that was used longest ago, once its copy has ended."""
+        if len(self._free) < _BUFFERS:
+            pinned = torch.cuda.is_available()
+            return torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=pinned), None
+        buffer, copied = self._free.pop(0)
+        if copied is not None:
+            copied.synchronize()
+        return buffer, None
+
+
+def _read(file: Any, values: torch.Tensor) -> None:
+    """Fill a flat tensor on the CPU with the next bytes of a file."""
+    left = _bytes_of(values)
+    while left:
+        n = file.readinto(left)
+        if not n:
+            raise FormatError(f"{file.name} ended while it was read; the model is unchanged.")
+        left = left[n:]
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _bytes_of(flat: torch.Tensor) -> memoryview:
+    """The memory of a flat tensor on the CPU."""
+    return flat.view(torch.uint8).numpy().data
+
+
+def save_weights(model: nn.Module, folder: str | PathLike[str], max_shard: int | str) -> None:
+    """As `PlacedModule.save`, for a model whose tensors are anywhere."""
+    limit = parse_bytes(max_shard, what="max_shard")
+    tensors, rows = [], []
+    codes = {name for name, _ in DTYPES.values()}
+    for tensor, (name, *_) in _by_tensor(model):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.is_meta:
+            raise ExecutionError(f"{name!r} is on meta: call the placed model first.")
+        if dtype not in codes or tensor.layout is not torch.strided:
+            raise InputError(f"{name!r} is of {tensor.dtype}, which safetensors do not have.")
+        tensors.append(tensor.detach())
+        rows.append((name, dtype, tuple(tensor.shape), tensor.numel() * tensor.itemsize))
+    write_weights(folder, rows, lambda number: _pieces(tensors[number]), limit)
+
+
+def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    flat = _raw(tensor.resolve_conj().resolve_neg())
+    if flat.device.type == "cpu":
+        yield _bytes_of(flat)
+        return
+    buffer = torch.empty(min(_BUFFER_BYTES, len(flat)), dtype=torch.uint8, pin_memory=True)
+    for part in torch.split(flat, _BUFFER_BYTES):
+        yield _bytes_of(buffer[: len(part)].copy_(part))

@@ -1,0 +1,244 @@
+"""Hooks that only observe: they run in every call on real tensors, and not in its planning.
+
+    hook = lambda module, args, output: seen.append(output.detach())
+
+Such a hook is a node of the graph that yields nothing. It belongs to the operator that makes the
+last of what it sees, and follows the observer before it, so that observers run in the model's order
+wherever they are. What leaves another operator it sees without its graph.
+
+That it returns nothing is read from its code, since a hook may print or count, which it must not do
+when a model is traced: every `return` is without a value, or a lambda calls what is known to return
+nothing. Another hook is traced with the model. What is wrong about either is seen when it runs.
+"""
+
+import builtins
+import dis
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import pairwise, takewhile
+from operator import attrgetter, is_
+from types import FunctionType, MethodType
+from typing import Any, Final, final
+from unittest.mock import patch
+
+import torch
+from torch import fx, nn
+
+from baechi.errors import ExecutionError
+from baechi.torch_support.symbolic_sizes import SYMBOLIC
+from baechi.torch_support.torch_internals import (
+    FakeTensor,
+    hooks_of,
+    state_of,
+    version_of,
+)
+from baechi.tracing.pytrees import Parts, Structure
+
+FORWARD: Final = ("_forward_hooks", "_forward_pre_hooks")
+_NOTES: Final = (list, dict, set, deque)  # their methods return nothing that a hook could mean
+_LOADS: Final = ("LOAD_GLOBAL", "LOAD_DEREF", "LOAD_FAST", "LOAD_NAME")
+_RUNNING: Final = threading.local()
+
+
+@contextmanager
+def observing() -> Iterator[None]:
+    """Run a step in this thread inside; elsewhere, and in `without_observers`, none runs."""
+    before = getattr(_RUNNING, "on", None)
+    _RUNNING.on = before is not False
+    try:
+        yield
+    finally:
+        _RUNNING.on = before
+
+
+@final
+class Observer:
+    """A hook as the target of an fx node, whose arguments are the tensors that the hook sees.
+
+    Args:
+        hook: The hook.
+        module: The module that has it.
+        title: The hook and its module, for people.
+        seen: The hook's arguments after the module, without tensors.
+    """
+
+    __name__ = __qualname__ = "observe"
+
+    def __init__(
+        self, hook: Callable[..., Any], module: nn.Module, title: str, seen: Structure
+    ) -> None:
+        self._hook, self._module, self._seen = hook, module, seen
+        self.title = title
+
+    def __repr__(self) -> str:
+        return self.__name__  # in the key of an operator, whose cost does not depend on it
+
+    def __call__(self, *tensors: Any, after: Any = None) -> None:  # noqa: ARG002
+        """Let the hook see these, in a step; `after` is the observer before it.
+
+        Raises:
+            ExecutionError: The hook returns something, or writes into what it sees.
+        """
+        if not getattr(_RUNNING, "on", False) or any(isinstance(t, FakeTensor) for t in tensors):
+            return
+        seen = self._seen.fill(tensors)
+        before = [(t, _version(t)) for t in (*tensors, *self._state())]
+        if self._hook(self._module, *seen) is not None:
+            raise ExecutionError(
+                f"{self.title} returned something, though by its code it only observes, so it was "
+                "not traced with the model. Let it end with `return result`, in a function with a "
+                "name, and it is."
+            )
+        parts = Parts(look_into=True)
+        parts.structure(seen)
+        left = [*parts.tensors, *self._state()]
+        same = len(left) == len(before) and all(map(is_, left, (t for t, _ in before)))
+        if not same or any(_version(t) != version for t, version in before):
+            raise ExecutionError(
+                f"{self.title} changes what it sees, or its module's parameters or buffers, which "
+                "a trace would not know of. Let it return what it changes."
+            )
+
+    def _state(self) -> list[torch.Tensor]:
+        _, parameters, buffers = state_of(self._module)
+        return [t for t in (*parameters.values(), *buffers.values()) if t is not None]
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else version_of(tensor)
+
+
+Record = Callable[[Observer, Sequence[Any]], None]
+
+
+def recording(hook: Callable[..., Any], title: str, record: Record) -> Callable[..., None]:
+    """What stands for an observing hook while a tracer runs: it makes a node and runs nothing."""
+
+    def recorded(module: nn.Module, *seen: Any) -> None:
+        parts = Parts(look_into=True)
+        structure = parts.structure(seen)
+        if any(isinstance(constant, SYMBOLIC) for constant in structure.constants):
+            raise TypeError(f"{title} sees a number that depends on sizes")
+        observer = Observer(hook, module, title, structure)
+        proxy = next((t for t in parts.tensors if isinstance(t, fx.Proxy)), None)
+        if proxy is None:
+            record(observer, parts.tensors)
+        else:
+            proxy.tracer.create_proxy("call_function", observer, tuple(parts.tensors), {})
+
+    return recorded
+
+
+def observers_in(nodes: Iterable[fx.Node]) -> Iterator[Observer]:
+    """The observers among the nodes, and in the graphs that these run."""
+    for node in nodes:
+        if isinstance(node.target, Observer):
+            yield node.target
+        for given in node.all_input_nodes:
+            owner = given.graph.owning_module
+            if given.op == "get_attr" and owner is not None:
+                value = attrgetter(str(given.target))(owner)
+                if isinstance(value, fx.GraphModule):
+                    yield from observers_in(value.graph.nodes)
+
+
+def in_turn(module: fx.GraphModule) -> fx.GraphModule:
+    """The module, changed in place: every observer waits for the one before it."""
+    before = None
+    for node in module.graph.nodes:
+        if isinstance(node.target, Observer):
+            node.kwargs = {} if before is None else {"after": before}
+            before = node
+    module.recompile()
+    return module
+
+
+@contextmanager
+def reads_noted(model: nn.Module) -> Iterator[set[tuple[int, str]]]:
+    """Trace inside; gets what forward reads of modules: names, with the ids of module and dict.
+
+    A trace of a model with observers needs to know: what these set, forward must not read. Nothing
+    is noted where there are none.
+    """
+    found: set[tuple[int, str]] = set()
+
+    def read(module: Any, name: str) -> Any:
+        value = object.__getattribute__(module, name)
+        found.update({(id(module), name), (id(object.__getattribute__(module, "__dict__")), name)})
+        return value
+
+    known = has_observers(model)
+    with patch.object(nn.Module, "__getattribute__", read) if known else nullcontext():
+        yield found
+
+
+def has_observers(module: nn.Module) -> bool:
+    """True if the module or a submodule has a hook that only observes."""
+    hooks = (hooks_of(part, kind) for part in module.modules() for kind in FORWARD)
+    return any(observes(hook) for row in hooks for hook in row.values())
+
+
+@contextmanager
+def without_observers(module: nn.Module) -> Iterator[None]:
+    """Run the module inside on tensors that no observer shall see, split or not."""
+    running, _RUNNING.on = getattr(_RUNNING, "on", None), False
+    rows = [hooks_of(part, kind) for part in module.modules() for kind in FORWARD]
+    before = [(row, dict(row)) for row in rows if row]
+    for row, hooks in before:
+        for key in [key for key, hook in hooks.items() if observes(hook)]:
+            del row[key]
+    try:
+        yield
+    finally:
+        _RUNNING.on = running
+        for row, hooks in before:
+            row.clear()
+            row.update(hooks)
+
+
+def observes(hook: Any) -> bool:
+    """True if by its code a hook returns nothing: it never returns a value, or is such a lambda."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    if not isinstance(function, FunctionType):
+        method = vars(type(function)).get("__call__")
+        return isinstance(method, FunctionType) and observes(method)
+    rows = list(dis.get_instructions(function))
+    for before, row in pairwise(rows):
+        if row.opname == "RETURN_CONST" and row.argval is not None:
+            return False
+        if row.opname == "RETURN_VALUE":
+            if row.is_jump_target:  # of a conditional expression
+                return False
+            nothing = before.opname == "LOAD_CONST" and before.argval is None
+            noted = before.opname.startswith("CALL") and function.__name__ == "<lambda>"
+            if not nothing and not (noted and _is_note(function, rows)):
+                return False
+    return not inspect.isgeneratorfunction(function)
+
+
+def _is_note(function: FunctionType, rows: list[dis.Instruction]) -> bool:
+    """True if what a lambda calls, which its code loads first, returns nothing."""
+    start = next((i for i, row in enumerate(rows) if row.opname.startswith(_LOADS)), len(rows))
+    name = str(rows[start].argval) if start < len(rows) else ""
+    scopes = inspect.getclosurevars(function)
+    known = {**scopes.builtins, **scopes.globals, **scopes.nonlocals, **_defaults(function)}
+    if name not in known:  # the module, or what it got or gave
+        return "retain_grad" in function.__code__.co_names
+    called = known[name]
+    for row in takewhile(lambda row: row.opname in ("LOAD_ATTR", "LOAD_METHOD"), rows[start + 1 :]):
+        called = getattr(called, row.argval, None)
+    if isinstance(called, FunctionType | MethodType):
+        return observes(called)
+    owner = getattr(called, "__self__", called)
+    return owner is builtins or isinstance(owner, _NOTES)
+
+
+def _defaults(function: FunctionType) -> dict[str, Any]:
+    rows = inspect.signature(function).parameters.values()
+    return {row.name: row.default for row in rows if row.default is not inspect.Parameter.empty}
