@@ -316,6 +316,8 @@ class _Planner:
                 return traced
             reason = "with symbols for sizes, it runs other operators"
         except TraceError as error:
+            if error.__cause__ is not None:  # the model does not run
+                raise
             reason = str(error).splitlines()[1].strip()
         self._given_up[model.training, places] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")

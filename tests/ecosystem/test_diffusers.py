@@ -105,7 +105,6 @@ def test_a_pipeline_is_cast_after_placing() -> None:
     assert equal_in_every_bit(script).dtype == torch.float64
 
 
-@pytest.mark.xfail(strict=True, reason="a plan for each number, and eight at most")
 def test_a_timestep_as_a_number_of_python() -> None:
     def script(place: Place) -> Any:
         model = place(unet(), training=False)

@@ -79,7 +79,6 @@ def test_its_arguments(arguments: dict[str, Any], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="a plan for each length, and eight at most")
 def test_batches_of_many_lengths(tmp_path: Path) -> None:
     rows = token_rows(22, tuple(range(5, 16)))
     found = equal_in_every_bit(

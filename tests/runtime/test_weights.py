@@ -284,7 +284,7 @@ def test_what_no_op_reads_goes_where_there_is_room(
     for left in (30, 10, 80):
         rows = [baechi.Device("cpu:0", peak + left), rows[1]]
         object.__setattr__(planner, "cluster", baechi.Cluster.connected(rows, baechi.Link(1, 1)))
-        place_of = planner._places(traced, graph, placement)
+        place_of = planner._devices(traced, graph, placement)
         found.append([place_of(model.conv.bias)])
         found[-1] += [place_of(model.unused.weight), place_of(model.unused.bias)]  # 36 and 12 bytes
     cpu = torch.device("cpu")

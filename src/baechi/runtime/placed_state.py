@@ -220,6 +220,11 @@ class PlacedState:
         return self.lock.is_mine or INSIDE.get()
 
     @property
+    def all(self) -> tuple[Executable, ...]:
+        """The specializations of all entries, the root's first."""
+        return tuple(chain.from_iterable(e.specializations for e in self._all_entries))
+
+    @property
     def _all_entries(self) -> tuple[Entry, ...]:
         return (self.root, *self.entries.values())
 
@@ -389,9 +394,8 @@ class PlacedState:
 
     def close(self) -> None:
         """Stop the workers."""
-        for entry in self._all_entries:
-            for special in entry.specializations:
-                special.close()
+        for special in self.all:
+            special.close()
 
     def release(self) -> None:
         """Stop the workers, and let every part be called as it is."""

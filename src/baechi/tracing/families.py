@@ -45,7 +45,8 @@ _NUMBER: Final = -1
 
 def differing(one: Call, two: Call) -> frozenset[Place] | None:
     """The sizes and ints, all above 1, in which two calls differ; None if in something else."""
-    if one.structure.form != two.structure.form or one.autocast != two.autocast:
+    forms = [(call.structure.form, call.structure.places, call.autocast) for call in (one, two)]
+    if forms[0] != forms[1]:
         return None
     pairs = list(zip(one.tensors, two.tensors, strict=True))
     if not all(_alike(mine, theirs) for mine, theirs in pairs):

@@ -136,7 +136,7 @@ class Partition:
                 self._union.union([position, last if last >= 0 else position])
                 continue
             # A view is of its base, whichever operator knows the sizes that it is given.
-            read = [n for n in node.all_input_nodes if not (values and self._is_number(n))]
+            read = [n for n in node.all_input_nodes if not (values and self._is_size(n))]
             inputs = [self.position[argument] for argument in read]
             roots = {self._union.find(p) for p in inputs}
             made = {v.storage for v in values if self._facts.storages[v.storage].node is node}
@@ -145,9 +145,12 @@ class Partition:
             if (is_view or passes_on) and len(roots) == 1 and node.op != "call_module":
                 self._union.union([position, *roots])
 
-    def _is_number(self, node: fx.Node) -> bool:
-        """True if a node yields a number and no tensor, such as a size."""
-        return node.op not in ("placeholder", "get_attr") and not self.values(node)
+    def _is_size(self, node: fx.Node) -> bool:
+        """True if a node yields integers and no tensor."""
+        structure = self._facts.nodes[node].structure
+        if self.values(node) or structure is None:
+            return False
+        return all(type(constant) is int for constant in structure.constants)
 
     def _last_maker(self, observer: fx.Node) -> int:
         """The last of the nodes that make what an observer, or the one before it, sees."""
