@@ -45,27 +45,34 @@ _NUMBER: Final = -1
 
 def differing(one: Call, two: Call) -> frozenset[Place] | None:
     """The sizes and ints, all above 1, in which two calls differ; None if in something else."""
+    changes = _changes(one, two)
+    if changes is None or min(map(min, changes.values()), default=2) < 2:
+        return None
+    return frozenset(changes)
+
+
+def _changes(one: Call, two: Call) -> dict[Place, tuple[int, int]] | None:
+    """The sizes and ints in which two calls differ, with both; None if they differ otherwise."""
     forms = [(call.structure.form, call.structure.places, call.autocast) for call in (one, two)]
     if forms[0] != forms[1]:
         return None
     pairs = list(zip(one.tensors, two.tensors, strict=True))
     if not all(_alike(mine, theirs) for mine, theirs in pairs):
         return None
-    sizes: dict[Place, tuple[Any, Any]] = {
+    found: dict[Place, tuple[Any, Any]] = {
         (index, dim): both
         for index, (mine, theirs) in enumerate(pairs)
         for dim, both in enumerate(zip(mine.shape, theirs.shape, strict=True))
         if both[0] != both[1]
     }
     constants = zip(one.structure.constants, two.structure.constants, strict=True)
-    sizes |= {
+    found |= {
         (_NUMBER, place): both
         for place, both in enumerate(constants)
         if type(both[0]) is not type(both[1]) or shown(both[0]) != shown(both[1])
     }
-    if any(type(size) is not int or size < 2 for both in sizes.values() for size in both):
-        return None
-    return frozenset(sizes)
+    good = all(type(size) is int for both in found.values() for size in both)
+    return found if good else None
 
 
 def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -75,13 +82,26 @@ def _alike(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def known_places(before: Call, family: "Family | None", call: Call) -> frozenset[Place]:
-    """What is known to change from call to call, from one that was traced before."""
-    if family is None:
-        return differing(before, call) or frozenset()
-    found = differing(before, family.carrying(call)) if family.carries(call) else None
-    if found is None:
+    """What is known to change from call to call, from one that was traced before.
+
+    What was 0 or 1 there, such as the length of a cache, counts if it has grown.
+    """
+    carrying, places = call, frozenset[Place]()
+    if family is not None:
+        if not family.carries(call):
+            return frozenset()
+        carrying, places = family.carrying(call), family.places
+    changes = _changes(before, carrying)
+    if changes is None:
         return frozenset()
-    return family.places | {place for place in found if place[0] < len(call.tensors)}
+    given = frozenset(place for place in changes if place[0] < len(call.tensors))
+    return frozenset(place for place in places | given if _size_at(call, place) > 1)
+
+
+def _size_at(call: Call, place: Place) -> int:
+    index, at = place
+    size: int = call.structure.constants[at] if index == _NUMBER else call.tensors[index].shape[at]
+    return size
 
 
 # By the name of an argument: dimension -> name, or (name, smallest, largest).
