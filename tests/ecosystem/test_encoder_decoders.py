@@ -33,7 +33,7 @@ def model_of(name: str) -> Any:
 def test_it_generates(name: str, options: dict[str, Any]) -> None:
     def script(place: Place) -> Any:
         model, inputs = model_of(name)
-        model = place(model, training=False)
+        model = place(model, training=False, max_shapes=3)
         return model.generate(**inputs, **{"max_new_tokens": 6, "do_sample": False} | options)
 
     equal_in_every_bit(script)
