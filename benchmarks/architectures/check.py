@@ -2,6 +2,7 @@
 
 Outputs, gradients of parameters and arguments, buffers and arguments are compared bit by bit, of a
 training step in training mode and of an inference in evaluation mode, at one thread everywhere.
+With `--sizes`, batches of other sizes follow, which the first plan does not take.
 """
 
 import copy
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from benchmarks.architectures.catalog import example
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import baechi
 from baechi.torch_support.torch_devices import torch_threads
@@ -95,6 +97,64 @@ def check(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
     return row
 
 
+def check_sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What happened in calls of several batch sizes, with the plans that they took."""
+    row: dict[str, Any] = {"plans": [], "problems": [], "remarks": [], "skipped": []}
+    calls = [_resized((args, kwargs), batch) for batch in (None, 3, 5, 4)]
+    for training, seed in ((True, 1), (False, 3)):
+        own = copy.deepcopy(model).train(training)
+        with torch_threads(1), torch.set_grad_enabled(training):
+            try:
+                wanted = [step(copy.deepcopy(own), *call) for call in calls]
+                again = [step(copy.deepcopy(own), *call) for call in calls]
+            except Exception as error:  # whatever a model's code raises for another batch
+                row["skipped"].append(f"the unsplit model fails: {error}"[:200])
+                continue
+            if any(map(differences, wanted, again)):
+                row["skipped"].append("the unsplit model differs from itself")
+                continue
+            placed = baechi.place(
+                copy.deepcopy(own),
+                DEVICES,
+                placer=baechi.RandomPlacer(seed),
+                training=training,
+                costs="estimate",
+                progress=False,
+                threads_per_device=1,
+            )
+            state = copy.deepcopy(own.state_dict())
+            try:
+                for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
+                    placed.load_state_dict(state)
+                    wrong = differences(want, step(placed, *call))
+                    if wrong:
+                        some = "; ".join(wrong[:3])
+                        text = f"call {index}: {len(wrong)} of {len(want)} differ: {some}"
+                        row["problems"].append(text)
+            except baechi.BaechiError as error:
+                row["problems"].append(f"{type(error).__name__}: {error}")
+            row["plans"].append(len(placed._specializations))
+            row["remarks"] += [one for one in placed.remarks if "each shape" in one]
+            placed.unplace()
+    return row
+
+
+def _resized(call: Any, batch: int | None) -> Any:
+    """The arguments with another batch, of tensors whose first size is the first one's."""
+    tensors = tensors_in(call)
+    own = next((t.shape[0] for t in tensors if t.dim()), None)
+    if batch is None or own is None:
+        return call
+    rows = torch.arange(batch) % own
+
+    def change(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.shape[0] != own:
+            return value
+        return value.detach()[rows].requires_grad_(value.requires_grad)
+
+    return tree_map(change, call)
+
+
 def _place(
     row: dict[str, Any],
     model: nn.Module,
@@ -128,4 +188,5 @@ def _place(
 
 
 if __name__ == "__main__":
-    print(json.dumps({"name": sys.argv[1], **check(*example(sys.argv[1]))}))
+    _check = check_sizes if "--sizes" in sys.argv else check
+    print(json.dumps({"name": sys.argv[1], **_check(*example(sys.argv[1]))}))
