@@ -46,6 +46,7 @@ def train(
     return losses, last, {name: one.clone() for name, one in network.state_dict().items()}
 
 
+@pytest.mark.costly("it places a training, an evaluation and a resumed training")
 def test_it_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     from transformers import GPT2LMHeadModel
 
