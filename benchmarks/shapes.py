@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 import baechi
-from baechi.runtime.specialization import call_key
 from baechi.tracing.calling_convention import canonical_call
 
 DEVICES = {"cpu:0": "4GiB", "cpu:1": "4GiB"}
@@ -58,9 +57,8 @@ def new_shape(layers: int) -> tuple[float, float]:
     first, later = [], []
     for batch in ids[2:]:
         call = canonical_call(state.model, (batch,), {"use_cache": False})
-        first.append(seconds(partial(state.special, call)))
-        key = call_key(state.model, call)
-        later += [seconds(partial(state.specializations.find, key, call)) for _ in range(20)]
+        first.append(seconds(partial(state.special, state.root, call)))
+        later += [seconds(partial(state.root.find, call)) for _ in range(20)]
     module.unplace()
     return statistics.median(first), statistics.median(later)
 

@@ -22,7 +22,7 @@ from torch import nn
 from baechi.errors import BaechiError, ExecutionError, InputError, NotSpecializedError
 from baechi.records.placement import Measurement
 from baechi.runtime.executable import Executable, move
-from baechi.runtime.specialization import CallLock, Specializations, call_key
+from baechi.runtime.specialization import CallLock, ModuleKind, Specializations
 from baechi.runtime.step_measurement import measure_steps, planned_state_bytes
 from baechi.torch_support.memory_meter import Meter
 from baechi.torch_support.torch_internals import (
@@ -100,13 +100,17 @@ class Entry:
             if self.plain != plain_call(self.module):
                 vars(self.module)[CALL] = self.plain
 
+    def key(self, call: Call) -> tuple[Any, ...]:
+        """Equal for calls that can run one plan: the call's own, submodules, modes and hooks."""
+        return call.key, self._kind.now()
+
     def find(self, call: Call) -> Executable | None:
         """The specialization that can run a call, or None.
 
         Raises:
             InputError: None could be made for such a call before.
         """
-        key = call_key(self.module, call)
+        key = self.key(call)
         refused = self.refused.get(key)
         if refused is not None:
             raise InputError(refused)
@@ -114,11 +118,11 @@ class Entry:
 
     def add(self, call: Call, special: Executable) -> None:
         """Take a specialization for calls like this one."""
-        self.specializations.add(call_key(self.module, call), special)
+        self.specializations.add(self.key(call), special)
 
     def kin(self, call: Call) -> tuple[Executable, ...]:
         """Those for calls like this one but for its arguments, the latest first."""
-        return self.specializations.kin(call_key(self.module, call))
+        return self.specializations.kin(self.key(call))
 
     def unplanned(self, call: Call) -> InputError:
         """The error for a call that needs a plan where `apply` was given another."""
@@ -127,11 +131,12 @@ class Entry:
                 "`apply` was given one plan, of the model itself; `baechi.place` makes one for "
                 "such calls, too."
             )
-        return self.specializations.unknown(self.module, call, call_key(self.module, call))
+        return self.specializations.unknown(self.module, call, self.key(call))
 
     def forget(self) -> None:
         """Drop all specializations."""
         self.specializations = Specializations()
+        self._kind = ModuleKind(self.module)
         self.refused: dict[Any, str] = {}
 
 
@@ -299,7 +304,7 @@ class PlacedState:
             if self.latest is not None:
                 self.latest.settle()
             if isinstance(error, BaechiError) and entry is not self.root:
-                entry.refused[call_key(entry.module, call)] = str(error)
+                entry.refused[entry.key(call)] = str(error)
             raise
         self.add(entry, call, special)
         return special

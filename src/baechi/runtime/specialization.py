@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import count
+from operator import itemgetter
 from threading import Condition, get_ident
 from typing import Any, Final, final
 
@@ -127,12 +128,37 @@ class Specializations:
         )
 
 
-def call_key(model: nn.Module, call: Call) -> tuple[Any, ...]:
-    """Equal keys can run the same specialization: the call's own, submodules, modes and hooks."""
-    modules = tuple(model.modules())
-    rows = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
-    hooks = tuple(tuple(row) for row in rows if row)
-    return (call.key, modules, tuple(module.training for module in modules), hooks)
+_STATE: Final = itemgetter("training", "_modules", *HOOKS)
+
+
+@final
+class ModuleKind:
+    """The submodules, modes and hooks of a module, as a number that is equal for equal ones.
+
+    What it was for before is compared with what is there in 0.2 us a submodule.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._numbers: dict[Any, int] = {}
+        self._owners: list[dict[str, Any]] = []
+        self._rows: list[Any] = []
+        self._number = -1
+
+    def now(self) -> int:
+        """The number of what is there now."""
+        everywhere = [hooks_of(None, kind) for kind in HOOKS]
+        if [everywhere, *map(_STATE, self._owners)] == self._rows:
+            return self._number
+        modules = tuple(self._module.modules())
+        hooks = [hooks_of(module, kind) for module in (None, *modules) for kind in HOOKS]
+        modes = tuple(module.training for module in modules)
+        kind = (modules, modes, tuple(tuple(row) for row in hooks if row))
+        self._number = self._numbers.setdefault(kind, len(self._numbers))
+        self._owners = [vars(module) for module in modules]
+        copies = ((mode, *map(dict, rest)) for mode, *rest in map(_STATE, self._owners))
+        self._rows = [list(map(dict, everywhere)), *copies]
+        return self._number
 
 
 @final
