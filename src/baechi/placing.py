@@ -308,13 +308,17 @@ class _Planner:
         static: Traced | None = None
         try:
             traced = trace(model, args, kwargs, places=places)
-            same = [is_same(traced, special.traced) for special in kin if special.family is None]
-            if True not in same:
-                static = trace(model, args, kwargs)
-                same.append(is_same(traced, static))
-            if False not in same:
-                return traced
-            reason = "with symbols for sizes, it runs other operators"
+            family: Family | None = traced.module.family
+            if family is None or not family.symbols:
+                reason = "forward or an operator fixes the sizes that changed, as len(x) does"
+            else:
+                same = [is_same(traced, each.traced) for each in kin if each.family is None]
+                if True not in same:
+                    static = trace(model, args, kwargs)
+                    same.append(is_same(traced, static))
+                if False not in same:
+                    return traced
+                reason = "with symbols for sizes, it runs other operators"
         except TraceError as error:
             if error.__cause__ is not None:  # the model does not run
                 raise

@@ -239,3 +239,17 @@ def test_a_family_at_another_shape_is_the_trace_of_that_shape() -> None:
     assert family.joined(canonical_call(model, (ids_of(3, 1),), {})) is None
     assert family.joined(canonical_call(model, (ids_of(3, 7).int(),), {})) is None
     assert family.joined(canonical_call(model, (ids_of(7, 3).t(),), {})) is None
+
+
+class Rows(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + x.new_ones(len(x), 1)
+
+
+def test_sizes_that_python_fixes_have_a_plan_each_and_a_remark() -> None:
+    placed = lazily(Rows())
+    for n in (2, 3, 5):
+        x = torch.randn(n, 4)
+        assert torch.equal(placed(x), Rows()(x))
+    assert any("as len(x) does" in remark for remark in placed.remarks)
+    assert len(placed._specializations) == 3
