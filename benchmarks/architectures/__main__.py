@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from benchmarks.architectures.catalog import names
-from benchmarks.architectures.report import write_table
+from benchmarks.architectures.report import write_sizes, write_table
 from rich.progress import track
 
 RESULTS = Path(__file__).parents[1] / "results" / "architectures"
@@ -16,6 +17,7 @@ RESULTS = Path(__file__).parents[1] / "results" / "architectures"
 
 def main(
     only: Annotated[str, typer.Option(help="Only these, with commas.")] = "",
+    sizes: Annotated[bool, typer.Option("--sizes", help="Call each with four batches.")] = False,
     timeout: Annotated[int, typer.Option(help="Seconds for each.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for the results.")] = RESULTS,
 ) -> None:
@@ -28,12 +30,21 @@ def main(
         raise typer.Exit(2)
     rows: list[dict[str, Any]] = []
     for name in track(chosen, description=""):
-        rows.append(_row(name, timeout))
-        write_table(rows, out)  # what is found is kept, whatever ends this
+        rows.append(_row(name, timeout, ["--sizes"] if sizes else []))
+        write = write_sizes if sizes else write_table
+        write(rows, out)  # what is found is kept, whatever ends this
 
 
-def _row(name: str, timeout: int) -> dict[str, Any]:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.architectures.check", name]
+def _row(name: str, timeout: int, options: Sequence[str]) -> dict[str, Any]:
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "benchmarks.architectures.check",
+        name,
+        *options,
+    ]
     try:
         run = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except subprocess.TimeoutExpired:

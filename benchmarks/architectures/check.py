@@ -113,30 +113,38 @@ def check_sizes(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
             if any(map(differences, wanted, again)):
                 row["skipped"].append("the unsplit model differs from itself")
                 continue
-            placed = baechi.place(
-                copy.deepcopy(own),
-                DEVICES,
-                placer=baechi.RandomPlacer(seed),
-                training=training,
-                costs="estimate",
-                progress=False,
-                threads_per_device=1,
-            )
-            state = copy.deepcopy(own.state_dict())
             try:
-                for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
-                    placed.load_state_dict(state)
-                    wrong = differences(want, step(placed, *call))
-                    if wrong:
-                        some = "; ".join(wrong[:3])
-                        text = f"call {index}: {len(wrong)} of {len(want)} differ: {some}"
-                        row["problems"].append(text)
+                _call_each(row, own, calls, wanted, seed)
             except baechi.BaechiError as error:
                 row["problems"].append(f"{type(error).__name__}: {error}")
-            row["plans"].append(len(placed._specializations))
-            row["remarks"] += [one for one in placed.remarks if "each shape" in one]
-            placed.unplace()
     return row
+
+
+def _call_each(
+    row: dict[str, Any],
+    model: nn.Module,
+    calls: Sequence[tuple[Any, Any]],
+    wanted: Sequence[Mapping[str, Any]],
+    seed: int,
+) -> None:
+    placed = baechi.place(
+        copy.deepcopy(model),
+        DEVICES,
+        placer=baechi.RandomPlacer(seed),
+        training=model.training,
+        costs="estimate",
+        progress=False,
+        threads_per_device=1,
+    )
+    for index, (call, want) in enumerate(zip(calls, wanted, strict=True)):
+        placed.load_state_dict(model.state_dict())
+        wrong = differences(want, step(placed, *call))
+        if wrong:
+            some = "; ".join(wrong[:3])
+            row["problems"].append(f"call {index}: {len(wrong)} of {len(want)} differ: {some}")
+    row["plans"].append(len(placed._specializations))
+    row["remarks"] += [remark for remark in placed.remarks if "each shape" in remark]
+    placed.unplace()
 
 
 def _resized(call: Any, batch: int | None) -> Any:

@@ -18,6 +18,32 @@ def write_table(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     (folder / "table.md").write_text("\n".join(_lines(rows)) + "\n")
 
 
+def write_sizes(rows: Sequence[dict[str, Any]], folder: Path) -> None:
+    """`sizes.md` in the folder: how many plans four batches took, in training and in inference."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tried = [row for row in rows if "unbuilt" not in row and row["plans"]]
+    differing = [row for row in tried if any("Error: " not in p for p in row["problems"])]
+    equal = [row for row in tried if not row["problems"]]
+    two = [row for row in equal if max(row["plans"]) <= 2]
+    facts = ", ".join(f"{key} {value}" for key, value in environment().items())
+    lines = [
+        f"{len(equal)} of {len(tried)} architectures equal in every bit at four batch sizes, "
+        f"{len(two)} of them with at most two plans; {len(differing)} differ. "
+        f"{len(rows) - len(tried)} more did not run here.",
+        "",
+        f"`python3 -m benchmarks.architectures --sizes`; {facts}",
+        "",
+        "| architecture | plans | result |",
+        "|---|---|---|",
+    ]
+    for row in rows:
+        said = [row["unbuilt"]] if "unbuilt" in row else row["problems"] or row["skipped"]
+        said = list(dict.fromkeys(said or row["remarks"] or ["equal"]))
+        plans = ", ".join(map(str, row.get("plans", [])))
+        lines.append(f"| {row['name']} | {plans} | {'; '.join(map(_short, said))} |")
+    (folder / "sizes.md").write_text("\n".join(lines) + "\n")
+
+
 def _lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     tried = [row for row in rows if "unbuilt" not in row]
     equal = [row for row in tried if not row["problems"]]
