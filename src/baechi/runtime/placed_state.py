@@ -312,8 +312,9 @@ class PlacedState:
     def add(self, entry: Entry, call: Call, special: Executable) -> None:
         """Take a specialization for calls like this one."""
         entry.add(call, special)
-        for tensor, device in special.state_devices.items():
-            self.homes.setdefault(tensor, device)
+        known = set(self._tensors()).union(*(each.state_devices for each in self.all))
+        homes = {**special.state_devices, **self.homes}
+        self.homes = {tensor: home for tensor, home in homes.items() if tensor in known}
         self.latest = special
 
     def _whole(
@@ -344,13 +345,8 @@ class PlacedState:
             for path, module in self.model.named_modules()
             if path and next(chain(module.parameters(), module.buffers()), None) is not None
         }
-        gone = [self.entries.pop(module) for module in self.entries.keys() - parts.keys()]
-        for entry in gone:
-            self._drop(entry)
-        if gone:
-            own = set(self._tensors())
-            lost = {t for e in gone for t in chain(e.module.parameters(), e.module.buffers())} - own
-            self.homes = {t: home for t, home in self.homes.items() if t not in lost}
+        for module in self.entries.keys() - parts.keys():
+            self._drop(self.entries.pop(module))
         for module, path in parts.items():
             known = self.entries.get(module)
             if known is None or not known.is_held:
