@@ -229,8 +229,8 @@ class _Planner:
     checkpoint: Checkpoint
     dynamic: Dynamic
     weights: Weights | None
-    # Why there is a plan for each shape, by mode and by what would have been symbols.
-    _given_up: dict[tuple[bool, frozenset[Place]], str] = field(default_factory=dict)
+    # Why there is a plan for each shape, by module, mode, form of call and what would be symbols.
+    _given_up: dict[Any, str] = field(default_factory=dict)
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
@@ -281,7 +281,7 @@ class _Planner:
                 *(traced, placement, None, graph, self.cluster),
                 *(self.threads, self.compile, self.cuda_graphs),
             )
-            special.note = self._given_up.get((model.training, self._places(call, kin)), "")
+            special.note = self._given_up.get(_kind(model, call, self._places(call, kin)), "")
             if values is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
@@ -303,7 +303,7 @@ class _Planner:
         self._say(f"tracing {type(model).__name__} for {call.shapes}")
         args, kwargs = call.structure.fill(call.tensors)
         places = self._places(call, kin)
-        if not places or (model.training, places) in self._given_up:
+        if not places or _kind(model, call, places) in self._given_up:
             return trace(model, args, kwargs)
         static: Traced | None = None
         try:
@@ -323,7 +323,7 @@ class _Planner:
             if error.__cause__ is not None:  # the model does not run
                 raise
             reason = str(error).splitlines()[1].strip()
-        self._given_up[model.training, places] = f"a plan for each shape: {reason}"
+        self._given_up[_kind(model, call, places)] = f"a plan for each shape: {reason}"
         self._say(f"a plan for each shape: {reason}")
         return trace(model, args, kwargs) if static is None else static
 
@@ -470,6 +470,10 @@ class _Planner:
         if self.progress:
             console = Console(stderr=True, highlight=False, soft_wrap=True)
             console.print(f"baechi: {text}", style="dim")
+
+
+def _kind(model: nn.Module, call: Call, places: frozenset[Place]) -> Any:
+    return model, model.training, call.structure.form, places
 
 
 def _largest(call: Call, kin: Sequence[Executable]) -> str:

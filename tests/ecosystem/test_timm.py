@@ -51,7 +51,6 @@ def test_features_of_a_placed_backbone() -> None:
     equal_in_every_bit(script)
 
 
-@pytest.mark.xfail(strict=True, reason="a call of a submodule is not split")
 def test_a_head_apart_from_its_features() -> None:
     import timm
 

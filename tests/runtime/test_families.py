@@ -253,3 +253,26 @@ def test_sizes_that_python_fixes_have_a_plan_each_and_a_remark() -> None:
         assert torch.equal(placed(x), Rows()(x))
     assert any("as len(x) does" in remark for remark in placed.remarks)
     assert len(placed._specializations) == 3
+
+
+class Scaled(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+def test_what_one_part_fixes_another_does_not() -> None:
+    model = nn.ModuleDict({"fixing": Scaled(), "free": nn.Linear(4, 4)})
+    model.forward = lambda x: model["free"](model["fixing"](x))
+    placed = lazily(model, training=False)
+    placed(torch.randn(2, 4))
+    for part, plans in (("fixing", 3), ("free", 2)):
+        module = placed[part]
+        with torch.no_grad():
+            for n in (2, 3, 5):
+                assert module(torch.randn(n, 4)).shape == (n, 4)
+        entry = vars(placed)["_baechi_placed"].entries[module]
+        assert len(entry.specializations) == plans
