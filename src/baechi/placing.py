@@ -3,7 +3,7 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, cast, final
 
 import torch
@@ -19,7 +19,7 @@ from baechi.checkpointing import (
 )
 from baechi.costs.estimation import estimate
 from baechi.costs.profiling import profile
-from baechi.errors import InfeasibleError, InputError, TraceError
+from baechi.errors import InfeasibleError, InputError
 from baechi.placers.auto import check_effort
 from baechi.placers.solving import placer_of
 from baechi.probing.cluster_probe import probe
@@ -33,6 +33,7 @@ from baechi.records.op_costs import Profile
 from baechi.records.optimizer_state import check_optimizer
 from baechi.records.placement import Placement, Schedule
 from baechi.runtime.admission import Admission
+from baechi.runtime.call_traces import CallTraces
 from baechi.runtime.executable import Executable
 from baechi.runtime.executors.capture_rules import CudaGraphs, check_wish
 from baechi.runtime.parameter_devices import ParameterDevices, devices_of_state, pinned
@@ -46,17 +47,8 @@ from baechi.torch_support.torch_devices import device_kind, gpus_of, torch_devic
 from baechi.torch_support.torch_internals import shown_on_cpu, unhooked
 from baechi.traced.traced_model import Traced
 from baechi.tracing.calling_convention import Call, canonical_call
-from baechi.tracing.families import (
-    Dynamic,
-    Family,
-    Place,
-    check_dynamic,
-    declared,
-    known_places,
-    largest_declared,
-)
-from baechi.tracing.ladder import trace
-from baechi.tracing.lowering import is_same, sized
+from baechi.tracing.families import Dynamic, check_dynamic
+from baechi.tracing.lowering import sized
 from baechi.tracing.subgraph import unsplit_part
 from baechi.units import format_bytes, format_ns
 from baechi.validation import check_is, check_positive, check_threads
@@ -169,6 +161,7 @@ def place(
     compile_options(compile, ())  # report wrong options before tracing
     if cuda_graphs is not False:
         check_wish(cuda_graphs, [torch_device(device.name) for device in cluster.devices])
+    dynamic, say = check_dynamic(dynamic), _say if progress else _silent
     planner = _Planner(
         cluster=cluster,
         placer=placer,
@@ -183,7 +176,8 @@ def place(
         compile=compile,
         cuda_graphs=cuda_graphs,
         checkpoint=checkpoint,
-        dynamic=check_dynamic(dynamic),
+        traces=CallTraces(dynamic if compile is False else False, say),
+        say=say,
         weights=loader,
     )
     places = [torch_device(device.name) for device in cluster.devices]
@@ -227,10 +221,9 @@ class _Planner:
     compile: bool | Mapping[str, Any]
     cuda_graphs: CudaGraphs
     checkpoint: Checkpoint
-    dynamic: Dynamic
     weights: Weights | None
-    # Why there is a plan for each shape, by module, mode, form of call and what would be symbols.
-    _given_up: dict[Any, str] = field(default_factory=dict)
+    traces: CallTraces
+    say: Callable[[str], None]
 
     def joined(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Executable | None:
         """An earlier plan whose family takes this call, too, and that fits at its shape."""
@@ -262,11 +255,11 @@ class _Planner:
             # Weights that were read to several devices may fit on no single one.
             apart = shown_on_cpu() if len(devices) > 1 else nullcontext()
             with torch.set_grad_enabled(gradients), apart:  # a model may read the caller's mode
-                traced = self._traced(model, call, kin)
+                traced = self.traces.trace(model, call, kin)
             whole = unsplit_part(traced) if len(self.cluster.devices) > 1 else ""
             if whole:
                 warnings.warn(whole, stacklevel=2)
-            values = self._reference(traced, call, kin)
+            values = self.traces.reference(traced, call, kin)
             try:
                 graph, placement, checkpoint = self._solved(
                     traced if values is None else sized(traced, values), homes
@@ -274,14 +267,14 @@ class _Planner:
             except InfeasibleError as error:
                 raise _with_text(error, f"{error}{_largest(call, kin)}") from None
             if self.weights is not None and self.weights.pending:
-                self._say("reading weights")
+                self.say("reading weights")
                 self.weights.load(model, self._devices(traced, graph, placement))
             unsplit = Unsplit(model) if self.verify else None
             special = executable(
                 *(traced, placement, None, graph, self.cluster),
                 *(self.threads, self.compile, self.cuda_graphs),
             )
-            special.note = self._given_up.get(_kind(model, call, self._places(call, kin)), "")
+            special.note = self.traces.note(model, call, kin)
             if values is not None:
                 special.admission = Admission(
                     *(traced, graph, placement, self.cluster, self.constraints, self._gpus),
@@ -290,65 +283,10 @@ class _Planner:
                 )
             if self.progress:
                 schedule = cast(Schedule, special.schedule)
-                self._say(_outlook(schedule, self.cluster, placement))
+                self.say(_outlook(schedule, self.cluster, placement))
             if unsplit is not None:
                 verify(unsplit, special, call)
             return special
-
-    def _traced(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
-        """The trace of a call: of its family where calls of its kind have had other sizes."""
-        for special in kin:  # one that takes the call, but does not fit at its shape
-            if special.attributes.hold() and special.joined(call) is not None:
-                return special.traced
-        self._say(f"tracing {type(model).__name__} for {call.shapes}")
-        args, kwargs = call.structure.fill(call.tensors)
-        places = self._places(call, kin)
-        if not places or _kind(model, call, places) in self._given_up:
-            return trace(model, args, kwargs)
-        static: Traced | None = None
-        try:
-            traced = trace(model, args, kwargs, places=places)
-            family: Family | None = traced.module.family
-            if family is None or not family.symbols:
-                reason = "forward or an operator fixes the sizes that changed, as len(x) does"
-            else:
-                same = [is_same(traced, each.traced) for each in kin if each.family is None]
-                if True not in same:
-                    static = trace(model, args, kwargs)
-                    same.append(is_same(traced, static))
-                if False not in same:
-                    return traced
-                reason = "with symbols for sizes, it runs other operators"
-        except TraceError as error:
-            if error.__cause__ is not None:  # the model does not run
-                raise
-            reason = str(error).splitlines()[1].strip()
-        self._given_up[_kind(model, call, places)] = f"a plan for each shape: {reason}"
-        self._say(f"a plan for each shape: {reason}")
-        return trace(model, args, kwargs) if static is None else static
-
-    def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
-        """The sizes and ints that are symbols: declared, or other ones in earlier calls."""
-        if self.dynamic is False or self.compile is not False:
-            return frozenset()
-        if isinstance(self.dynamic, Mapping):
-            return declared(call, self.dynamic)
-        return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
-
-    def _reference(
-        self, traced: Traced, call: Call, kin: Sequence[Executable]
-    ) -> tuple[int, ...] | None:
-        """The sizes that a family is placed for: the largest declared, or so far."""
-        family: Family | None = traced.module.family
-        if family is None:
-            return None
-        mine = family.joined(call) or family.traced_at
-        static = (special.module.call for special in kin if special.family is None)
-        rows = [mine, *(values for call in static if (values := family.joined(call)))]
-        if isinstance(self.dynamic, Mapping):
-            rows.append(family.maxima(largest_declared(call, self.dynamic)))
-        largest = tuple(map(max, zip(*rows, strict=True)))
-        return largest if family.holds(largest) else mine
 
     @property
     def _gpus(self) -> list[str | None]:
@@ -373,7 +311,7 @@ class _Planner:
         if self.checkpoint is None and self.training:
             again = checkpointed_by_the_model(traced) or None
             if again:
-                self._say(f"recomputing {', '.join(again)}, whose gradient checkpointing is on")
+                self.say(f"recomputing {', '.join(again)}, whose gradient checkpointing is on")
         graph = graph_of(again)
         Problem(graph, self.cluster, self.constraints)  # reports errors of these alone
         trained = {t: home for t, home in homes.items() if self.training and t.requires_grad}
@@ -393,9 +331,9 @@ class _Planner:
                     again = names or None
                     graph = graph_of(again)
                     if names:
-                        self._say(f"recomputing {', '.join(names)}")
+                        self.say(f"recomputing {', '.join(names)}")
                 n = len(self.cluster.devices)
-                self._say(f"placing {len(graph.ops)} operators on {n} devices")
+                self.say(f"placing {len(graph.ops)} operators on {n} devices")
                 placement = solve_with_held(
                     graph,
                     self.cluster,
@@ -464,16 +402,16 @@ class _Planner:
             for place in first.values()
         ]
 
-    def _say(self, text: str) -> None:
-        from rich.console import Console
 
-        if self.progress:
-            console = Console(stderr=True, highlight=False, soft_wrap=True)
-            console.print(f"baechi: {text}", style="dim")
+def _say(text: str) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"baechi: {text}", style="dim")
 
 
-def _kind(model: nn.Module, call: Call, places: frozenset[Place]) -> Any:
-    return model, model.training, call.structure.form, places
+def _silent(text: str) -> None:
+    del text
 
 
 def _largest(call: Call, kin: Sequence[Executable]) -> str:

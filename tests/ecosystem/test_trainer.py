@@ -7,11 +7,6 @@ import pytest
 import torch
 from scripts import Place, equal_in_every_bit, padded, tiny_gpt2, tiny_llama, token_rows
 
-GROUPED = pytest.mark.xfail(
-    strict=True,
-    reason="a mask of ones stays a mask in a trace, so other kernels add up grouped heads in bf16",
-)
-
 
 def train(
     place: Place,
@@ -67,7 +62,7 @@ def test_it_trains_evaluates_saves_and_resumes(tmp_path: Path) -> None:
     "arguments",
     [
         {"bf16": True, "model": tiny_gpt2},
-        pytest.param({"bf16": True}, marks=GROUPED),
+        {"bf16": True},
         {"gradient_accumulation_steps": 2},
         {"label_smoothing_factor": 0.1},
         {"gradient_checkpointing": True},

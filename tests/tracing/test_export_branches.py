@@ -1,5 +1,6 @@
 """A model that is traced takes the branches that it takes when it runs."""
 
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -9,10 +10,12 @@ import pytest
 import torch
 import zoo
 from benchmarks.runtime.peaks import placed_alone
+from placed import lazily
 from torch import Tensor, nn
 from torch.compiler import is_compiling, is_exporting
 
 import baechi
+from baechi.tracing.calling_convention import canonical_call
 
 
 def without_padding(name: str) -> zoo.Example:
@@ -57,12 +60,58 @@ def test_attention_without_padding_has_no_mask(name: str, causal: bool | None) -
 
 
 @pytest.mark.parametrize("name", ["gpt2", nightly("bert")])
-def test_a_padding_mask_stays(name: str) -> None:
-    """Its values may be others in the next call, whatever they are in the example."""
+def test_a_mask_of_ones_is_dropped_as_an_eager_run_drops_it(name: str) -> None:
+    """And a mask that is needed stays; which of both a call has is looked up in each."""
     model, args, kwargs = zoo.MODELS[name]()
     whole = {key: torch.ones_like(v) if "mask" in key else v for key, v in kwargs.items()}
-    for node in readers(baechi.trace(model, args, whole)):
+    padded = {key: v.clone() for key, v in whole.items()}
+    padded["attention_mask"][0, -2:] = 0
+    traces = [baechi.trace(model, args, each) for each in (whole, padded)]
+    for node in readers(traces[0]):
+        assert node.args[3:4] in ((), (None,))
+    for node in readers(traces[1]):
         assert isinstance(node.args[3], torch.fx.Node)
+    calls = [canonical_call(model, args, each) for each in (whole, padded)]
+    answers = [[traced.module.answers(call) for call in calls] for traced in traces]
+    assert answers == [[True, False], [False, True]]
+
+
+class Masked(nn.Module):
+    """Asks arguments for truth values: of their own, of a part of some size, after writing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
+        x = self.linear(x)
+        if not mask.all():
+            x = x * mask.unsqueeze(-1)
+        if (lengths == x.shape[1]).any():
+            x = x + 1
+        inverted = mask.clone()
+        inverted.logical_not_()
+        return x.relu() if inverted[:, : x.shape[1] // 2].any() else x
+
+
+def test_there_is_a_plan_for_each_answer_about_arguments() -> None:
+    torch.manual_seed(0)
+    model = Masked()
+    unsplit = copy.deepcopy(model)
+    placed = lazily(model, training=False, placer=baechi.RandomPlacer(0), max_shapes=12)
+    plans = []
+    for rows, length in ((2, 6), (3, 8), (4, 10)):
+        x, ones = torch.randn(rows, length, 4), torch.ones(rows, length, dtype=torch.bool)
+        late, early = ones.clone(), ones.clone()
+        late[0, -1] = early[1, 0] = False
+        for mask in (ones, late, early):  # three answers of two questions
+            for lengths in (torch.full((rows,), length), torch.ones(rows, dtype=torch.int64)):
+                given = mask.clone()
+                assert torch.equal(placed(x, given, lengths), unsplit(x, mask, lengths))
+                assert torch.equal(given, mask)
+        plans.append(len(placed._specializations))
+    assert plans == [6, 12, 12]
+    placed.unplace()
 
 
 def loss_and_gradients(run: Any, model: nn.Module, example: zoo.Example) -> list[Tensor]:

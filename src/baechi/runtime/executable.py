@@ -176,7 +176,8 @@ class Executable:
     def takes(self, call: Call) -> bool:
         """True if arguments share what they shared in the trace, and their gradients are planned.
 
-        The mode of gradients must be the trace's if forward reads it.
+        The mode of gradients must be the trace's if forward reads it; and what forward asks about
+        values of arguments must have the same answers.
         """
         mode = self.module.gradients
         if mode is not None and mode != torch.is_grad_enabled():
@@ -184,12 +185,17 @@ class Executable:
         call = self._carrying(call)
         if not self._sharing_guard.allows(call.tensors):
             return False
-        if not (self.training and torch.is_grad_enabled()):
-            return True
-        if any(parameter.requires_grad for parameter in self._frozen):
-            return False
-        planned = zip(call.tensors, self.module.call.tensors, strict=True)
-        return all(mine.requires_grad <= own.requires_grad for mine, own in planned)
+        if self.training and torch.is_grad_enabled():
+            if any(parameter.requires_grad for parameter in self._frozen):
+                return False
+            planned = zip(call.tensors, self.module.call.tensors, strict=True)
+            if not all(mine.requires_grad <= own.requires_grad for mine, own in planned):
+                return False
+        return self.module.answers(call)
+
+    def asks_the_same(self, call: Call) -> bool:
+        """True if what forward asks the arguments of a call has the answers of the traced one."""
+        return self.module.answers(self._carrying(call))
 
     def joined(self, call: Call) -> tuple[int, ...] | None:
         """The sizes of a call that this can run, as values of its family's symbols; else None.

@@ -118,7 +118,7 @@ class Entry:
 
     def add(self, call: Call, special: Executable) -> None:
         """Take a specialization for calls like this one."""
-        self.specializations.add(self.key(call), special)
+        self.specializations.add(self.key(call), call, special)
 
     def kin(self, call: Call) -> tuple[Executable, ...]:
         """Those for calls like this one but for its arguments, the latest first."""

@@ -49,7 +49,7 @@ class Specializations:
                 return special
         return None
 
-    def add(self, key: Any, special: Executable) -> None:
+    def add(self, key: Any, call: Call, special: Executable) -> None:
         """Take one more, instead of one for the same but for what needs a gradient."""
         told = special.traced.module.gradients
         rows = self._rows.get(key, [])
@@ -59,6 +59,7 @@ class Specializations:
             if other is not special
             and other.attributes.hold()
             and other.traced.module.gradients == told
+            and other.asks_the_same(call)
         ]
         self._rows[key] = [row for row in rows if row not in others and row is not special]
         self._rows[key].append(special)
@@ -123,6 +124,7 @@ class Specializations:
             f"called with {call.shapes} in {mode} mode, it differs in shapes, strides, dtypes, "
             "constants, mode, autocast, submodules, hooks, in whether gradients are on, in what "
             "needs a gradient, in which arguments are one tensor or share memory that is written, "
+            "in what forward asks about values of arguments (as `mask.all()`), "
             f"or in attributes of its modules{changed}. Trace and apply that call, or use "
             "`baechi.place`, which traces each new one."
         )

@@ -16,10 +16,11 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from types import FunctionType
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from baechi.torch_support.storages import key_of
 from baechi.torch_support.symbolic_sizes import Symbols, is_backed
@@ -183,6 +184,13 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
+# Their C++ kernels know sizes as ints alone (torch/_meta_registrations.py, 2.13), and Python's do
+# not; others keep those of C++, since in Python `dropout`, for one, copies what it passes on.
+_INTS_ALONE: Final = frozenset(
+    f"aten.{name}.default" for name in ("pad", "constant_pad_nd", "rot90", "as_strided_scatter")
+)
+
+
 @final
 class _Recorder(fx.Interpreter):
     """Runs a graph and writes down what each node does.
@@ -243,7 +251,8 @@ class _Recorder(fx.Interpreter):
             (t, version_of(t)) for arg in n.all_input_nodes for t in tensors_in(self.env[arg])
         ]
         drawing = _Drawing() if _is_python(n) else None
-        with drawing or nullcontext():
+        symbolic = enable_python_dispatcher() if str(n.target) in _INTS_ALONE else nullcontext()
+        with drawing or nullcontext(), symbolic:
             result = super().run_node(n)
         if n.op == "output":
             return result

@@ -213,7 +213,7 @@ def canonical_call(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, A
 def flat_model(
     model: nn.Module,
     call: Call,
-    around: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
+    around: Callable[[nn.Module, Sequence[Any]], AbstractContextManager[Any]] | None = None,
     check: Callable[[Sequence[Any], Sequence[Any]], None] | None = None,
 ) -> tuple[nn.Module, list[Structure]]:
     """The model as a module from flat tensors to flat tensors, for every rung to trace.
@@ -221,7 +221,7 @@ def flat_model(
     Args:
         model: The model.
         call: The call whose structure it takes.
-        around: A context for each run of the model's forward.
+        around: A context for each run of the model's forward, on these tensors.
         check: Is called with the tensors and the outputs of each run.
 
     Returns:
@@ -237,7 +237,7 @@ def flat_model(
         parts = Parts(look_into=True)
         parts.arguments(args, kwargs)
         changes = ObjectChanges(parts.objects)
-        with around(model):
+        with nullcontext() if around is None else around(model, tensors):
             result = model(*args, **kwargs)
         left = Parts(look_into=True, given=changes.objects)
         shell = left.structure((result, changes.found()))

@@ -10,16 +10,19 @@ Reading a fake tensor's value is an error, except where it is known (`KnownValue
 and constants alone it is the same in every call of these shapes. Known values are computed on the
 CPU: they are the same on every device.
 
-Where sizes are symbols, values are those of the example's sizes, and each question that depends on
-a symbol is kept with its answer (`Question`): the trace holds where the answer is the same.
+Where sizes are symbols, values are those of the example's sizes. Integers and flags among the
+arguments are known, too, but of these forward may ask truth values alone: `if mask.all():`. Each
+question that depends on a symbol or an argument is kept with its answer (`Question`): the trace
+holds where the answer is the same.
 """
 
 import math
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from types import CodeType
 from typing import Any, Final, final
 from unittest.mock import patch
@@ -68,17 +71,20 @@ class EagerBranches:
 
     @property
     def questions(self) -> "tuple[Question, ...]":
-        """What the last trace asked that depends on symbolic sizes."""
+        """What the last trace asked that depends on symbolic sizes or on arguments."""
         return tuple(self._known.questions)
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Run the model's Python inside a tracer."""
+    def taken(
+        self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Run the model's Python inside a tracer, whose arguments stand for those of an example."""
         self._last = None
+        known = self._known = KnownValues()
         if self._all:
             yield
             return
-        known = self._known = KnownValues()
+        known.give(tensors, examples)
         flag = _Flag()
         flag.branches, flag.thread = self, threading.get_ident()
 
@@ -162,11 +168,14 @@ def _seen_through(module: Any, name: str, seen: Callable[[str], Any]) -> Iterato
 _FACTORIES: Final = frozenset(
     (torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.tensor)
 )
-_QUESTIONS: Final = frozenset(
+_TRUTHS: Final = frozenset(
     (
-        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__index__),
-        *(torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.equal, torch.equal),
+        *(torch.Tensor.__bool__, torch.is_nonzero, torch.Tensor.is_nonzero),
+        *(torch.Tensor.equal, torch.equal),
     )
+)
+_NUMBERS: Final = frozenset(
+    (torch.Tensor.__int__, torch.Tensor.__index__, torch.Tensor.item, torch.Tensor.tolist)
 )
 _DATA: Final[Any] = vars(torch._C.TensorBase)["data"].__get__
 # Beginnings of names of what draws, of what leaves memory as it is, and of what reads strides.
@@ -182,13 +191,25 @@ class KnownValues(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # A value holds for as long as nothing writes into the tensor or a view of it.
-        self._known: Any = WeakTensorKeyDictionary()  # tensor -> (version, value, recipe)
+        # Of each tensor its version, its value, and how that is made if not of constants alone.
+        self._known: Any = WeakTensorKeyDictionary()
         self.answered = False
         self.questions: list[Question] = []
 
+    def give(self, tensors: Sequence[torch.Tensor], examples: Sequence[torch.Tensor]) -> None:
+        """Know the numbers and flags among a tracer's arguments by those of an example."""
+        for index, (row, value) in enumerate(zip(tensors, examples, strict=True)):
+            if _is_knowable(row) and not value.is_meta and value.layout is torch.strided:
+                self._known[row] = (version_of(row), value.cpu(), _Argument(index))
+
     def answers(self, tensor: torch.Tensor) -> bool:
-        """True if the tensor's value is known; records that the caller relies on it."""
-        known = self.value(tensor) is not None
+        """True if the tensor's value is known; records that the caller relies on it.
+
+        Of what depends on arguments this is said of flags: those are masks, which forward drops if
+        they are all true, while other values would be looked at for warnings alone.
+        """
+        row = self._row(tensor)
+        known = row is not None and (tensor.dtype is torch.bool or not _needs_arguments(row[2]))
         self.answered |= known
         return known
 
@@ -212,37 +233,34 @@ class KnownValues(TorchFunctionMode):
         if func == _DATA:
             self._known.pop(args[0], None)  # what is written there changes no version
         given = self._given(func, args, kwargs)
-        recipe = None if given is None else self._recipe(func, args, kwargs)
-        if given is not None and func in _QUESTIONS:
+        leaves = () if given is None else self._leaves(args, kwargs)
+        if given is not None and _asks(func, args, leaves):
             self.answered = True
-            answer = _computed(func, *given)
+            answer, recipe = _computed(func, leaves, given)
             if recipe is not None:
                 self.questions.append(Question(recipe, answer))
             return answer
         result = func(*args, **kwargs)
         if given is not None and any(map(_is_knowable, _rows(result))):
             with suppress(RuntimeError):  # of a copy, which may have other strides
-                values = _rows(_computed(func, *given))
-                rows = zip(_rows(result), values, strict=True)
+                values, recipe = _computed(func, leaves, given)
+                rows = zip(_rows(result), _rows(values), strict=True)
                 for place, (row, value) in enumerate(rows):
                     if _is_knowable(row) and _form(value) == _form(row):
-                        how = None if recipe is None else (recipe, place)
+                        how = None if recipe is None else _Made(recipe, place)
                         self._known[row] = (version_of(row), value, how)
         return result
 
-    def _recipe(self, func: Any, args: Any, kwargs: Any) -> "_Recipe | None":
-        """How to compute a result that depends on symbolic sizes; None for others."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        found = []
-        for leaf in leaves:
+    def _leaves(self, args: Any, kwargs: Any) -> tuple[Any, ...]:
+        """The flat arguments, with what is known of the tensors."""
+        found: list[Any] = []
+        for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, torch.Tensor):
                 _, value, how = self._row(leaf)
-                found.append(_Made(*how) if how is not None else value)
+                found.append(value if how is None else how)
             else:
                 found.append(torch.device("cpu") if isinstance(leaf, torch.device) else leaf)
-        if any(isinstance(leaf, _Made) or _sizes_in(leaf) for leaf in found):
-            return _Recipe(func, tuple(found), spec)
-        return None
+        return tuple(found)
 
     def _given(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -275,26 +293,75 @@ class KnownValues(TorchFunctionMode):
         return given, named
 
 
+def _computed(
+    func: Any, leaves: tuple[Any, ...], given: tuple[tuple[Any, ...], dict[str, Any]]
+) -> "tuple[Any, _Recipe | None]":
+    """The result of a function, and how to make it if symbolic sizes or arguments are in it."""
+    with untraced():
+        copies = pytree.tree_map_only(torch.Tensor, torch.clone, given)
+        result = func(*copies[0], **copies[1])
+    if not any(isinstance(leaf, _Made | _Argument) or _sizes_in(leaf) for leaf in leaves):
+        return result, None
+    tensors = [leaf for leaf in pytree.tree_leaves(copies) if isinstance(leaf, torch.Tensor)]
+    writes = any(tensor._version for tensor in tensors)
+    return result, _Recipe(func, leaves, pytree.tree_structure(given), writes)
+
+
+def _asks(func: Any, args: Any, leaves: Sequence[Any]) -> bool:
+    """True if a function asks for values that may be told: of arguments truth values alone."""
+    if func in _TRUTHS or (func is torch.Tensor.item and args[0].dtype is torch.bool):
+        return True
+    return func in _NUMBERS and not any(map(_needs_arguments, leaves))
+
+
+def _needs_arguments(leaf: Any) -> bool:
+    return isinstance(leaf, _Argument) or (isinstance(leaf, _Made) and leaf.recipe.needs_arguments)
+
+
+@final
+@dataclass(frozen=True)
+class _Argument:
+    """One of the tensors among the arguments of a call."""
+
+    index: int
+
+
 @final
 @dataclass(frozen=True)
 class _Recipe:
-    """A function of known values and symbolic sizes; `leaves` are its flat arguments."""
+    """A function of known values, symbolic sizes and arguments.
+
+    Attributes:
+        func: The function.
+        leaves: What it gets, flat.
+        spec: The structure of that.
+        writes: Whether it writes into what it gets.
+    """
 
     func: Callable[..., Any]
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
+    writes: bool
 
-    def at(self, size: Callable[[Any], int], made: "dict[int, Any]") -> Any:
-        """Its result where the sizes are these; `made` has the results so far."""
-        if id(self) not in made:
-            leaves = [
-                _rows(leaf.recipe.at(size, made))[leaf.place]
-                if isinstance(leaf, _Made)
-                else _at(leaf, size)
-                for leaf in self.leaves
-            ]
-            made[id(self)] = _computed(self.func, *pytree.tree_unflatten(leaves, self.spec))
-        return made[id(self)]
+    @cached_property
+    def needs_arguments(self) -> bool:
+        """True if the result depends on arguments of the call, and not on their sizes alone."""
+        return any(map(_needs_arguments, self.leaves))
+
+    @cached_property
+    def _places(self) -> Any:
+        """The arguments, with the place of each leaf for the leaf."""
+        return pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+
+    def at(self, values: "_Values") -> Any:
+        """Its result where sizes and arguments have these values."""
+        if id(self) not in values.made:
+            leaves = list(map(values.of, self.leaves))
+            if self.writes:
+                leaves = [x.clone() if isinstance(x, torch.Tensor) else x for x in leaves]
+            args, kwargs = (_filled(part, leaves) for part in self._places)
+            values.made[id(self)] = self.func(*args, **kwargs)
+        return values.made[id(self)]
 
 
 @final
@@ -307,12 +374,35 @@ class _Made:
 
 
 @final
+class _Values:
+    """The values of sizes and arguments in one call, and what was made of them so far."""
+
+    def __init__(self, size: Callable[[Any], int], tensors: Sequence[torch.Tensor]) -> None:
+        self._size = size
+        self._tensors = tensors
+        self.made: dict[int, Any] = {}
+
+    def of(self, leaf: Any) -> Any:
+        """The value of a leaf."""
+        if isinstance(leaf, _Made):
+            return _rows(leaf.recipe.at(self))[leaf.place]
+        if isinstance(leaf, _Argument):
+            return self._tensors[leaf.index].cpu()
+        return _at(leaf, self._size)
+
+
+@final
 @dataclass(frozen=True)
 class Question:
-    """What forward asked about a value that depends on symbolic sizes, and the answer."""
+    """What forward asked about a value of symbolic sizes or arguments, and the answer."""
 
     recipe: _Recipe
     answer: Any
+
+    @property
+    def needs_arguments(self) -> bool:
+        """True if the answer depends on the values of arguments."""
+        return self.recipe.needs_arguments
 
     @property
     def sizes(self) -> list[torch.SymInt]:
@@ -328,14 +418,30 @@ class Question:
         return list(found.values())
 
 
-def same_answers(questions: Iterable[Question], size: Callable[[Any], int]) -> bool:
-    """True if every question has the same answer where the sizes are these."""
-    made: dict[int, Any] = {}
+def same_answers(
+    questions: Sequence[Question],
+    size: Callable[[Any], int],
+    tensors: Sequence[torch.Tensor] = (),
+) -> bool:
+    """True if every question has the same answer where sizes and arguments are these."""
+    if not questions:
+        return True
+    values = _Values(size, tensors)
     try:
-        answers = [(question.recipe.at(size, made), question.answer) for question in questions]
+        with untraced():
+            answers = [(question.recipe.at(values), question.answer) for question in questions]
     except (RuntimeError, IndexError, TypeError, ValueError):  # a slice of nothing, for one
         return False
     return all(type(now) is type(then) and now == then for now, then in answers)
+
+
+def _filled(places: Any, leaves: Sequence[Any]) -> Any:
+    """Nested tuples, lists and dicts with leaves for their places; pytree takes thrice the time."""
+    if isinstance(places, int):
+        return leaves[places]
+    if isinstance(places, dict):
+        return {key: _filled(part, leaves) for key, part in places.items()}
+    return type(places)([_filled(part, leaves) for part in places])
 
 
 def _sizes_in(leaf: Any) -> list[torch.SymInt]:
@@ -372,10 +478,3 @@ def _is_knowable(result: Any) -> bool:
 
 def _form(value: Any) -> tuple[Any, ...]:
     return (tuple(map(hint, value.shape)), value.dtype) if isinstance(value, torch.Tensor) else ()
-
-
-def _computed(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of the function outside the tracer, on copies, since it may write into them."""
-    with untraced():
-        args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
-        return func(*args, **kwargs)

@@ -11,7 +11,8 @@ A call is of a family if it differs from the traced one in symbolic sizes alone,
                 branches, views or copies
     lengths     0 and 1 stay what they are, and no other size of any tensor becomes 0 or 1, since
                 torch treats these as special
-    questions   values that eager branches asked about have the same answers (`export_branches`)
+    questions   what eager branches asked about sizes and arguments has the same answers
+                (`export_branches`)
 
 Nothing after the trace is symbolic: `facts` are ints, of the same nodes in the same order.
 """
@@ -21,7 +22,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeAlias, final
 
 import torch
-from torch import fx
 
 from baechi.errors import InputError
 from baechi.torch_support.symbolic_sizes import (
@@ -35,12 +35,12 @@ from baechi.torch_support.symbolic_sizes import (
 from baechi.tracing.alias_analysis import Facts, NodeFacts, Storage
 from baechi.tracing.calling_convention import Call, layout_of, shown
 from baechi.tracing.export_branches import Question, same_answers
-from baechi.tracing.fx_nodes import node_arguments
 from baechi.tracing.pytrees import Structure
 
 # (index of a tensor, dimension); or (-1, place among the constants) of an int.
 Place: TypeAlias = tuple[int, int]
 _NUMBER: Final = -1
+_MOST_KEPT: Final = 1024  # sizes that were asked about, by shapes of calls
 
 
 def differing(one: Call, two: Call) -> frozenset[Place] | None:
@@ -182,75 +182,6 @@ def numbers_among(places: Iterable[Place]) -> tuple[int, ...]:
     return tuple(sorted(place for index, place in places if index == _NUMBER))
 
 
-def same_program(family: "Family", one: fx.GraphModule, other: Any, call: Call) -> bool | None:
-    """True if a family's graph runs the operators of a graph without symbols on equal arguments.
-
-    So a trace with symbols is compared, at the sizes of one without, with that. `other` is that
-    graph with its facts, and `call` its example; None if that is not of the family.
-    """
-    values = family.joined(call)
-    if values is None:
-        return None
-    mine = _program(one, family.facts(values), len(call.tensors))
-    theirs = _program(other[0], other[1], len(call.tensors))
-    return len(mine) == len(theirs) and all(map(_same_row, mine, theirs))
-
-
-def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any, ...]]:
-    """Every node that yields or does more than a number, with its arguments and effects.
-
-    Of the arguments the first that are given; the others carry numbers.
-    """
-    carriers = module.graph.find_nodes(op="placeholder")[given:]
-    names: dict[fx.Node, str] = {}
-    storages: dict[int, int] = {}  # numbered as they appear
-    rows: list[tuple[Any, ...]] = []
-    alive: set[fx.Node] = set()
-    for node in reversed(module.graph.nodes):
-        known = facts.nodes.get(node)
-        kept = known is None or known.writes or known.random or known.checks or known.looks
-        if node in alive or kept or node.op == "placeholder":
-            alive |= {node, *node.all_input_nodes}
-
-    def show(node: fx.Node) -> Any:
-        if node in names:
-            return names[node]
-        structure = facts.nodes[node].structure
-        return structure.constants[0] if structure is not None else None
-
-    for node in module.graph.nodes:
-        if node.op == "output":
-            rows.append(("output", fx.node.map_arg(node.args, show)))
-            continue
-        fact = facts.nodes[node]
-        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
-        number = not acts and node.op not in ("placeholder", "get_attr")
-        if number or node not in alive or node in carriers:
-            continue
-        arguments = fx.node.map_arg(_arguments(node), show)
-        values = tuple(
-            (storages.setdefault(v.storage, len(storages)), v.shape, v.stride, v.dtype)
-            for v in fact.values
-        )
-        writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
-        target = "" if node.op == "placeholder" else str(node.target)
-        rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks))
-        names[node] = f"%{len(names)}"
-    return rows
-
-
-def _arguments(node: fx.Node) -> Any:
-    """The arguments of a node; `x[:n]` begins at 0, or has no beginning."""
-    if node.target is torch.ops.aten.slice.Tensor:
-        given = node_arguments(node)
-        return {**given, "start": given["start"] or 0}
-    return node.args, dict(node.kwargs)
-
-
-def _same_row(one: Any, other: Any) -> bool:
-    return type(one) is type(other) and repr(one) == repr(other)
-
-
 @final
 @dataclass(frozen=True)
 class _At:
@@ -295,7 +226,9 @@ class Family:
         self._numbers = numbers_among(places)
         sizes = [size for value in inputs for size in (*value.shape, *value.stride())]
         self._symbols = Symbols(sizes)
-        self._questions = tuple(questions)
+        self._questions = [question for question in questions if not question.needs_arguments]
+        self._of_arguments = [question for question in questions if question.needs_arguments]
+        self._asked_at: dict[tuple[torch.Size, ...], dict[int, int]] = {}
         self._terms: dict[Any, int] = {}  # a number that is used, int or term, and its place
         self._hints: list[int] = []
         self._facts = facts
@@ -390,7 +323,8 @@ class Family:
         if not self.carries(call):
             return None
         carrying = self.carrying(call)
-        return None if differing(self.call, carrying) is None else self.values(carrying)
+        values = None if differing(self.call, carrying) is None else self.values(carrying)
+        return values if values is not None and self.answers(carrying) else None
 
     def carries(self, call: Call) -> bool:
         """True if ints above 1 are in a call where they are symbols."""
@@ -427,6 +361,21 @@ class Family:
             if numbers[place] != was and min(numbers[place], was) < 2:
                 return False
         return same_answers(self._questions, lambda size: numbers[self._asked[id(size)]])
+
+    def answers(self, call: Call) -> bool:
+        """True if what forward asks the arguments of a call of the family has the same answers."""
+        if not self._of_arguments:
+            return True
+        key = tuple(tensor.shape for tensor in call.tensors)
+        if key not in self._asked_at:
+            if len(self._asked_at) >= _MOST_KEPT:
+                self._asked_at.clear()
+            values = self.values(call)
+            assert values is not None  # it is of the family
+            numbers = self._numbers_at(*values)
+            self._asked_at[key] = {size: numbers[place] for size, place in self._asked.items()}
+        sizes = self._asked_at[key]
+        return same_answers(self._of_arguments, lambda size: sizes[id(size)], call.tensors)
 
     def maxima(self, sizes: Mapping[Place, int]) -> tuple[int, ...]:
         """The values of the symbols where some sizes are these, and all others as traced."""

@@ -72,7 +72,7 @@ class Capture:
     module: fx.GraphModule
     returned: Structure
     replaced: tuple[str, ...] = ()  # buffers
-    questions: tuple[Question, ...] = ()  # where sizes are symbolic
+    questions: tuple[Question, ...] = ()
 
 
 def _non_strict(
@@ -87,8 +87,10 @@ def _non_strict(
     outside = OutsideTensors()
 
     @contextmanager
-    def around(model: nn.Module) -> Iterator[None]:
-        with buffers_in_place(model, replaced=replaced), branches.taken(), ExitStack() as stack:
+    def around(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(buffers_in_place(model, replaced=replaced))
+            stack.enter_context(branches.taken(tensors, call.tensors))
             if truth_values is not None:
                 stack.enter_context(TruthValues(truth_values))
             if not branches.nested:
@@ -110,9 +112,8 @@ def _non_strict(
         if symbolic and not places:
             raise TypeError(f"forward returns a {symbolic[0]}, which depends on values of tensors")
         module = without_effectless(module)
-        if not places:
-            return Capture(module, returned[-1], tuple(replaced))
-        module = without_whole_slices(module)
+        if places:
+            module = without_whole_slices(module)
         return Capture(module, returned[-1], tuple(replaced), branches.questions)
 
 
@@ -199,7 +200,7 @@ def _modes() -> tuple[bool, Autocast]:
 
 
 @contextmanager
-def _nothing_kept(model: nn.Module) -> Iterator[None]:
+def _nothing_kept(model: nn.Module, _: Sequence[Any]) -> Iterator[None]:
     """Run the model's Python for a tracer that loses what it replaces and remembers."""
     with fakes_removed(model), buffers_in_place(model, keep=False):
         yield
@@ -477,15 +478,14 @@ def _lowered(
     given = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     if places and any(isinstance(size, torch.SymInt) for value in given for size in value.shape):
         symbolic = propagate_symbolic(module, call.tensors)
-        questions = captured.questions
-        family = Family(call, places, given, symbolic, returned, questions)
+        family = Family(call, places, given, symbolic, returned, captured.questions)
         facts, returned = family.facts(family.traced_at), family.returned(family.traced_at)
     else:  # all of them had to be as they are
         facts = propagate(module, call.tensors)
     _refuse_old_buffers(captured, facts)
     kept = _kept(call, facts)
     ops, tensors, lowered = lower(model, captured.module, facts, kept, returned)
-    return ops, tensors, replace(lowered, family=family)
+    return ops, tensors, replace(lowered, family=family, questions=captured.questions)
 
 
 def _refuse_old_buffers(captured: Capture, facts: Facts) -> None:

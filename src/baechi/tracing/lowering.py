@@ -22,7 +22,8 @@ from baechi.traced.operators import TracedOp, TracedTensor
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts, Value
 from baechi.tracing.calling_convention import Call
-from baechi.tracing.families import Family, same_program
+from baechi.tracing.export_branches import Question, same_answers
+from baechi.tracing.families import Family
 from baechi.tracing.fx_nodes import op_name, source_line
 from baechi.tracing.guards import Attributes
 from baechi.tracing.partition import Partition, UnionFind, attribute
@@ -47,6 +48,7 @@ class TracedModule:
         gradients: The mode of gradients that forward read; None if it read none.
         family: The calls of other sizes that it runs, too; None if there are none.
         reads: The attributes that forward read, by owner and name, where there are observers.
+        questions: What forward asked about values of arguments, where there is no family.
     """
 
     model: nn.Module
@@ -60,6 +62,16 @@ class TracedModule:
     gradients: bool | None = None
     family: Family | None = None
     reads: Set[tuple[int, str]] = frozenset()
+    questions: tuple[Question, ...] = ()
+
+    def answers(self, call: Call) -> bool:
+        """True if forward would ask the arguments of a call what it asked, with the same answers.
+
+        The call is of the traced shape, or of the family and carries its ints.
+        """
+        if self.family is not None:
+            return self.family.answers(call)
+        return same_answers(self.questions, int, call.tensors)
 
 
 def lower(
@@ -110,20 +122,6 @@ def sized(traced: Traced, values: Sequence[int]) -> Traced:
     )
     found = replace(found, attributes=module.attributes, gradients=module.gradients)
     return replace(traced, ops=ops, tensors=tensors, module=found)
-
-
-def is_same(traced: Traced, other: Traced) -> bool | None:
-    """True if a traced family runs what a trace without symbols does; None if that is not of it."""
-    module: TracedModule = traced.module
-    if module.family is None:
-        return None
-    theirs = other.module.graph_module, other.module.facts
-    same = same_program(module.family, module.graph_module, theirs, other.module.call)
-    values = module.family.joined(other.module.call) if same else None
-    if values is None:
-        return same
-    returned = module.family.returned(values).constants
-    return repr(returned) == repr(other.module.returned.constants)
 
 
 @final

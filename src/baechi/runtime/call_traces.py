@@ -1,0 +1,99 @@
+"""Traces of calls: of one shape, or of a family that has symbols for the sizes that change."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from torch import nn
+
+from baechi.errors import TraceError
+from baechi.runtime.executable import Executable
+from baechi.traced.traced_model import Traced
+from baechi.tracing import ladder
+from baechi.tracing.calling_convention import Call
+from baechi.tracing.families import (
+    Dynamic,
+    Family,
+    Place,
+    declared,
+    known_places,
+    largest_declared,
+)
+from baechi.tracing.trace_comparison import is_same
+
+
+@final
+class CallTraces:
+    """The traces of a model's calls, and why some have none with symbols.
+
+    Args:
+        dynamic: Whether sizes that change become symbols; or which, with their maxima.
+        say: Is told what is done.
+    """
+
+    def __init__(self, dynamic: Dynamic, say: Callable[[str], None]) -> None:
+        self._dynamic = dynamic
+        self._say = say
+        # Why there is a plan for each shape, by module, mode, form and what would be symbols.
+        self._given_up: dict[Any, str] = {}
+
+    def trace(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Traced:
+        """The trace of a call: of its family where calls of its kind have had other sizes."""
+        for special in kin:  # one that takes the call, but does not fit at its shape
+            if special.attributes.hold() and special.joined(call) is not None:
+                return special.traced
+        self._say(f"tracing {type(model).__name__} for {call.shapes}")
+        args, kwargs = call.structure.fill(call.tensors)
+        places = self._places(call, kin)
+        if not places or self._kind(model, call, kin) in self._given_up:
+            return ladder.trace(model, args, kwargs)
+        static: Traced | None = None
+        try:
+            traced = ladder.trace(model, args, kwargs, places=places)
+            family: Family | None = traced.module.family
+            if family is None or not family.symbols:
+                reason = "forward or an operator fixes the sizes that changed, as len(x) does"
+            else:
+                same = [is_same(traced, each.traced) for each in kin if each.family is None]
+                if True not in same:
+                    static = ladder.trace(model, args, kwargs)
+                    same.append(is_same(traced, static))
+                if False not in same:
+                    return traced
+                reason = "with symbols for sizes, it runs other operators"
+        except TraceError as error:
+            if error.__cause__ is not None:  # the model does not run
+                raise
+            reason = str(error).splitlines()[1].strip()
+        self._given_up[self._kind(model, call, kin)] = f"a plan for each shape: {reason}"
+        self._say(f"a plan for each shape: {reason}")
+        return ladder.trace(model, args, kwargs) if static is None else static
+
+    def _places(self, call: Call, kin: Sequence[Executable]) -> frozenset[Place]:
+        """The sizes and ints that are symbols: declared, or other ones in earlier calls."""
+        if self._dynamic is False:
+            return frozenset()
+        if isinstance(self._dynamic, Mapping):
+            return declared(call, self._dynamic)
+        return frozenset().union(*(known_places(s.module.call, s.family, call) for s in kin))
+
+    def reference(
+        self, traced: Traced, call: Call, kin: Sequence[Executable]
+    ) -> tuple[int, ...] | None:
+        """The sizes that a family is placed for: the largest declared, or so far."""
+        family: Family | None = traced.module.family
+        if family is None:
+            return None
+        mine = family.joined(call) or family.traced_at
+        static = (special.module.call for special in kin if special.family is None)
+        rows = [mine, *(values for call in static if (values := family.joined(call)))]
+        if isinstance(self._dynamic, Mapping):
+            rows.append(family.maxima(largest_declared(call, self._dynamic)))
+        largest = tuple(map(max, zip(*rows, strict=True)))
+        return largest if family.holds(largest) else mine
+
+    def note(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> str:
+        """Why a call has no family though calls of other sizes came; empty if it has one."""
+        return self._given_up.get(self._kind(model, call, kin), "")
+
+    def _kind(self, model: nn.Module, call: Call, kin: Sequence[Executable]) -> Any:
+        return model, model.training, call.structure.form, self._places(call, kin)

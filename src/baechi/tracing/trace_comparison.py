@@ -1,0 +1,84 @@
+"""Comparison of a trace with symbolic sizes with one without."""
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from baechi.traced.traced_model import Traced
+from baechi.tracing.alias_analysis import Facts
+from baechi.tracing.fx_nodes import node_arguments
+from baechi.tracing.lowering import TracedModule
+
+
+def is_same(traced: Traced, other: Traced) -> bool | None:
+    """True if a traced family runs, at the sizes of a trace without symbols, what that does.
+
+    None if that is not of the family.
+    """
+    one: TracedModule = traced.module
+    two: TracedModule = other.module
+    values = None if one.family is None else one.family.joined(two.call)
+    if one.family is None or values is None:
+        return None
+    given = len(two.call.tensors)
+    mine = _program(one.graph_module, one.family.facts(values), given)
+    theirs = _program(two.graph_module, two.facts, given)
+    if len(mine) != len(theirs) or not all(map(_same_row, mine, theirs)):
+        return False
+    return repr(one.family.returned(values).constants) == repr(two.returned.constants)
+
+
+def _program(module: fx.GraphModule, facts: Facts, given: int) -> list[tuple[Any, ...]]:
+    """Every node that yields or does more than a number, with its arguments and effects.
+
+    Of the arguments the first that are given; the others carry numbers.
+    """
+    carriers = module.graph.find_nodes(op="placeholder")[given:]
+    names: dict[fx.Node, str] = {}
+    storages: dict[int, int] = {}  # numbered as they appear
+    rows: list[tuple[Any, ...]] = []
+    alive: set[fx.Node] = set()
+    for node in reversed(module.graph.nodes):
+        known = facts.nodes.get(node)
+        kept = known is None or known.writes or known.random or known.checks or known.looks
+        if node in alive or kept or node.op == "placeholder":
+            alive |= {node, *node.all_input_nodes}
+
+    def show(node: fx.Node) -> Any:
+        if node in names:
+            return names[node]
+        structure = facts.nodes[node].structure
+        return structure.constants[0] if structure is not None else None
+
+    for node in module.graph.nodes:
+        if node.op == "output":
+            rows.append(("output", fx.node.map_arg(node.args, show)))
+            continue
+        fact = facts.nodes[node]
+        acts = any((fact.values, fact.writes, fact.random, fact.checks, fact.looks))
+        number = not acts and node.op not in ("placeholder", "get_attr")
+        if number or node not in alive or node in carriers:
+            continue
+        arguments = fx.node.map_arg(_arguments(node), show)
+        values = tuple(
+            (storages.setdefault(v.storage, len(storages)), v.shape, v.stride, v.dtype)
+            for v in fact.values
+        )
+        writes = sorted(storages.setdefault(s, len(storages)) for s in fact.writes)
+        target = "" if node.op == "placeholder" else str(node.target)
+        rows.append((node.op, target, arguments, values, writes, fact.random, fact.checks))
+        names[node] = f"%{len(names)}"
+    return rows
+
+
+def _arguments(node: fx.Node) -> Any:
+    """The arguments of a node; `x[:n]` begins at 0, or has no beginning."""
+    if node.target is torch.ops.aten.slice.Tensor:
+        given = node_arguments(node)
+        return {**given, "start": given["start"] or 0}
+    return node.args, dict(node.kwargs)
+
+
+def _same_row(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and repr(one) == repr(other)
