@@ -200,7 +200,9 @@ class KnownValues(TorchFunctionMode):
         """Know the numbers and flags among a tracer's arguments by those of an example."""
         for index, (row, value) in enumerate(zip(tensors, examples, strict=True)):
             if _is_knowable(row) and not value.is_meta and value.layout is torch.strided:
-                self._known[row] = (version_of(row), value.cpu(), _Argument(index))
+                with untraced():  # a copy: the trace is not to see the example itself
+                    known = value.cpu().clone()
+                self._known[row] = (version_of(row), known, _Argument(index))
 
     def answers(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's value is known; records that the caller relies on it.
