@@ -21,6 +21,7 @@ from baechi.records.constraints import Constraints
 from baechi.records.graph import OpGraph
 from baechi.records.graph_arrays import GraphArrays
 from baechi.units import format_bytes
+from baechi.validation import check_is
 
 LIMIT: Final = 2**62
 # Maximum number of names listed in an error.
@@ -77,11 +78,7 @@ class Problem:
         if isinstance(self.source, OpGraph):
             object.__setattr__(self, "source", self.source.explicit)
         if self.constraints is not None:
-            if not isinstance(self.constraints, Constraints):
-                raise InputError(
-                    f"constraints is a {type(self.constraints).__name__}; give a "
-                    "baechi.Constraints or None."
-                )
+            check_is(self.constraints, Constraints, "constraints")
             if narrowed is None:
                 narrowed = allowed_devices(self.graph, self.cluster, self.constraints)
             self.__dict__["allowed"] = narrowed

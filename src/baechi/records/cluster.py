@@ -8,7 +8,7 @@ from typing import Any, Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.validation import check_count, check_name, check_positive, check_row
+from baechi.validation import check_count, check_is, check_name, check_positive, check_row
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
@@ -48,9 +48,7 @@ class Device:
         speed = check_positive_float(self.speed, f"speed of device {self.name!r}", hint)
         object.__setattr__(self, "speed", speed)
         for attribute in ("kind", "pool"):
-            value = getattr(self, attribute)
-            if not isinstance(value, str):
-                raise InputError(f"{attribute} of device {self.name!r} is {value!r}, no string.")
+            check_is(getattr(self, attribute), str, f"{attribute} of device {self.name!r}")
 
 
 @final
@@ -148,7 +146,7 @@ class Cluster:
         Raises:
             InputError: `n` is less than one or above `MAX_DEVICES`, or the memory cannot be read.
         """
-        check_size(n)
+        check_positive(n, "the number of devices", MAX_DEVICES)
         memory_bytes = parse_bytes(memory, what="memory")
         devices = [Device(f"device{i}", memory_bytes, speed, kind) for i in range(n)]
         return Cluster.connected(devices, link)
@@ -207,11 +205,10 @@ class Topology:
                     f"node {node!r} is under switches {switch_of[node]!r} and {switch!r}; a node "
                     "is under one."
                 )
-        if not isinstance(self.node_link, Link):
-            raise InputError(f"node_link is {self.node_link!r}; give a baechi.Link.")
+        check_is(self.node_link, Link, "node_link")
         for link, what in ((self.switch_link, "switch_link"), (self.site_link, "site_link")):
-            if link is not None and not isinstance(link, Link):
-                raise InputError(f"{what} is {link!r}; give a baechi.Link or None.")
+            if link is not None:
+                check_is(link, Link, what)
 
     def cluster(self, where: Sequence[int] | None = None) -> Cluster:
         """The cluster of the devices at these places, in this order; of all if absent.
@@ -266,18 +263,6 @@ class Topology:
                 at_switch.append(f"switch{node // nodes_per_switch}")
         links = (node_link, switch_link, site_link)
         return Topology(tuple(devices), tuple(at_node), tuple(at_switch), *links)
-
-
-def check_size(n: object) -> int:
-    """`n`, if it is a number of devices of a cluster: from 1 to `MAX_DEVICES`."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise InputError(f"a cluster of {n!r} devices; give at least one.")
-    if n > MAX_DEVICES:
-        raise InputError(
-            f"a cluster of {n} devices would need a table of {n * (n - 1)} links, and may have "
-            f"{MAX_DEVICES} devices at most; give the part of the cluster that one model can use."
-        )
-    return n
 
 
 def check_positive_float(value: object, what: str, hint: str = "") -> float:

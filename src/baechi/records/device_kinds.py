@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias, final
 
 from baechi.errors import InputError
-from baechi.records.cluster import Cluster, Device, Link, check_positive_float, check_size
+from baechi.records.cluster import MAX_DEVICES, Cluster, Device, Link, check_positive_float
 from baechi.units import parse_bytes
-from baechi.validation import FrozenDict, check_count, check_name, check_path
+from baechi.validation import FrozenDict, check_count, check_name, check_path, check_positive
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
 _FIELDS: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
@@ -316,12 +316,10 @@ def cluster(text: str, link: Link) -> Cluster:
     if match is None:
         raise InputError(f"cluster {text!r} cannot be read; write a count and a kind: 8xA100-...")
     row = find(match[2])
-    count = int(match[1])
-    if count < 1:
-        raise InputError(f"cluster {text!r} has no devices; give at least one.")
+    count = check_positive(int(match[1]), f"the count in cluster {text!r}", MAX_DEVICES)
     place = "cpu" if row.name == "cpu" else "cuda"
     free_bytes = row.memory_bytes - row.context_bytes
-    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(check_size(count))]
+    devices = [Device(f"{place}:{i}", free_bytes, kind=row.name) for i in range(count)]
     return Cluster.connected(devices, link)
 
 

@@ -28,6 +28,7 @@ from baechi.validation import (
     FrozenDict,
     check_count,
     check_counts,
+    check_is,
     check_name,
     check_row,
 )
@@ -157,8 +158,7 @@ class Tensor:
         consumers = tuple(sorted({check_count(c, f"consumer {what}") for c in row}))
         object.__setattr__(self, "consumers", consumers)
         object.__setattr__(self, "nbytes", check_bytes(self.nbytes, f"nbytes {what}"))
-        if not isinstance(self.kept, bool):
-            raise InputError(f"kept {what} is {self.kept!r}; it must be a bool.")
+        check_is(self.kept, bool, f"kept {what}")
 
 
 def _ascends(values: tuple[Any, ...]) -> bool:
@@ -288,8 +288,7 @@ class OpGraph(StepStructure):
         self._check_parts()
         self._check_phases()
         times = {}
-        if not isinstance(self.times, Mapping):
-            raise InputError(f"times is {self.times!r}; give a dict from device kinds to times.")
+        check_is(self.times, Mapping, "times")  # type: ignore[type-abstract]
         for kind in sorted(self.times):
             what = f"time of an op on device kind {kind!r}"
             row = check_counts(self.times[kind], what)
