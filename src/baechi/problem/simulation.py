@@ -221,30 +221,8 @@ def _check_placement(
             f"op {graph.ops[op].name!r} is placed on device {devices[op]}, but the cluster has {n} "
             "devices; simulate on the cluster that it was solved for."
         )
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    producers, consumers = graph.arrays.edges()
-    early = rank[consumers] < rank[producers]
-    if early.any():
-        edge = int(early.argmax())
-        names = graph.ops[consumers[edge]].name, graph.ops[producers[edge]].name
-        raise InputError(
-            f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
-            "consumes; an order must be topological."
-        )
+    graph.check_placement(devices.tolist(), order.tolist())
     op_group = graph.arrays.op_group
-    home = np.empty(graph.arrays.groups, np.int64)
-    home[op_group] = devices
-    parted = home[op_group] != devices
-    if parted.any():
-        op = int(parted.argmax())
-        members = graph.groups[graph.ops[op].group or ""]
-        other = next(member for member in members if devices[member] != devices[op])
-        first, second = (cluster.devices[devices[o]].name for o in (op, other))
-        raise InputError(
-            f"group {graph.ops[op].group!r} is parted: op {graph.ops[op].name!r} is on "
-            f"{first!r} and op {graph.ops[other].name!r} on {second!r}."
-        )
     here = problem.allowed[devices, op_group]
     if not here.all():
         op = int(np.argmin(here))

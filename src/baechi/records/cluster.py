@@ -8,7 +8,14 @@ from typing import Any, Final, final
 
 from baechi.errors import InputError
 from baechi.units import parse_bytes
-from baechi.validation import check_count, check_is, check_name, check_positive, check_row
+from baechi.validation import (
+    check_choice,
+    check_count,
+    check_is,
+    check_name,
+    check_positive,
+    check_row,
+)
 
 PORTS: Final = ("duplex", "shared", "none")
 MAX_DEVICES: Final = 4096  # the table of their links has 16 million entries then
@@ -296,6 +303,5 @@ def _check_devices(group: Any) -> tuple[Device, ...]:
                 f"but claim {first.memory_bytes} and {device.memory_bytes} bytes; "
                 "give both the pool's memory."
             )
-    if group.ports not in PORTS:
-        raise InputError(f"ports is {group.ports!r}; it must be one of {', '.join(PORTS)}.")
+    check_choice(group.ports, PORTS, "ports")
     return devices

@@ -22,7 +22,14 @@ from typing import Any, Final, TypeAlias, final
 from baechi.errors import InputError
 from baechi.records.cluster import MAX_DEVICES, Cluster, Device, Link, check_positive_float
 from baechi.units import parse_bytes
-from baechi.validation import FrozenDict, check_count, check_name, check_path, check_positive
+from baechi.validation import (
+    FrozenDict,
+    check_choice,
+    check_count,
+    check_name,
+    check_path,
+    check_positive,
+)
 
 _TABLE: Final = Path(__file__).with_name("device_kinds.toml")
 _FIELDS: Final = ("name", "memory", "context", "bytes_per_s", "launch_ns", "flops_per_s", "source")
@@ -75,9 +82,7 @@ class Efficiency:
     def __post_init__(self) -> None:
         what = f"the efficiency of {self.op_class!r} in {self.dtype!r}"
         for name, choices in (("op_class", OP_CLASSES), ("dtype", (*DTYPES, ANY))):
-            if getattr(self, name) not in choices:
-                known = ", ".join(choices)
-                raise InputError(f"{name} of {what} is unknown; it must be one of {known}.")
+            check_choice(getattr(self, name), choices, f"{name} of {what}")
         for attribute in ("compute", "memory"):
             share = check_positive_float(getattr(self, attribute), f"{attribute} of {what}")
             object.__setattr__(self, attribute, share)
@@ -197,9 +202,7 @@ class DeviceKind:
             raise InputError(f"flops_per_s {what} has no fp32 peak, which all other types fall to.")
         peaks = {}
         for dtype, peak in self.flops_per_s.items():
-            if dtype not in DTYPES:
-                known = ", ".join(DTYPES)
-                raise InputError(f"flops_per_s {what} has {dtype!r}; the types are {known}.")
+            check_choice(dtype, DTYPES, f"a type in flops_per_s {what}")
             peaks[dtype] = check_positive_float(peak, f"the {dtype} peak {what}")
         object.__setattr__(self, "flops_per_s", FrozenDict(peaks))
         if not isinstance(self.source, str) or not self.source.strip():

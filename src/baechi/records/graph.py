@@ -256,6 +256,30 @@ class StepStructure:
                 rows.setdefault(op.group, []).append(index)
         return FrozenDict({group: tuple(members) for group, members in rows.items()})
 
+    def check_placement(self, devices: Sequence[int], order: Sequence[int]) -> None:
+        """Nothing, if the device of every op keeps groups together, and the order is topological.
+
+        Raises:
+            InputError: They do not; names two ops.
+        """
+        rank = {op: i for i, op in enumerate(order)}
+        for tensor in self.tensors:
+            first = min(tensor.consumers, key=rank.__getitem__, default=tensor.producer)
+            if rank[first] < rank[tensor.producer]:
+                names = self.ops[first].name, self.ops[tensor.producer].name
+                raise InputError(
+                    f"the order launches op {names[0]!r} before op {names[1]!r}, whose tensor it "
+                    "consumes; an order must be topological."
+                )
+        for group, members in self.groups.items():
+            apart = [op for op in members if devices[op] != devices[members[0]]]
+            if apart:
+                one, two = members[0], apart[0]
+                raise InputError(
+                    f"group {group!r} is parted: op {self.ops[one].name!r} is on device "
+                    f"{devices[one]} and op {self.ops[two].name!r} on device {devices[two]}."
+                )
+
 
 @final
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     """The structure of the step that was placed: of the placed graph, where that is known.
 
     Raises:
-        InputError: It is of another graph, or parts a group.
+        InputError: It is of another graph.
     """
     n = len(traced.ops)
     step = graph or traced.structure(training=len(placement.devices) > n)
@@ -41,10 +41,6 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
             f"the graph given is not of this {traced.name}: its forward ops have other names, or "
             "it does not say which ops are not forward (Op.phase). Give the graph of this trace."
         )
-    device_of: dict[str, int] = {}
-    for op, device in zip(traced.ops, placement.devices[:n], strict=True):
-        if op.group is not None and device_of.setdefault(op.group, device) != device:
-            raise InputError(f"the placement parts group {op.group!r}; it is of another graph.")
     return step
 
 
