@@ -93,7 +93,7 @@ def _next_pin(
     problem: Problem, timeline: _core.Timeline, fresh: _core.Timeline
 ) -> tuple[int, int] | None:
     """The largest group without a device, by its first op, and the device with most room for it."""
-    nbytes, pool = problem.group_persistent, problem.device_pool
+    nbytes, pool = problem.arrays.group_persistent.tolist(), problem.device_pool
     homeless = [g for g, ops in enumerate(problem.group_ops) if timeline.group_device(ops[0]) < 0]
     group = max(homeless, key=lambda group: nbytes[group], default=-1)
     if group < 0 or not nbytes[group]:

@@ -277,11 +277,6 @@ class Problem:
         return places(self.arrays.op_group)
 
     @cached_property
-    def group_persistent(self) -> tuple[int, ...]:
-        """The persistent bytes of every group."""
-        return tuple(self.arrays.group_persistent.tolist())
-
-    @cached_property
     def group_bytes(self) -> tuple[int, ...]:
         """The memory of every group: persistent bytes, all outputs, and its largest workspace."""
         arrays = self.arrays

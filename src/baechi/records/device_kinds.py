@@ -141,19 +141,13 @@ class Calibration:
 
     def table(self) -> str:
         """The errors of the fit, as a readable table."""
-        head = ("class", "dtype", "n", "median before", "worst", "median after", "worst")
-        rows: list[tuple[str, ...]] = [head]
-        for fit in self.fits:
-            errors = (fit.before, fit.worst_before, fit.after, fit.worst_after)
-            percents = tuple(f"{error:.1%}" for error in errors)
-            rows.append((fit.op_class, fit.dtype, str(fit.n), *percents))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = []
-        for op_class, dtype, *numbers in rows:
-            words = [op_class.ljust(widths[0]), dtype.ljust(widths[1])]
-            words += map(str.rjust, numbers, widths[2:])
-            lines.append("  ".join(words))
-        return "\n".join(lines)
+        head = "class           dtype     n  median before    worst  median after    worst"
+        rows = (
+            f"{fit.op_class:<14}  {fit.dtype:<5}  {fit.n:>4}  {fit.before:>13.1%}  "
+            f"{fit.worst_before:>7.1%}  {fit.after:>12.1%}  {fit.worst_after:>7.1%}"
+            for fit in self.fits
+        )
+        return "\n".join((head, *rows))
 
 
 @final
