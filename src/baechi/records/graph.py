@@ -171,38 +171,19 @@ def _ascends(values: tuple[Any, ...]) -> bool:
     return last <= INT64_MAX
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class PlainOp:
-    """An op without costs; its fields are as those of an `Op`."""
-
-    name: str
-    group: str | None = None
-    phase: Phase = "forward"
-    forward: tuple[int, ...] = ()
-
-
-@final
-@dataclass(frozen=True, slots=True)
-class PlainTensor:
-    """A tensor without a size; its fields are as those of a `Tensor`."""
-
-    producer: int
-    consumers: tuple[int, ...]
-    kept: bool = False
-
-
 @dataclass(frozen=True)
 class StepStructure:
     """The ops of a step and the tensors between them; index order is a topological order.
 
     Attributes:
-        ops: The ops. `op` means an index into them everywhere.
-        tensors: The tensors. `tensor` means an index into them everywhere.
+        ops: The ops. `op` means an index into them everywhere. Without costs, their times and bytes
+            are 0.
+        tensors: The tensors. `tensor` means an index into them everywhere. Without costs, their
+            bytes are 0.
     """
 
-    ops: Sequence[Op | PlainOp]
-    tensors: Sequence[Tensor | PlainTensor]
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
 
     @cached_property
     def n_forward(self) -> int:

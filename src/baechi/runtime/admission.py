@@ -19,7 +19,7 @@ from baechi.problem.simulation import overflows
 from baechi.program.stream_memory import Gpus, scheduled
 from baechi.records.cluster import Cluster
 from baechi.records.constraints import Constraints
-from baechi.records.graph import OpGraph, Tensor
+from baechi.records.graph import OpGraph
 from baechi.records.placement import Placement
 from baechi.traced.traced_model import Traced
 from baechi.tracing.alias_analysis import Facts
@@ -103,12 +103,7 @@ class Admission:
         squares = [max(1.0, factor * factor) for factor in growth]
         sizes = traced.sizes(training=training, checkpoint=self.checkpoint)
         tensors = tuple(
-            Tensor(
-                row.producer,
-                row.consumers,
-                size if size >= 0 else math.ceil(row.nbytes * squares[~size]),
-                row.kept,
-            )
+            replace(row, nbytes=size if size >= 0 else math.ceil(row.nbytes * squares[~size]))
             for row, size in zip(graph.tensors, sizes, strict=True)
         )
         ops = tuple(
