@@ -212,8 +212,7 @@ def _check_placement(
 ) -> None:
     """Raise the error that names what is wrong with a placement, unless it is a missing path."""
     graph, cluster = problem.graph, problem.cluster
-    if len(devices) != len(graph.ops):
-        raise InputError(f"the placement has {len(devices)} ops, the graph {len(graph.ops)}.")
+    graph.check_placement(devices.tolist(), order.tolist())
     n = len(cluster.devices)
     if len(devices) and devices.max() >= n:
         op = int(devices.argmax())
@@ -221,7 +220,6 @@ def _check_placement(
             f"op {graph.ops[op].name!r} is placed on device {devices[op]}, but the cluster has {n} "
             "devices; simulate on the cluster that it was solved for."
         )
-    graph.check_placement(devices.tolist(), order.tolist())
     op_group = graph.arrays.op_group
     here = problem.allowed[devices, op_group]
     if not here.all():

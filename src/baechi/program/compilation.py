@@ -13,7 +13,6 @@ from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, TypeAlias, final
 
-from baechi.errors import InputError
 from baechi.program.cutting import Clock, Cutter, Event, Piece, tapes_of
 from baechi.records.graph import OpGraph, StepStructure
 from baechi.records.instructions import (
@@ -67,11 +66,6 @@ def compile_program(
         InputError: The placement is of another step, parts a group, or its order is not
             topological.
     """
-    if len(placement.devices) != len(structure.ops):
-        raise InputError(
-            f"the placement is of another graph: it has {len(placement.devices)} ops, and this "
-            f"step has {len(structure.ops)}; solve the graph of this step."
-        )
     structure.check_placement(placement.devices, placement.order)
     compiler = _Compiler(
         structure, placement, instant, copy_lanes, one_thread, frozenset(in_turn), schedule

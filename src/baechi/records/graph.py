@@ -241,8 +241,13 @@ class StepStructure:
         """Nothing, if the device of every op keeps groups together, and the order is topological.
 
         Raises:
-            InputError: They do not; names two ops.
+            InputError: They do not, or are of another graph.
         """
+        if len(devices) != len(self.ops):
+            raise InputError(
+                f"the placement is of another graph: it has {len(devices)} ops, and this step has "
+                f"{len(self.ops)}; solve the graph of this step."
+            )
         rank = {op: i for i, op in enumerate(order)}
         for tensor in self.tensors:
             first = min(tensor.consumers, key=rank.__getitem__, default=tensor.producer)
