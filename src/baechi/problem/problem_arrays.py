@@ -236,13 +236,9 @@ class Problem:
     @cached_property
     def device_pool(self) -> tuple[int, ...]:
         """The memory pool of every device; one without a pool is alone in its own."""
-        pools: dict[str, int] = {}
-        row = []
-        for index, device in enumerate(self.cluster.devices):
-            # Keys of pools have two more leading characters, so they differ from all device names.
-            key = f"p:{device.pool}" if device.pool else f"d:{index}"
-            row.append(pools.setdefault(key, len(pools)))
-        return tuple(row)
+        memories = self.cluster.memories
+        number = {memory: pool for pool, memory in enumerate(dict.fromkeys(memories))}
+        return tuple(number[memory] for memory in memories)
 
     @cached_property
     def pool_devices(self) -> tuple[tuple[int, ...], ...]:

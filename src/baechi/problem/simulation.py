@@ -160,7 +160,7 @@ def overflows(
     Devices of a pool share their largest margin.
     """
     margins: Counter[int] = Counter()
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     for memory, device in zip(memory_of, cluster.devices, strict=True):
         margin = 0 if constraints is None else constraints.margins.get(device.name, 0)
         margins[memory] = max(margin, margins[memory])
@@ -296,7 +296,7 @@ def memory_profile(
     highest is `Schedule.peak_bytes`. Devices of one pool share one memory and have equal steps.
     `longer` are additional holdings. O(n log n) time in ops, consumers and transfers.
     """
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     level: Counter[int] = Counter()
     changes: dict[int, Counter[int]] = {memory: Counter() for memory in memory_of}
     for held in chain(_holdings(graph, memory_of, schedule), longer):
@@ -322,7 +322,7 @@ def peak_holdings(
     graph: OpGraph, cluster: Cluster, schedule: Schedule
 ) -> tuple[tuple[int, Mapping[str, int]], ...]:
     """The first time of each device's peak, and the bytes held then by reason."""
-    memory_of = memories(cluster)
+    memory_of = cluster.memories
     profiles = memory_profile(graph, cluster, schedule)
     peak_ns = [max(steps, key=lambda step: step[1])[0] for steps in profiles]
     held_at_peak: dict[int, Counter[str]] = {memory: Counter() for memory in memory_of}
@@ -333,15 +333,6 @@ def peak_holdings(
     return tuple(
         (time_ns, held_at_peak[memory]) for time_ns, memory in zip(peak_ns, memory_of, strict=True)
     )
-
-
-def memories(cluster: Cluster) -> list[int]:
-    """The first device of each device's pool; the device itself where it is in none."""
-    first: dict[str, int] = {}
-    return [
-        first.setdefault(device.pool, index) if device.pool else index
-        for index, device in enumerate(cluster.devices)
-    ]
 
 
 def _holdings(graph: OpGraph, memory_of: list[int], schedule: Schedule) -> Iterator[Holding]:

@@ -144,6 +144,15 @@ class Cluster:
         others = (row.count(link) - (row[src] == link) for src, row in enumerate(self.links))
         return link if all(count == n - 1 for count in others) else None
 
+    @property
+    def memories(self) -> list[int]:
+        """The first device of each device's pool; the device itself where it is in none."""
+        first: dict[str, int] = {}
+        return [
+            first.setdefault(device.pool, index) if device.pool else index
+            for index, device in enumerate(self.devices)
+        ]
+
     @staticmethod
     def uniform(
         n: int, memory: int | str, link: Link, *, kind: str = "", speed: float = 1.0
