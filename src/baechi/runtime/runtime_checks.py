@@ -21,16 +21,7 @@ def placed_step(traced: Traced, placement: Placement, graph: OpGraph | None) -> 
     Raises:
         InputError: It is of another graph.
     """
-    n = len(traced.ops)
-    step = graph or traced.structure(training=len(placement.devices) > n)
-    again = len(step.units)
-    sizes = (n, n + 1 + len(traced.backward_ops) + again)
-    if len(placement.devices) not in sizes:
-        raise InputError(
-            f"the placement is of another graph: it has {len(placement.devices)} ops, and "
-            f"{traced.name} has {' or '.join(map(str, sizes))} (inference or training). "
-            "Solve the graph of this trace; and give graph=..., if it was made with checkpoint=..."
-        )
+    step = graph or traced.structure(training=len(placement.devices) > len(traced.ops))
     if graph is not None and graph.digest != placement.graph_digest:
         raise InputError(
             f"the placement is of another graph (digest {placement.graph_digest[:12]}...) than "
