@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from baechi import _core
 from baechi.errors import InputError
-from baechi.placers.etf import ListScheduler, past_dead_ends
+from baechi.placers.etf import ListScheduler
 from baechi.placers.linear_programs import SOLVERS, LinearSolver
 from baechi.placers.sct_program import (
     FavoriteProgram,
@@ -94,12 +94,8 @@ class MSCT(ListScheduler):
             "lp_bound_ns": round(favorites.bound_ns),
             "rho": ratio if math.isfinite(ratio) else "infinite",
         }
-        return past_dead_ends(
-            problem,
-            lambda timeline: timeline.list_schedule(favorites.children),
-            self.retries,
-            self.name,
-            stats,
+        return self.past_dead_ends(
+            problem, lambda timeline: timeline.list_schedule(favorites.children), stats
         )
 
 

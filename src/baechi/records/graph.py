@@ -246,8 +246,8 @@ class StepStructure:
         if len(devices) != len(self.ops):
             raise InputError(
                 f"the placement is of another graph: it has {len(devices)} ops, and this step has "
-                f"{len(self.ops)}. Solve the graph of this step; to apply one with checkpoints, "
-                "give graph=..., too."
+                f"{len(self.ops)}. Solve the graph of this step; and give graph=..., if it was "
+                "made with checkpoint=..."
             )
         rank = {op: i for i, op in enumerate(order)}
         for tensor in self.tensors:
